@@ -1,0 +1,330 @@
+"""The configuration: every key, its type, its bounds and what it means. The only definition of each.
+
+Hydra composes a mapping from `configs/` and the command line; `parse` turns it into a frozen
+`RunConfig` or raises ConfigError naming the key. `docs/configuration.md` is generated from this file:
+the string under a field is its documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every group of keys: immutable, and an unknown key is an error."""
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy, a Hugging Face causal language model with its tokenizer."""
+
+    path: Text
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter and compute type of the trainer and the embedded engine."""
+
+
+class DataConfig(Section, frozen=True):
+    """Prompts, as parquet files with verl's columns."""
+
+    train: Text
+    """Parquet file of training samples."""
+    test: str = ""
+    """Parquet file of held-out samples; empty: no validation."""
+    shuffle: bool = True
+    """Shuffle the samples anew in each epoch, by `seed`."""
+    epochs: Count = 0
+    """Passes over the training samples; 0: as many as `total_steps` needs."""
+    at_end: Literal["flush", "drop"] = "flush"
+    """Data exhausted with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
+
+
+class RolloutConfig(Section, frozen=True):
+    """Episodes: sampling, limits, tools and reward."""
+
+    workers: Positive = 1
+    """Number of rollout worker processes."""
+    slots: Positive = 64
+    """Episodes that one worker runs at once."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Sampling temperature of training episodes. Top-p and top-k are off in training, so that the
+    recorded log-probs are those of the distribution sampled from."""
+    max_new_tokens: Positive = 128
+    """Token limit of one turn."""
+    max_tokens: Positive = 1024
+    """Token limit of a whole episode, prompt and tool replies included."""
+    max_turns: Positive = 16
+    """Model turns per episode."""
+    max_bad_calls: Positive = 3
+    """Malformed tool calls in a row that end an episode."""
+    tools: list[str] = []
+    """Tools: registered names, `module:function` or `file.py:function`."""
+    tool_args: dict[str, dict[str, str | int | float | bool]] = {}
+    """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    tool_timeout: Seconds = 30.0
+    """Deadline of one tool call; the episode goes on with an error reply."""
+    parser: str = "hermes"
+    """Format in which the model writes tool calls."""
+    reward: Text = "final_number"
+    """Reward function: a registered name, `module:function` or `file.py:function` (verl's signature)."""
+    reward_timeout: Seconds = 60.0
+    """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
+    episode_timeout: Seconds = 600.0
+    """Wall-clock limit of one episode; afterwards it fails with `deadline`."""
+    retries: Count = 2
+    """Re-issues of an episode that failed for a reason that is not the policy's."""
+    threads: Positive = 1
+    """OpenMP threads of a worker with an embedded engine."""
+
+
+class EngineConfig(Section, frozen=True):
+    """What samples tokens."""
+
+    name: Text = "torch"
+    """Registered engine. `torch` is embedded in the rollout worker."""
+    max_batch_tokens: Positive = 4096
+    """Prompt tokens that the embedded engine prefills at most between two decode steps."""
+
+
+class BufferConfig(Section, frozen=True):
+    """The replay buffer: batches, groups, staleness."""
+
+    groups_per_batch: Positive = 16
+    """Groups (samples) per optimizer batch."""
+    episodes_per_group: Positive = 8
+    """Episodes per sample."""
+    max_staleness: Count = 4
+    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous."""
+    target_staleness: Count | None = None
+    """Admission pace: live groups <= (1 + target) * groups_per_batch. Default: min(1, max_staleness)."""
+    on_stale: Literal["mask", "hold", "drop"] = "mask"
+    """Tokens over the bound at take: weight zero; never let it happen (`hold`); drop the trajectory."""
+    group_policy: Literal["complete", "partial"] = "complete"
+    """Train whole groups, or the members landed by a deadline (late ones are still trained)."""
+    group_deadline: Seconds = 60.0
+    """`partial`: seconds from the issue of a group to the deadline of its baseline."""
+    min_group: Positive = 2
+    """Usable members under which a group is dropped (`group_short`)."""
+    filter_zero_variance: bool = True
+    """Filter groups whose rewards are all equal, and refill the batch."""
+    max_filtered_batches: Positive = 50
+    """Abort the run after this many batches' worth of filtered groups in a row."""
+    max_bytes: Positive = 1 << 30
+    """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.groups_per_batch * self.episodes_per_group
+
+    @property
+    def target(self) -> int:
+        return min(1, self.max_staleness) if self.target_staleness is None else self.target_staleness
+
+    @property
+    def max_live_groups(self) -> int:
+        return (1 + self.target) * self.groups_per_batch
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """Advantages, loss and behaviour correction; formulas in docs/algorithms.md."""
+
+    advantage: Text = "dr_grpo"
+    """`dr_grpo` (R - mean), `grpo` (divided by the group's std), `rloo` (leave one out)."""
+    loss: Text = "reinforce"
+    """`reinforce` (truncated importance weight) or `decoupled_ppo` (needs steps_per_batch > 1)."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "prompt_mean"] = "token_mean"
+    """How token losses become one number; normalisers are exact over the whole batch."""
+    correction: Literal["mask_truncate", "none"] = "mask_truncate"
+    """Behaviour correction of pi/mu. `none` is refused when max_staleness > 0."""
+    mask_low: Annotated[float, Meta(ge=0)] = 0.5
+    """Tokens with pi/mu below this get weight zero."""
+    mask_high: Annotated[float, Meta(gt=0)] = 5.0
+    """Tokens with pi/mu above this get weight zero."""
+    cap_positive: Annotated[float, Meta(gt=0)] = 5.0
+    """Truncation of pi/mu where the advantage is positive."""
+    cap_negative: Annotated[float, Meta(gt=0)] = 2.0
+    """Truncation of pi/mu where the advantage is negative."""
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """decoupled_ppo: lower clip of pi/prox."""
+    clip_high: Annotated[float, Meta(gt=0)] = 0.28
+    """decoupled_ppo: upper clip of pi/prox."""
+    steps_per_batch: Positive = 1
+    """Optimizer steps per batch. More than one: a barrier, the whole batch is in hand before the first."""
+
+
+class TrainerConfig(Section, frozen=True):
+    """FSDP2 ranks and the optimizer."""
+
+    ranks: Positive = 1
+    """Trainer processes."""
+    lr: Annotated[float, Meta(gt=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    lr_end: Fraction = 0.1
+    """Final learning rate as a share of the peak."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's moments."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: Annotated[float, Meta(ge=0)] = 1.0
+    """Gradient norm limit; 0: off."""
+    micro_batch_tokens: Positive = 8192
+    """Padded tokens of one forward/backward on one rank."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints kept."""
+    threads: Positive = 1
+    """OpenMP threads of a rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute."""
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new versions reach the engines."""
+
+    every: Positive = 1
+    """Publish after every k-th step."""
+    directory: Literal["auto", "shm", "run"] = "auto"
+    """Shared files on /dev/shm, in the run directory, or /dev/shm if it has room."""
+    keep: Positive = 3
+    """Versions kept on disk."""
+    deadline: Seconds = 60.0
+    """An engine that has not loaded a version by then is reported and gets the latest one."""
+
+
+class ValidationConfig(Section, frozen=True):
+    """Held-out episodes at one fixed version, through the same workers."""
+
+    every: Count = 0
+    """Steps between validations; 0: only before and after training."""
+    samples: Count = 128
+    """Held-out samples per validation in mid-run (sampled and greedy each)."""
+    final_samples: Count = 512
+    """Held-out samples of the first and the last validation; 0: none."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Temperature of the sampled half."""
+    max_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of a worker's slots that validation may take in mid-run."""
+
+
+class ObserveConfig(Section, frozen=True):
+    """What a person sees."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """Live view on a terminal, plain lines elsewhere."""
+    trackers: list[Literal["wandb", "tensorboard", "swanlab"]] = []
+    """Trackers beside metrics.jsonl."""
+    project: Text = "asyncrl"
+    """Project name for trackers."""
+    plot: bool = True
+    """Draw run.png at the end."""
+    transcripts: Count = 8
+    """Validation episodes saved as text per validation."""
+
+
+class LaunchConfig(Section, frozen=True):
+    """Processes and their supervision."""
+
+    kind: Literal["local", "ray"] = "local"
+    """Local subprocesses, or Ray actors."""
+    ray_address: str = ""
+    """Ray cluster; empty: a local one is started."""
+    host: Text = "127.0.0.1"
+    """Address the coordinator binds to."""
+    port: Annotated[int, Meta(ge=0, le=65534)] = 0
+    """Control port; port + 1 is the bulk port. 0: free ones."""
+    restarts: Count = 5
+    """Restarts per role before the run is given up."""
+    lease: Seconds = 10.0
+    """A worker silent for this long loses its episodes."""
+    start_timeout: Seconds = 120.0
+    """Deadline for a role to report in."""
+    stop_timeout: Seconds = 10.0
+    """Deadline of a graceful stop, checkpoint included."""
+    stall_timeout: Seconds = 300.0
+    """The watchdog ends a run in which nothing has moved for this long, and says who waits on whom."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    """One run."""
+
+    name: Text
+    """Name of the run; its directory is `<run_dir>/<name>`."""
+    run_dir: Text = "runs"
+    """Parent of run directories; a local disk."""
+    seed: int = 0
+    """Seed of data order, sampling and initialisation."""
+    total_steps: Positive = 100
+    """Optimizer batches to train."""
+    resume: Literal["auto", "never", "must"] = "never"
+    """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    validation: ValidationConfig = ValidationConfig()
+    observe: ObserveConfig = ObserveConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+
+def parse(mapping: Any) -> RunConfig:
+    """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
+    try:
+        config = msgspec.convert(mapping, RunConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    _check_combinations(config)
+    return config
+
+
+def _check_combinations(config: RunConfig) -> None:
+    """Refuse what each key allows but together cannot work."""
+    buffer, algorithm = config.buffer, config.algorithm
+    refusals = {
+        f"$.buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
+        "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
+        f"$.buffer.min_group ({buffer.min_group}) exceeds episodes_per_group ({buffer.episodes_per_group}): "
+        "every group would be dropped": buffer.min_group > buffer.episodes_per_group,
+        "$.algorithm.correction is 'none' with max_staleness > 0: stale data would be trained uncorrected; "
+        "use mask_truncate or max_staleness=0": algorithm.correction == "none" and buffer.max_staleness > 0,
+        "$.algorithm.mask_low is not below mask_high": algorithm.mask_low >= algorithm.mask_high,
+        "$.algorithm.loss decoupled_ppo with steps_per_batch=1 never clips (pi = prox); "
+        "use reinforce or steps_per_batch > 1": algorithm.loss == "decoupled_ppo"
+        and algorithm.steps_per_batch == 1,
+        "$.algorithm.loss reinforce with steps_per_batch > 1 has no trust region; use decoupled_ppo": (
+            algorithm.loss == "reinforce" and algorithm.steps_per_batch > 1
+        ),
+        f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
+        f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
+        > buffer.groups_per_batch,
+        "$.algorithm.advantage grpo with group_policy=partial is biased; use dr_grpo or rloo": (
+            algorithm.advantage == "grpo" and buffer.group_policy == "partial"
+        ),
+        f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
+        f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
+        f"$.trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
+        f"({config.rollout.max_tokens}): a long episode would not fit; raise it": (
+            config.trainer.micro_batch_tokens < config.rollout.max_tokens
+        ),
+    }
+    for message, refused in refusals.items():
+        if refused:
+            raise ConfigError(message)

@@ -1,0 +1,62 @@
+"""Errors at the boundaries, and the one place that turns a failure into a recorded value."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class AsyncrlError(Exception):
+    """Base of every error the project raises on purpose. Its text is one line: what, where, what to do."""
+
+
+class ConfigError(AsyncrlError):
+    """Bad input found before anything was started: a key, a file, a name. Exit code 2."""
+
+
+class ProtocolError(AsyncrlError):
+    """A peer broke the protocol: unknown message, wrong order, wrong hash."""
+
+
+class EngineError(AsyncrlError):
+    """An engine refused a request, or broke."""
+
+
+class DeadlineError(AsyncrlError):
+    """A named wait ran past its deadline."""
+
+
+class Failure:
+    """What `recorded` caught: empty until something failed."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __bool__(self) -> bool:
+        return self.error is not None
+
+    @property
+    def line(self) -> str:
+        """One line for a record or the model to read; '' when nothing failed."""
+        return one_line(self.error) if self.error else ""
+
+    @property
+    def trace(self) -> str:
+        return "".join(traceback.format_exception(self.error)) if self.error else ""
+
+
+@contextmanager
+def recorded() -> Iterator[Failure]:
+    """Run foreign code (a tool, a reward); an Exception becomes a value instead of travelling on."""
+    failure = Failure()
+    try:
+        yield failure
+    except Exception as error:
+        failure.error = error
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """`Type: message` on one line, cut at `limit` characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__

@@ -1,0 +1,331 @@
+"""Every message between processes: one tagged union per direction, one typed decoder each.
+
+A message is a header (one of these structs, msgpack) and zero or more opaque frames. The coordinator
+reads headers only; frames hold `Turn`s and tool replies and are decoded by whoever trains on them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.types import EpisodeEnd, FailReason, Sample
+from asyncrl.weights.manifest import WeightsRef
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base: the class name is the tag on the wire."""
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """One try at one episode. Records of a try that is not current are fenced."""
+
+    uid: str
+    attempt: int
+
+
+# -- control: worker -> coordinator ----------------------------------------------------------------
+
+
+class WorkerHello(Message, frozen=True):
+    """First message of a worker process, repeated until welcomed."""
+
+    index: int
+    incarnation: str
+    slots: int
+    version: int
+    pid: int
+
+
+class Heartbeat(Message, frozen=True):
+    """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
+    absent from `held` is lost. Seconds and counts are totals since the incarnation began."""
+
+    seq: int
+    assigned: int
+    held: tuple[Attempt, ...]
+    busy_s: float
+    idle_s: float
+    tokens: int
+    waiting: str = ""  # the named wait the worker is in, if any
+
+
+class Loaded(Message, frozen=True):
+    """An engine swapped in a version, or could not."""
+
+    ref: WeightsRef
+    lane: str
+    checksum: str
+    seconds: float
+    error: str = ""
+
+
+# -- control: coordinator -> worker ----------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """The coordinator knows the peer. `step` is the number of committed batches."""
+
+    coordinator_epoch: int
+    trainer_epoch: int
+    step: int
+
+
+class Assign(Message, frozen=True):
+    """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from."""
+
+    seq: int
+    attempt: Attempt
+    sample: Sample
+    lane: str  # "train" or "eval": which weights sample it
+    temperature: float  # 0 is greedy
+    key: int
+
+
+class Cancel(Message, frozen=True):
+    """Stop an episode and say nothing more about it."""
+
+    attempt: Attempt
+
+
+class LoadWeights(Message, frozen=True):
+    """Load a version into a lane and answer Loaded."""
+
+    ref: WeightsRef
+    lane: str
+
+
+class Clock(Message, frozen=True):
+    """A batch was committed. A turn may start only on weights with version >= oldest."""
+
+    step: int
+    oldest: int
+
+
+class Stop(Message, frozen=True):
+    """End: finish what must be written, then leave. `checkpoint` asks the trainer to leave one."""
+
+    reason: str
+    checkpoint: bool = True
+
+
+# -- bulk: worker -> coordinator -------------------------------------------------------------------
+
+
+class Generated(Message, frozen=True):
+    """A model turn, durable before its tools run. Frame: the Turn without replies."""
+
+    seq: int
+    attempt: Attempt
+    turn: int
+    tokens: int  # context + model tokens of this turn
+    model_tokens: int
+    oldest: int  # lowest version of a span; a large number when there are no model tokens
+    newest: int
+
+
+class Replied(Message, frozen=True):
+    """The tool replies of a turn. Frame: the tuple of ToolReply."""
+
+    seq: int
+    attempt: Attempt
+    turn: int
+
+
+class Finished(Message, frozen=True):
+    """The episode is over and has a reward. Its tokens are the turns sent before."""
+
+    seq: int
+    attempt: Attempt
+    reward: float
+    end: EpisodeEnd
+    turns: int
+    tool_calls: int
+    seconds: float
+    tool_s: float
+    text: str = ""  # transcript of a validation episode
+
+
+class Failed(Message, frozen=True):
+    """The episode has no trajectory, for a reason that is not the policy's."""
+
+    seq: int
+    attempt: Attempt
+    reason: FailReason
+    detail: str
+
+
+# -- bulk: coordinator -> worker -------------------------------------------------------------------
+
+
+class Ack(Message, frozen=True):
+    """Every bulk message up to `seq` of this incarnation is durable."""
+
+    seq: int
+
+
+class Fenced(Message, frozen=True):
+    """The attempt is not current: drop it."""
+
+    attempt: Attempt
+
+
+# -- control: trainer -> coordinator ---------------------------------------------------------------
+
+
+class TrainerHello(Message, frozen=True):
+    """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation."""
+
+    rank: int
+    ranks: int
+    incarnation: str
+    step: int
+    pid: int
+
+
+class Commit(Message, frozen=True):
+    """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes)."""
+
+    trainer_epoch: int
+    step: int
+    plan_hash: str
+    metrics: dict[str, float]
+
+
+class Published(Message, frozen=True):
+    """Rank 0 wrote a version that engines may load."""
+
+    ref: WeightsRef
+    snapshot_s: float  # what the trainer waited
+    write_s: float  # in the background
+
+
+class Checkpointed(Message, frozen=True):
+    """A verified checkpoint of `step` is in place."""
+
+    trainer_epoch: int
+    step: int
+    path: str
+
+
+class TrainerBeat(Message, frozen=True):
+    """Sign of life of a rank. Seconds are totals since the start."""
+
+    rank: int
+    step: int
+    busy_s: float
+    idle_s: float
+    waiting: str = ""
+
+
+# -- control: coordinator -> trainer ---------------------------------------------------------------
+
+
+class Committed(Message, frozen=True):
+    """The commit of `step` is durable. `replayed`: it repeats a step of a dead branch."""
+
+    step: int
+    publish: bool
+
+
+# -- bulk: trainer <-> coordinator -----------------------------------------------------------------
+
+
+class Take(Message, frozen=True):
+    """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
+
+    trainer_epoch: int
+    step: int
+    micro: int
+    rank: int
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One trajectory of a plan. Its turns are the next `frames` frames of the message.
+
+    `siblings` are the rewards of the baseline's members, self included where `self_inside`.
+    """
+
+    uid: str
+    group: str
+    frames: int
+    reward: float
+    end: EpisodeEnd
+    siblings: tuple[float, ...]
+    self_inside: bool
+    temperature: float
+    tokens: int
+    group_tokens: int  # model tokens of the group's usable members (prompt_mean)
+
+
+class Plan(Message, frozen=True):
+    """What a rank trains in one micro-batch. `kind`: work, or idle (this rank has nothing: a dummy of
+    weight zero), step (the batch is complete: take the optimizer step), end (no more batches)."""
+
+    trainer_epoch: int
+    step: int
+    micro: int
+    kind: str
+    rows: tuple[Row, ...] = ()
+    plan_hash: str = ""  # with kind "step"
+    expected_tokens: int = 0  # estimate of the batch's model tokens, for pre-scaling
+
+
+class Confirm(Message, frozen=True):
+    """The rank holds the payloads of a plan."""
+
+    trainer_epoch: int
+    step: int
+    micro: int
+    rank: int
+
+
+class Go(Message, frozen=True):
+    """All ranks hold the payloads: run the forward."""
+
+    step: int
+    micro: int
+
+
+# -- control: observer <-> coordinator -------------------------------------------------------------
+
+
+class ObserverHello(Message, frozen=True):
+    """The launcher's console wants status."""
+
+    incarnation: str
+
+
+class Status(Message, frozen=True):
+    """The state of the run, a few times a second. `gauges` use the names of metrics.jsonl."""
+
+    phase: str
+    step: int
+    total_steps: int
+    gauges: dict[str, float]
+    waits: tuple[str, ...]  # who waits on whom, by name
+
+
+class StepReport(Message, frozen=True):
+    """The metrics row of one committed step, or of a validation."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class RunEnd(Message, frozen=True):
+    """Last message: how the run ended. `error` is empty for a completed or stopped run."""
+
+    outcome: str  # completed | stopped | failed
+    error: str = ""
+
+
+ToCoordinatorControl = (
+    WorkerHello | Heartbeat | Loaded | TrainerHello | Commit | Published | Checkpointed | TrainerBeat
+    | ObserverHello | Stop
+)  # fmt: skip
+ToCoordinatorBulk = Generated | Replied | Finished | Failed | Take | Confirm
+ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Clock | Stop
+ToWorkerBulk = Ack | Fenced
+ToTrainerControl = Welcome | Committed | Stop
+ToTrainerBulk = Plan | Go
+ToObserver = Welcome | Status | StepReport | RunEnd | Stop

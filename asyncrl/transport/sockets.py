@@ -1,0 +1,187 @@
+"""The only importer of zmq: a ROUTER for the coordinator, DEALERs for everyone else.
+
+| socket | full                                  | loss                              | may block |
+|--------|---------------------------------------|-----------------------------------|-----------|
+| Hub    | `send` returns False (peer gone/slow) | peers resend what was not acked   | nobody    |
+| Link   | `send` raises DeadlineError           | coordinator resends on heartbeats | the peer, up to its deadline |
+
+Identities are `role/index/nonce`: a restarted peer is a new peer, so ROUTER can never hand it the mail
+of the old one. Messages are typed and bounded by MAX_BYTES; anything else raises ProtocolError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
+from asyncrl.transport.messages import Message
+
+MAX_BYTES = 256 << 20
+HIGH_WATER = 4096
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Endpoints(msgspec.Struct, frozen=True):
+    """Where the coordinator listens."""
+
+    control: str
+    bulk: str
+
+
+def choose_endpoints(host: str, port: int) -> Endpoints:
+    """Two ports on `host`: `port` and the next one, or free ones for 0. ConfigError if taken."""
+    with socket.socket() as first, socket.socket() as second:
+        for sock, wanted in ((first, port), (second, port + 1 if port else 0)):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, wanted))
+            except OSError as error:
+                raise ConfigError(
+                    f"launch.host={host} launch.port={wanted}: cannot bind ({error.strerror}); "
+                    "end what uses it, or set launch.port=0 for a free port"
+                ) from None
+        return Endpoints(
+            control=f"tcp://{host}:{first.getsockname()[1]}", bulk=f"tcp://{host}:{second.getsockname()[1]}"
+        )
+
+
+def identity(role: str, index: int) -> bytes:
+    """A fresh identity of this process on a socket."""
+    return f"{role}/{index}/{secrets.token_hex(6)}".encode()
+
+
+def encode(message: Message, frames: Sequence[bytes]) -> list[bytes]:
+    """Header and opaque frames as one multipart message."""
+    return [_encoder.encode(message), *frames]
+
+
+class Codec:
+    """Typed decoding of one direction's union."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+
+    def decode(self, parts: list[bytes]) -> tuple[Any, list[bytes]]:
+        """(message, frames), or ProtocolError for what is not in the union."""
+        if not parts:
+            raise ProtocolError("empty message")
+        try:
+            return self._decoder.decode(parts[0]), parts[1:]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"undecodable message: {error}") from None
+
+
+class Hub:
+    """The coordinator's end of one channel. Never blocks."""
+
+    def __init__(self, endpoint: str, union: Any, context: zmq.Context | None = None) -> None:
+        self.socket: zmq.Socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
+        _configure(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(endpoint)
+        self._codec = Codec(union)
+
+    def send(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> bool:
+        """False when the peer is unknown or its queue is full; the caller's protocol resends."""
+        try:
+            self.socket.send_multipart([peer, *encode(message, frames)], flags=zmq.DONTWAIT)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
+        """The next message, or None when there is none now. ProtocolError names the peer."""
+        try:
+            peer, *parts = self.socket.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        try:
+            return peer, *self._codec.decode(parts)
+        except ProtocolError as error:
+            raise ProtocolError(f"{peer!r}: {error}") from None
+
+    def close(self) -> None:
+        self.socket.close(linger=500)
+
+
+class Poller:
+    """Waits on several hubs at once."""
+
+    def __init__(self, *hubs: Hub) -> None:
+        self._poller = zmq.Poller()
+        for hub in hubs:
+            self._poller.register(hub.socket, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        self._poller.poll(max(0.0, seconds) * 1000)
+
+
+class Link:
+    """A peer's blocking end of one channel (trainer ranks, console)."""
+
+    def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
+        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        _configure(self._socket, name)
+        self._socket.connect(endpoint)
+        self._codec = Codec(union)
+
+    def send(self, message: Message, frames: Sequence[bytes] = (), timeout: float = 30.0) -> None:
+        """Queue a message. DeadlineError when the queue stays full for `timeout` seconds."""
+        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout * 1000))
+        try:
+            self._socket.send_multipart(encode(message, frames))
+        except zmq.Again:
+            raise DeadlineError(f"coordinator took no {type(message).__name__} for {timeout:g} s") from None
+
+    def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
+        """The next message, or None after `timeout` seconds."""
+        if not self._socket.poll(max(0.0, timeout) * 1000):
+            return None
+        return self._codec.decode(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._socket.close(linger=500)
+
+
+class AsyncLink:
+    """A peer's asyncio end of one channel (rollout workers)."""
+
+    def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _configure(self._socket, name)
+        self._socket.connect(endpoint)
+        self._codec = Codec(union)
+
+    async def send(self, message: Message, frames: Sequence[bytes] = (), timeout: float = 30.0) -> None:
+        """Queue a message. DeadlineError when the queue stays full for `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self._socket.send_multipart(encode(message, frames)), timeout)
+        except TimeoutError:
+            raise DeadlineError(f"coordinator took no {type(message).__name__} for {timeout:g} s") from None
+
+    async def receive(self) -> tuple[Any, list[bytes]]:
+        """The next message; callers race it against their own deadlines."""
+        return self._codec.decode(await self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._socket.close(linger=500)
+
+
+def _configure(sock: Any, name: bytes | None = None) -> None:
+    if name is not None:
+        sock.setsockopt(zmq.IDENTITY, name)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+    sock.setsockopt(zmq.LINGER, 500)

@@ -1,0 +1,163 @@
+"""The nouns of the project. Everything that crosses a process or a disk is one of these.
+
+Units and alignment are stated once, here: token sequences are int32 ids, log-probs are natural
+logs in float32, version spans are half-open ranges of token positions, durations are seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class StopReason(enum.StrEnum):
+    """Why one generation ended."""
+
+    STOP = "stop"  # the model wrote a stop id
+    LENGTH = "length"  # the token budget ran out
+    ABORT = "abort"  # the engine was told to stop
+
+
+class EpisodeEnd(enum.StrEnum):
+    """Why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
+
+    ANSWERED = "answered"  # a turn without tool calls
+    LENGTH = "length"  # token budget of the turn or the episode
+    MAX_TURNS = "max_turns"
+    BAD_CALLS = "bad_calls"  # too many malformed tool calls in a row
+
+    @property
+    def truncated(self) -> bool:
+        return self in (EpisodeEnd.LENGTH, EpisodeEnd.MAX_TURNS)
+
+
+class FailReason(enum.StrEnum):
+    """Why an episode has no trajectory. All are infrastructure, never the policy's doing."""
+
+    REWARD_ERROR = "reward_error"
+    ENGINE_ERROR = "engine_error"
+    EPISODE_ERROR = "episode_error"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    DEADLINE = "deadline"  # the episode's own wall-clock limit
+    WORKER_LOST = "worker_lost"
+
+
+class DropReason(enum.StrEnum):
+    """Why a finished trajectory, or a whole group, was not trained."""
+
+    STALE = "stale"
+    GROUP_SHORT = "group_short"
+    END_OF_DATA = "end_of_data"
+
+
+class FilterReason(enum.StrEnum):
+    """Why a usable group was left out by choice of the algorithm."""
+
+    ZERO_VARIANCE = "zero_variance"
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A parsed request of the model to run a tool. `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One chat message in OpenAI's shape."""
+
+    role: str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class ToolReply(msgspec.Struct, frozen=True):
+    """What a tool call gave back. `error` names the failure; the content is readable by the model."""
+
+    call: ToolCall
+    content: str
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One dataset row in verl's shape. `ground_truth` and `extra_info` are JSON text."""
+
+    row: int
+    data_source: str
+    prompt: tuple[Message, ...]
+    ground_truth: str
+    ability: str = ""
+    extra_info: str = "{}"
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) were sampled by policy `version`.
+
+    `kv_version` is the oldest version that wrote any key or value these tokens attended to: when it
+    differs from `version`, no single policy reproduces their log-probs.
+    """
+
+    start: int
+    end: int
+    version: int
+    kv_version: int
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What an engine returns for one request. Spans are relative to `ids`."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    stop: StopReason
+    seconds: float = 0.0
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One engine call and the tool replies to it.
+
+    The episode's tokens are, turn by turn, `context` (written by the template: prompt or tool
+    replies) followed by `ids` (written by the model). Spans are relative to `ids`.
+    """
+
+    index: int
+    context: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    stop: StopReason
+    replies: tuple[ToolReply, ...] = ()
+    seconds: float = 0.0
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """A finished episode, ready to train on. All sequences are aligned to `ids`.
+
+    `mask` is 1 on tokens the model wrote. `logprobs` are the engine's (behaviour policy mu), 0 where
+    mask is 0. `spans` cover exactly the tokens with mask 1.
+    """
+
+    uid: str
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    reward: float
+    end: EpisodeEnd
+    turns: int
+    tool_calls: int
+    temperature: float
+    seconds: float = 0.0
+
+    @property
+    def model_tokens(self) -> int:
+        return sum(self.mask)
+
+    @property
+    def oldest_version(self) -> int:
+        return min((span.version for span in self.spans), default=0)
