@@ -1,11 +1,11 @@
 """The only importer of zmq: a ROUTER for the coordinator, DEALERs for everyone else.
 
-| socket | full                                  | loss                              | may block |
-|--------|---------------------------------------|-----------------------------------|-----------|
-| Hub    | `send` returns False (peer gone/slow) | peers resend what was not acked   | nobody    |
-| Link   | `send` raises DeadlineError           | coordinator resends on heartbeats | the peer, up to its deadline |
+| socket | when full                   | what was lost is resent by   | may block |
+|--------|-----------------------------|------------------------------|-----------|
+| Hub    | `send` returns False        | the peer (no ack)            | nobody    |
+| Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
 
-Identities are `role/index/nonce`: a restarted peer is a new peer, so ROUTER can never hand it the mail
+Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER can never hand it the mail
 of the old one. Messages are typed and bounded by MAX_BYTES; anything else raises ProtocolError.
 """
 
@@ -26,6 +26,7 @@ from asyncrl.transport.messages import Message
 
 MAX_BYTES = 256 << 20
 HIGH_WATER = 4096
+SEND_DEADLINE = 30.0
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -54,9 +55,9 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
         )
 
 
-def identity(role: str, index: int) -> bytes:
-    """A fresh identity of this process on a socket."""
-    return f"{role}/{index}/{secrets.token_hex(6)}".encode()
+def identity(role: str, index: int, incarnation: str = "") -> bytes:
+    """The name of a process on its sockets: the same on both channels, never used twice."""
+    return f"{role}/{index}/{incarnation or secrets.token_hex(6)}".encode()
 
 
 def encode(message: Message, frames: Sequence[bytes]) -> list[bytes]:
@@ -122,7 +123,7 @@ class Poller:
             self._poller.register(hub.socket, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        self._poller.poll(max(0.0, seconds) * 1000)
+        self._poller.poll(int(max(0.0, seconds) * 1000))
 
 
 class Link:
@@ -131,20 +132,21 @@ class Link:
     def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
         self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self._socket, name)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         self._socket.connect(endpoint)
         self._codec = Codec(union)
 
-    def send(self, message: Message, frames: Sequence[bytes] = (), timeout: float = 30.0) -> None:
-        """Queue a message. DeadlineError when the queue stays full for `timeout` seconds."""
-        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout * 1000))
+    def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         try:
             self._socket.send_multipart(encode(message, frames))
         except zmq.Again:
-            raise DeadlineError(f"coordinator took no {type(message).__name__} for {timeout:g} s") from None
+            name = type(message).__name__
+            raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
 
     def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
         """The next message, or None after `timeout` seconds."""
-        if not self._socket.poll(max(0.0, timeout) * 1000):
+        if not self._socket.poll(int(max(0.0, timeout) * 1000)):
             return None
         return self._codec.decode(self._socket.recv_multipart())
 
@@ -161,12 +163,14 @@ class AsyncLink:
         self._socket.connect(endpoint)
         self._codec = Codec(union)
 
-    async def send(self, message: Message, frames: Sequence[bytes] = (), timeout: float = 30.0) -> None:
-        """Queue a message. DeadlineError when the queue stays full for `timeout` seconds."""
+    async def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         try:
-            await asyncio.wait_for(self._socket.send_multipart(encode(message, frames)), timeout)
+            async with asyncio.timeout(SEND_DEADLINE):
+                await self._socket.send_multipart(encode(message, frames))
         except TimeoutError:
-            raise DeadlineError(f"coordinator took no {type(message).__name__} for {timeout:g} s") from None
+            name = type(message).__name__
+            raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
 
     async def receive(self) -> tuple[Any, list[bytes]]:
         """The next message; callers race it against their own deadlines."""

@@ -1,0 +1,195 @@
+"""Batches and their plans: which trajectories a step trains, in which micro-batches.
+
+A plan is recorded before it is answered, asked for again it is the same, and it is kept until a
+checkpoint covers it. Retries of a request, and the steps that a restarted trainer repeats, are therefore
+the same look-up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from asyncrl.buffer.records import Episode, Group, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.types import DropReason
+
+
+class Batch(msgspec.Struct):
+    """One optimizer batch. `micros` are uids in the order given out; `closed`: nothing will be added."""
+
+    step: int  # 0-based: committed batches before it
+    micros: list[list[str]] = []
+    groups: set[int] = set()
+    closed: bool = False
+
+    @property
+    def uids(self) -> list[str]:
+        return [uid for micro in self.micros for uid in micro]
+
+    @property
+    def plan_hash(self) -> str:
+        return hashlib.blake2b("\n".join(self.uids).encode(), digest_size=16).hexdigest()
+
+
+class Batches:
+    """Plans of all batches that no retained checkpoint covers, and the current one.
+
+    Args:
+        buffer: where trajectories are taken from.
+        micro_tokens: padded tokens of one micro-batch on one rank.
+        flush: train a short batch when the data has run out, rather than drop it.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool) -> None:
+        self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
+        self.batches: dict[int, Batch] = {}
+        self.taken: dict[str, Episode] = {}  # rows of the kept plans, also after they left the buffer
+        self.committed = 0  # the frontier: highest committed batch count along the lineage
+        self._dirty: set[int] = set()
+
+    def changes(self) -> list[Batch]:
+        changed = [self.batches[step] for step in sorted(self._dirty)]
+        self._dirty = set()
+        return changed
+
+    def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
+        """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
+
+        `step` beyond the frontier is a broken protocol and the caller's to refuse.
+        """
+        batch = self.batches.get(step)
+        if batch is None:
+            batch = self.batches[step] = Batch(step)
+        if micro < len(batch.micros):
+            return batch.micros[micro]
+        if batch.closed:
+            return []
+        return self._extend(batch, ranks)
+
+    def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
+        """Add the next micro-batch, as soon as there is one worth running."""
+        pool, groups = self._pool(batch)
+        full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch or self._last(groups)
+        if not pool:
+            return self._close(batch) if full else None
+        enough = sum(episode.tokens for episode in pool) >= self.micro_tokens * ranks
+        if not (enough or full):
+            return None
+        micro = self._bucket(pool, ranks)
+        for episode in micro:
+            self.buffer.take(episode, batch.step)
+            self.taken[episode.uid] = episode
+            if self.buffer.live[episode.group].step == batch.step:  # not a late member riding along
+                batch.groups.add(episode.group)
+        batch.micros.append([episode.uid for episode in micro])
+        self._dirty.add(batch.step)
+        return batch.micros[-1]
+
+    def _close(self, batch: Batch) -> list[str] | None:
+        """Nothing more comes: complete, or the data is over (a batch of nothing is not a step)."""
+        if not batch.micros:
+            return None
+        batch.closed = True
+        self._dirty.add(batch.step)
+        return []
+
+    def _last(self, groups: set[int]) -> bool:
+        """No group but these can ever become ready: the data is over, a short batch is flushed."""
+        return (
+            self.flush
+            and self.buffer.data_over
+            and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
+        )
+
+    @property
+    def over(self) -> bool:
+        """The data is exhausted and nothing is left that could be trained."""
+        return self.buffer.data_over and not self.buffer.live
+
+    # -- what may be taken ---------------------------------------------------------------------------
+
+    def _pool(self, batch: Batch) -> tuple[list[Episode], set[int]]:
+        """Ready trajectories that may enter the batch now, oldest group first, and their new groups."""
+        pool: list[Episode] = []
+        new: set[int] = set()
+        for group in list(self.buffer.live.values()):
+            ready = self._usable(group, batch.step)
+            if not ready:
+                continue
+            if group.step < 0:  # later members of a group already counted ride along
+                free = self.buffer.config.groups_per_batch - len(batch.groups) - len(new)
+                if free <= 0 or not self._may_take(group, batch.step, free, new):
+                    continue
+                new.add(group.id)
+            pool += ready
+        return pool, new
+
+    def _usable(self, group: Group, step: int) -> list[Episode]:
+        """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
+        ready = [
+            episode for uid in group.members if (episode := self.buffer.episodes[uid]).state is State.READY
+        ]
+        if self.buffer.config.on_stale != "drop":
+            return ready
+        bound = step - self.buffer.config.max_staleness
+        for episode in [episode for episode in ready if 0 <= episode.oldest < bound]:
+            ready.remove(episode)
+            self.buffer.drop(episode, DropReason.STALE)
+        return ready
+
+    def _may_take(self, group: Group, step: int, free: int, new: set[int]) -> bool:
+        """on_stale=hold: taking `group` must leave room for every group that would cross the bound.
+
+        E_W = untaken live groups holding a token sampled at or before W - max_staleness; after batch
+        V at most j * G of E_{V+j} may be left, for each j (docs/staleness.md).
+        """
+        config = self.buffer.config
+        if config.on_stale != "hold":
+            return True
+        floors = [
+            self._floor(other)
+            for other in self.buffer.live.values()
+            if other.step < 0 and other.id != group.id and other.id not in new
+        ]
+        for ahead in range(config.max_staleness + 1):
+            bound = step + ahead - config.max_staleness
+            due = sum(floor <= bound for floor in floors)
+            if due - ahead * config.groups_per_batch > free - 1:
+                return False
+        return True
+
+    def _floor(self, group: Group) -> int:
+        """Lowest version that sampled, or may still sample, a token of the group."""
+        known = [
+            self.buffer.episodes[uid].oldest for uid in group.members if self.buffer.episodes[uid].oldest >= 0
+        ]
+        return min(known, default=1 << 60)
+
+    def _bucket(self, pool: list[Episode], ranks: int) -> list[Episode]:
+        """The longest trajectories that fit a padded micro-batch per rank: similar lengths pad least."""
+        ordered = sorted(pool, key=lambda episode: (-episode.tokens, episode.group, episode.member))
+        longest = max(1, ordered[0].tokens)
+        return ordered[: max(1, self.micro_tokens // longest) * ranks]
+
+    # -- commit, rollback, retention -----------------------------------------------------------------
+
+    def commit(self, step: int) -> bool:
+        """Batch number `step` (1-based) was applied. False when it repeats a step of a dead branch."""
+        batch = self.batches[step - 1]
+        if step <= self.committed:
+            return False
+        for uid in batch.uids:
+            self.buffer.trained(self.taken[uid])
+        self.committed = step
+        self.buffer.trained_groups += self.buffer.config.groups_per_batch
+        return True
+
+    def retain(self, step: int) -> list[str]:
+        """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
+        gone = [number for number in self.batches if number < step]
+        uids = [uid for number in gone for uid in self.batches.pop(number).uids]
+        for uid in uids:
+            self.taken.pop(uid, None)
+        return uids

@@ -1,0 +1,101 @@
+"""What the buffer knows of an episode and of a group. Payloads are elsewhere (the store's segments)."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from asyncrl.types import EpisodeEnd
+
+
+class State(enum.StrEnum):
+    """Where an episode is. Every issued episode is in exactly one state (conservation)."""
+
+    PENDING = "pending"  # issued, waiting for a worker
+    RUNNING = "running"  # assigned
+    LANDED = "landed"  # finished, its group is not settled
+    READY = "ready"  # may be taken
+    TAKEN = "taken"  # in the plan of a batch that is not committed
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    DROPPED = "dropped"
+    FAILED = "failed"
+
+    @property
+    def over(self) -> bool:
+        return self in OVER
+
+
+OVER = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
+IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
+
+
+class Episode(msgspec.Struct):
+    """One member of a group. Versions are policy versions of its model tokens; `oldest` is a lower bound
+    while it runs. `step` is the batch it was taken into (the lag is counted from it)."""
+
+    uid: str
+    group: int
+    member: int
+    attempt: int = 0
+    state: State = State.PENDING
+    reason: str = ""
+    failures: int = 0
+    worker: str = ""  # incarnation it is assigned to
+    assign_seq: int = 0
+    oldest: int = -1  # -1: no token yet
+    newest: int = -1
+    reward: float = 0.0
+    end: EpisodeEnd = EpisodeEnd.ANSWERED
+    turns: int = 0  # durable turns
+    tool_calls: int = 0
+    tokens: int = 0
+    model_tokens: int = 0
+    seconds: float = 0.0
+    tool_s: float = 0.0
+    step: int = -1
+
+    def restart(self) -> None:
+        """Forget the turns: the next attempt starts from the prompt."""
+        self.oldest = self.newest = -1
+        self.turns = self.tokens = self.model_tokens = 0
+
+
+class Group(msgspec.Struct):
+    """The episodes of one sample. `baseline` (members) is fixed when the group settles."""
+
+    id: int
+    row: int
+    data_epoch: int
+    issued_step: int
+    deadline: float  # of the baseline under group_policy=partial, on the caller's clock
+    members: list[str]
+    settled: bool = False
+    baseline: tuple[int, ...] = ()
+    step: int = -1  # batch that first took a member; -1: untaken
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """The conservation identity, in episodes."""
+
+    issued: int
+    trained: int
+    filtered: int
+    dropped: int
+    failed: int
+    taken: int
+    ready: int
+    in_flight: int
+
+    @property
+    def conserved(self) -> bool:
+        return self.issued == (
+            self.trained
+            + self.filtered
+            + self.dropped
+            + self.failed
+            + self.taken
+            + self.ready
+            + self.in_flight
+        )

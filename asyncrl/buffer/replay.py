@@ -1,0 +1,258 @@
+"""The replay buffer: states of episodes and groups, admission, staleness at start, group settlement.
+
+Pure: no sockets, no clock (`now` is passed in), no payloads. Whoever owns it (the coordinator) persists
+`changes()` before telling anybody about them. Rules are those of docs/staleness.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.records import IN_FLIGHT, Episode, Flow, Group, State
+from asyncrl.config import BufferConfig
+from asyncrl.types import DropReason, EpisodeEnd, FailReason, FilterReason
+
+# Failures that another attempt would only repeat.
+FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
+# An engine or worker that went away does not invalidate the turns that are already durable.
+RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_ERROR})
+
+
+class ReplayBuffer:
+    """All live groups, in admission order, and the totals of those that have left.
+
+    Args:
+        config: bounds and policies.
+        prompts: order of the samples.
+        total_groups: groups that the run will train in all; admission stops before exceeding it.
+        retries: re-issues of an episode whose failure was not the policy's.
+        group_bytes: worst-case payload of a group.
+    """
+
+    def __init__(
+        self, config: BufferConfig, prompts: Prompts, total_groups: int, retries: int, group_bytes: int
+    ) -> None:
+        self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
+        self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
+        self.live: dict[int, Group] = {}
+        self.episodes: dict[str, Episode] = {}
+        self.next_group = 0
+        self.trained_groups = 0  # committed batches x groups_per_batch
+        self.left: Counter[State] = Counter()  # episodes that have left memory, by state
+        self.reasons: Counter[str] = Counter()
+        self.filtered_in_a_row = 0
+        self._dirty_episodes: dict[str, Episode] = {}
+        self._dirty_groups: dict[int, Group] = {}
+
+    # -- persistence ---------------------------------------------------------------------------------
+
+    def changes(self) -> tuple[list[Group], list[Episode]]:
+        """What changed since the last call, to be written in one transaction."""
+        groups, episodes = list(self._dirty_groups.values()), list(self._dirty_episodes.values())
+        self._dirty_groups, self._dirty_episodes = {}, {}
+        return groups, episodes
+
+    def touch(self, episode: Episode) -> None:
+        self._dirty_episodes[episode.uid] = episode
+
+    def restore(self, groups: Iterable[Group], episodes: Iterable[Episode], left: dict[State, int]) -> None:
+        """Take over what a store holds: live groups, their episodes, and the counts of the rest."""
+        self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
+        self.episodes = {episode.uid: episode for episode in episodes}
+        self.left = Counter(left)
+
+    # -- admission -----------------------------------------------------------------------------------
+
+    def can_admit(self, free_slots: int, total_slots: int) -> bool:
+        """Rule 1: a whole group, iff the live groups stay within the pace and its members find slots."""
+        return (
+            len(self.live) + 1 <= self.max_live
+            and self.trained_groups + len(self.live) < self.total_groups
+            and not self.prompts.exhausted(self.next_group)
+            and free_slots >= max(1, min(self.config.episodes_per_group, total_slots))
+        )
+
+    def admit(self, step: int, now: float) -> Group:
+        """Issue the next group: all its episodes become pending."""
+        number = self.next_group
+        epoch, row = self.prompts.draw(number)
+        members = [f"{number}.{member}" for member in range(self.config.episodes_per_group)]
+        group = Group(number, row, epoch, step, now + self.config.group_deadline, members)
+        self.live[number] = group
+        self._dirty_groups[number] = group
+        for member, uid in enumerate(members):
+            self.episodes[uid] = Episode(uid, number, member)
+            self.touch(self.episodes[uid])
+        self.next_group += 1
+        return group
+
+    @property
+    def data_over(self) -> bool:
+        """True when no group will ever be admitted again."""
+        return self.prompts.exhausted(self.next_group)
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def pending(self) -> Iterator[tuple[int, Episode]]:
+        """(rank of the group among the live ones, episode), oldest first."""
+        for rank, group in enumerate(self.live.values()):
+            for uid in group.members:
+                episode = self.episodes[uid]
+                if episode.state is State.PENDING:
+                    yield rank, episode
+
+    def fresh_enough(self, acked: int, step: int, rank: int) -> bool:
+        """Rule 2: an episode started on weights `acked` will be within the bound when its turn to train
+        comes, after `rank` older groups."""
+        return acked + self.config.max_staleness >= step + rank // self.config.groups_per_batch
+
+    def assign(self, episode: Episode, worker: str, seq: int, acked: int) -> None:
+        episode.state, episode.worker, episode.assign_seq = State.RUNNING, worker, seq
+        episode.oldest = acked if episode.oldest < 0 else min(episode.oldest, acked)
+        self.touch(episode)
+
+    def current(self, uid: str, attempt: int) -> Episode | None:
+        """The running episode these records are of, or None: the attempt is to be fenced."""
+        episode = self.episodes.get(uid)
+        if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
+            return None
+        return episode
+
+    def turn(self, episode: Episode, tokens: int, model_tokens: int, oldest: int, newest: int) -> None:
+        """A turn became durable."""
+        episode.turns += 1
+        episode.tokens += tokens
+        episode.model_tokens += model_tokens
+        if model_tokens:
+            first = episode.newest < 0  # the floor from the assignment gives way to what sampled
+            episode.oldest = oldest if first else min(episode.oldest, oldest)
+            episode.newest = max(episode.newest, newest)
+        self.touch(episode)
+
+    def finish(self, episode: Episode, reward: float, end: EpisodeEnd, now: float) -> None:
+        """The episode landed; its group may settle."""
+        episode.state, episode.reward, episode.end = State.LANDED, reward, end
+        self.touch(episode)
+        group = self.live[episode.group]
+        if group.settled:  # a late member: trained against the siblings fixed at the deadline
+            self._move(episode, State.READY)
+        self._settle(group, now)
+
+    def fail(self, episode: Episode, reason: FailReason, now: float) -> None:
+        """An attempt ended without a trajectory: issue it again, or give the episode up."""
+        episode.failures += 1
+        self.reasons[f"attempt_failed/{reason}"] += 1
+        if reason in FINAL_FAILURES or episode.failures > self.retries:
+            group = self.live[episode.group]
+            self._move(episode, State.FAILED, reason)
+            self._settle(group, now)
+            self._retire(group)
+            return
+        if reason not in RESUMABLE:
+            episode.restart()
+        episode.attempt += 1
+        episode.state, episode.worker, episode.reason = State.PENDING, "", reason
+        self.touch(episode)
+
+    # -- groups --------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Settle the groups whose deadline has passed."""
+        if self.config.group_policy == "partial":
+            for group in list(self.live.values()):
+                self._settle(group, now)
+
+    def siblings(self, group: Group) -> list[Episode]:
+        return [self.episodes[group.members[member]] for member in group.baseline]
+
+    def _settle(self, group: Group, now: float) -> None:
+        """Fix the baseline of a group whose members have all ended, or whose deadline has passed."""
+        members = [self.episodes[uid] for uid in group.members]
+        landed = [episode for episode in members if episode.state is State.LANDED]
+        all_ended = all(episode.state not in (State.PENDING, State.RUNNING) for episode in members)
+        overdue = self.config.group_policy == "partial" and now >= group.deadline
+        if group.settled or not (all_ended or overdue):
+            return
+        group.settled = True
+        group.baseline = tuple(episode.member for episode in landed)
+        self._dirty_groups[group.id] = group
+        if all_ended and len(landed) < self.config.min_group:
+            self._discard(group, landed, State.DROPPED, DropReason.GROUP_SHORT)
+        elif all_ended and self.config.filter_zero_variance and len({e.reward for e in landed}) == 1:
+            self.filtered_in_a_row += 1
+            self._discard(group, landed, State.FILTERED, FilterReason.ZERO_VARIANCE)
+        else:
+            self.filtered_in_a_row = 0
+            for episode in landed:
+                self._move(episode, State.READY)
+
+    def _discard(self, group: Group, landed: list[Episode], state: State, reason: str) -> None:
+        for episode in landed:
+            self._move(episode, state, reason)
+        self._retire(group)
+
+    def drop(self, episode: Episode, reason: DropReason) -> None:
+        """Give up a ready, landed or not yet running episode."""
+        self._move(episode, State.DROPPED, reason)
+        self._retire(self.live[episode.group])
+
+    def drop_all(self, reason: DropReason) -> list[Episode]:
+        """Give up everything that is not taken: the run ends. Returns what was running."""
+        running = [e for e in self.episodes.values() if e.state is State.RUNNING]
+        for episode in list(self.episodes.values()):
+            if episode.state in (*IN_FLIGHT, State.READY):
+                self.drop(episode, reason)
+        return running
+
+    # -- taking (used by batches.py) -----------------------------------------------------------------
+
+    def take(self, episode: Episode, step: int) -> None:
+        group = self.live[episode.group]
+        if group.step < 0:
+            group.step = step
+            self._dirty_groups[group.id] = group
+        episode.step = step
+        self._move(episode, State.TAKEN)
+
+    def trained(self, episode: Episode) -> None:
+        self._move(episode, State.TRAINED)
+        self._retire(self.live[episode.group])
+
+    def _move(self, episode: Episode, state: State, reason: str = "") -> None:
+        episode.state, episode.reason = state, reason
+        if reason:
+            self.reasons[f"{state}/{reason}"] += 1
+        self.touch(episode)
+
+    def _retire(self, group: Group) -> None:
+        """Forget a group when all its episodes are over; its payloads are the store's business."""
+        if group.id not in self.live:
+            return
+        members = [self.episodes[uid] for uid in group.members]
+        if all(episode.state.over for episode in members):
+            del self.live[group.id]
+            for episode in members:
+                self.left[episode.state] += 1
+                del self.episodes[episode.uid]
+
+    # -- numbers -------------------------------------------------------------------------------------
+
+    def counts(self) -> Counter[State]:
+        """Episodes by state, those that left memory included."""
+        return self.left + Counter(episode.state for episode in self.episodes.values())
+
+    def flow(self) -> Flow:
+        """The conservation identity now. `issued` is counted from the data cursor alone."""
+        counts = self.counts()
+        return Flow(
+            issued=self.next_group * self.config.episodes_per_group,
+            trained=counts[State.TRAINED],
+            filtered=counts[State.FILTERED],
+            dropped=counts[State.DROPPED],
+            failed=counts[State.FAILED],
+            taken=counts[State.TAKEN],
+            ready=counts[State.READY],
+            in_flight=sum(counts[state] for state in IN_FLIGHT),
+        )
