@@ -1,0 +1,51 @@
+"""Numbers that add up: the same result for any cut of a batch into micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+
+class Tally:
+    """Ratios (numerator and denominator apart), totals, and extremes, by metric name."""
+
+    def __init__(self) -> None:
+        self.ratios: dict[str, tuple[float, float]] = {}
+        self.totals: defaultdict[str, float] = defaultdict(float)
+        self.highest: dict[str, float] = {}
+        self.lowest: dict[str, float] = {}
+
+    def ratio(self, name: str, numerator: float, denominator: float) -> None:
+        a, b = self.ratios.get(name, (0.0, 0.0))
+        self.ratios[name] = (a + numerator, b + denominator)
+
+    def total(self, name: str, value: float) -> None:
+        self.totals[name] += value
+
+    def high(self, name: str, value: float) -> None:
+        self.highest[name] = max(value, self.highest.get(name, value))
+
+    def low(self, name: str, value: float) -> None:
+        self.lowest[name] = min(value, self.lowest.get(name, value))
+
+    def summary(self, name: str, values: Iterable[float]) -> None:
+        """`name`/mean, /max and /min of the values; nothing without values."""
+        for value in values:
+            self.ratio(f"{name}/mean", value, 1.0)
+            self.high(f"{name}/max", value)
+            self.low(f"{name}/min", value)
+
+    def merge(self, other: Tally) -> None:
+        for name, (a, b) in other.ratios.items():
+            self.ratio(name, a, b)
+        for name, value in other.totals.items():
+            self.total(name, value)
+        for name, value in other.highest.items():
+            self.high(name, value)
+        for name, value in other.lowest.items():
+            self.low(name, value)
+
+    def metrics(self) -> dict[str, float]:
+        """One number per name. A ratio over nothing is unknown, and left out."""
+        means = {name: a / b for name, (a, b) in self.ratios.items() if b}
+        return {**means, **self.totals, **self.highest, **self.lowest}

@@ -1,0 +1,75 @@
+"""The ranks of one trainer: process group, device and mesh. One path for one rank and for many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from asyncrl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order, on all ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """All ranks have come this far."""
+        self.gather(None)
+
+
+def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:
+    """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever.
+
+    `rendezvous` is a fresh `tcp://host:port` or `file:///path`, the same for all ranks; one rank alone
+    needs none. Raises ConfigError for a device this machine does not have.
+    """
+    place = _device(device, rank)
+    if size > 1 and not rendezvous:
+        raise ConfigError(f"{size} trainer ranks need a rendezvous address")
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    store = None if rendezvous else dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend,
+        init_method=rendezvous or None,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return World(rank, size, place, init_device_mesh(place.type, (size,)))
+
+
+def leave() -> None:
+    """Leave the process group, if in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(name: str, rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("$.trainer.device is cuda, and torch sees no GPU here; use auto or cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
