@@ -1,0 +1,182 @@
+"""Checkpoints: model, optimizer and RNG by torch's distributed checkpointing, with a manifest.
+
+    step-N.tmp/ ──save (all ranks)──► hash, fsync, read back ──rename──► step-N/{state, manifest.json, hf}
+
+The rename comes last, so a directory called step-N is complete. Loading verifies the hashes and works
+with any number of ranks. Collectives: `save` and `load`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.trainer.export import export_hf
+from asyncrl.trainer.step import Learner
+
+logger = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+STATE = "state"
+
+
+class CheckpointError(AsyncrlError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds. `trained`: uids trained since the checkpoint of step `parent` (-1: since
+    the start), in order. `files`: path → (bytes, xxh3), filled in when it is written."""
+
+    step: int
+    trainer_epoch: int
+    config_digest: str
+    lineage: str
+    parent: int = -1
+    trained: tuple[str, ...] = ()
+    files: dict[str, tuple[int, str]] = {}
+
+
+def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf: bool = True) -> Path:
+    """Write and verify `directory`/step-N on all ranks' behalf; returns it once it is in place.
+
+    `hf` adds an export that `from_pretrained` reads. An existing step-N is replaced (a step can be
+    reached twice after a rollback). Raises CheckpointError when what was written cannot be read back.
+    """
+    final = directory / f"step-{manifest.step}"
+    partial = directory / f"step-{manifest.step}.tmp"
+    first = learner.world.rank == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    learner.world.barrier()
+    save_shards(_state(learner), checkpoint_id=partial / STATE)
+    if hf:
+        export_hf(partial / "hf", learner.policy, learner.config.model.path)
+    error = _seal(partial, final, manifest) if first else ""
+    if error := learner.world.gather(error)[0]:
+        raise CheckpointError(error)
+    return final
+
+
+def load(path: Path, learner: Learner) -> CheckpointManifest:
+    """Restore model, optimizer, RNG and `step` in place. The path must be one that `newest` verified."""
+    manifest = read_manifest(path)
+    state = _state(learner)
+    saved = FileSystemReader(path / STATE).read_metadata().state_dict_metadata
+    if f"rng.{learner.world.rank}" not in saved:  # more ranks than were saved: they keep their seed
+        state.pop("rng")
+    try:
+        load_shards(state, checkpoint_id=path / STATE)
+    except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        raise CheckpointError(f"{path} does not fit this model: {one_line(error)}") from error
+    set_state_dict(
+        learner.policy.lm,
+        learner.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    if "rng" in state:
+        torch.set_rng_state(state["rng"][str(learner.world.rank)])
+    learner.step = manifest.step
+    return manifest
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest checkpoint whose files are as written; a damaged one is passed over with a warning."""
+    for path in _steps(directory):
+        problem = verify(path)
+        if not problem:
+            return path
+        logger.warning("checkpoint %s is damaged (%s): falling back to the one before", path, problem)
+    return None
+
+
+def prune(directory: Path, keep: int) -> list[Path]:
+    """Delete all but the `keep` newest checkpoints and what crashes left half-written; returns them."""
+    doomed = [*_steps(directory)[keep:], *directory.glob("step-*.tmp")]
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
+    return doomed
+
+
+def read_manifest(path: Path) -> CheckpointManifest:
+    """The manifest of a checkpoint directory, or CheckpointError."""
+    try:
+        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
+
+
+def verify(path: Path) -> str:
+    """What is wrong with a checkpoint's files, in one line; '' when nothing is."""
+    try:
+        manifest = read_manifest(path)
+        for name, (size, digest) in manifest.files.items():
+            if _fingerprint(path / name) != (size, digest):
+                return f"{name} is not as written"
+    except (CheckpointError, OSError) as error:
+        return one_line(error)
+    return "" if manifest.files else "the manifest names no file"
+
+
+def _state(learner: Learner) -> dict[str, Any]:
+    model, optimizer = get_state_dict(learner.policy.lm, learner.optimizer)
+    return {"model": model, "optimizer": optimizer, "rng": {str(learner.world.rank): torch.get_rng_state()}}
+
+
+def _seal(partial: Path, final: Path, manifest: CheckpointManifest) -> str:
+    """Rank 0, when all files are written: manifest, fsync, verify, rename. Returns what went wrong, or ''."""
+    try:
+        paths = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {str(path.relative_to(partial)): _fingerprint(path) for path in paths}
+        encoded = msgspec.json.encode(msgspec.structs.replace(manifest, files=files))
+        (partial / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=1))
+        for path in (*partial.rglob("*"), partial):
+            _fsync(path)
+        if problem := verify(partial):
+            return f"checkpoint {partial}: {problem}"
+        replaced = final.with_name(f"{final.name}.old.tmp")
+        if final.exists():
+            final.rename(replaced)
+        partial.rename(final)
+        _fsync(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        return f"checkpoint {partial}: {one_line(error)}"
+    return ""
+
+
+def _steps(directory: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    found = [path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def _fingerprint(path: Path) -> tuple[int, str]:
+    digest, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
