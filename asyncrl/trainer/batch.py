@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,28 +21,8 @@ from asyncrl.buffer.staleness import lag
 from asyncrl.config import AlgorithmConfig
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
-from asyncrl.types import EpisodeEnd, Trajectory, Turn, VersionSpan
-
-
-class Row(Protocol):
-    """What the trainer reads of a planned episode; `transport.messages.Row` is one."""
-
-    @property
-    def uid(self) -> str: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def end(self) -> EpisodeEnd: ...
-    @property
-    def siblings(self) -> tuple[float, ...]: ...
-    @property
-    def self_inside(self) -> bool: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def group_tokens(self) -> int: ...
+from asyncrl.transport.messages import Row
+from asyncrl.types import Trajectory, Turn, VersionSpan
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class CheckpointError(AsyncrlError):
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint holds. `trained`: uids trained since the checkpoint of step `parent` (-1: since
-    the start), in order. `files`: path → (bytes, xxh3), filled in when it is written."""
+    the start), in order; `trained_total`: their number along the lineage. `files`: path → (bytes, xxh3),
+    filled in when it is written."""
 
     step: int
     trainer_epoch: int
@@ -46,6 +47,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     lineage: str
     parent: int = -1
     trained: tuple[str, ...] = ()
+    trained_total: int = 0
     files: dict[str, tuple[int, str]] = {}
 
 

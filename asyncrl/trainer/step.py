@@ -21,12 +21,13 @@ from asyncrl.algorithms.diagnostics import TokenState, token_sums
 from asyncrl.algorithms.losses import LossInput, select_loss
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import train_held
-from asyncrl.trainer.batch import Example, MicroBatch, Row, collate, example
+from asyncrl.trainer.batch import Example, MicroBatch, collate, example
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.report import batch_metrics, tally_examples, tally_tokens
 from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.tally import Tally
 from asyncrl.trainer.world import World
+from asyncrl.transport.messages import Row
 from asyncrl.types import Turn
 
 Work = Iterable[tuple[Row, Sequence[Turn]]]
