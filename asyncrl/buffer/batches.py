@@ -16,12 +16,24 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason
 
 
+class Baseline(msgspec.Struct, frozen=True):
+    """Who a group's rewards are compared with: members and their rewards, and their model tokens."""
+
+    members: tuple[int, ...]
+    rewards: tuple[float, ...]
+    model_tokens: int
+
+
 class Batch(msgspec.Struct):
-    """One optimizer batch. `micros` are uids in the order given out; `closed`: nothing will be added."""
+    """One optimizer batch: all that is needed to train it again.
+
+    `micros` are uids in the order given out, `baselines` by group; `closed`: nothing will be added.
+    """
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
     groups: set[int] = set()
+    baselines: dict[int, Baseline] = {}
     closed: bool = False
 
     @property
@@ -54,6 +66,12 @@ class Batches:
         self._dirty = set()
         return changed
 
+    def restore(self, batches: list[Batch], taken: list[Episode], committed: int) -> None:
+        """Take over the plans a store holds. Rows still in the buffer are the buffer's own objects."""
+        self.batches = {batch.step: batch for batch in batches}
+        self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
+        self.committed = committed
+
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
         """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
 
@@ -81,11 +99,21 @@ class Batches:
         for episode in micro:
             self.buffer.take(episode, batch.step)
             self.taken[episode.uid] = episode
-            if self.buffer.live[episode.group].step == batch.step:  # not a late member riding along
-                batch.groups.add(episode.group)
+            group = self.buffer.live[episode.group]
+            batch.baselines[group.id] = self._baseline(group)
+            if group.step == batch.step:  # not a late member riding along
+                batch.groups.add(group.id)
         batch.micros.append([episode.uid for episode in micro])
         self._dirty.add(batch.step)
         return batch.micros[-1]
+
+    def _baseline(self, group: Group) -> Baseline:
+        siblings = self.buffer.siblings(group)
+        return Baseline(
+            members=group.baseline,
+            rewards=tuple(episode.reward for episode in siblings),
+            model_tokens=sum(episode.model_tokens for episode in siblings),
+        )
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more comes: complete, or the data is over (a batch of nothing is not a step)."""

@@ -145,6 +145,16 @@ class RunStore:
         row = self._db.execute("SELECT plan_hash FROM commits WHERE step=?", (step,)).fetchone()
         return row[0] if row else None
 
+    def checkpoints(self) -> list[int]:
+        """Steps of all checkpoints ever recorded."""
+        return [step for (step,) in self._db.execute("SELECT step FROM checkpoints ORDER BY step")]
+
+    def latest_version(self) -> tuple[int, int, str] | None:
+        """(trainer_epoch, version, path) of the newest published version."""
+        return self._db.execute(
+            "SELECT * FROM versions ORDER BY trainer_epoch DESC, version DESC LIMIT 1"
+        ).fetchone()
+
     def counts(self) -> dict[State, int]:
         """Episodes by state, from the index alone: the audit's second opinion."""
         return {

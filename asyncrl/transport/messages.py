@@ -102,10 +102,9 @@ class Clock(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End: finish what must be written, then leave. `checkpoint` asks the trainer to leave one."""
+    """To the coordinator: end the run, leave a checkpoint. To a worker or rank: leave now."""
 
     reason: str
-    checkpoint: bool = True
 
 
 # -- bulk: worker -> coordinator -------------------------------------------------------------------
@@ -258,8 +257,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """What a rank trains in one micro-batch. `kind`: work, or idle (this rank has nothing: a dummy of
-    weight zero), step (the batch is complete: take the optimizer step), end (no more batches)."""
+    """What a rank does next; all ranks get the same kind for the same (step, micro).
+
+    work: train the rows (none: a dummy of weight zero). step: the batch is complete, take the optimizer
+    step. end: no more batches, leave a checkpoint. stop: leave a checkpoint now, mid-batch.
+    """
 
     trainer_epoch: int
     step: int

@@ -115,12 +115,12 @@ class Hub:
 
 
 class Poller:
-    """Waits on several hubs at once."""
+    """Waits on several sockets at once."""
 
-    def __init__(self, *hubs: Hub) -> None:
+    def __init__(self, *ends: Hub | Link) -> None:
         self._poller = zmq.Poller()
-        for hub in hubs:
-            self._poller.register(hub.socket, zmq.POLLIN)
+        for end in ends:
+            self._poller.register(end.socket, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
         self._poller.poll(int(max(0.0, seconds) * 1000))
@@ -130,28 +130,28 @@ class Link:
     """A peer's blocking end of one channel (trainer ranks, console)."""
 
     def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
-        self._socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
-        _configure(self._socket, name)
-        self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
-        self._socket.connect(endpoint)
+        self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        _configure(self.socket, name)
+        self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
+        self.socket.connect(endpoint)
         self._codec = Codec(union)
 
     def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         try:
-            self._socket.send_multipart(encode(message, frames))
+            self.socket.send_multipart(encode(message, frames))
         except zmq.Again:
             name = type(message).__name__
             raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
 
     def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
         """The next message, or None after `timeout` seconds."""
-        if not self._socket.poll(int(max(0.0, timeout) * 1000)):
+        if not self.socket.poll(int(max(0.0, timeout) * 1000)):
             return None
-        return self._codec.decode(self._socket.recv_multipart())
+        return self._codec.decode(self.socket.recv_multipart())
 
     def close(self) -> None:
-        self._socket.close(linger=500)
+        self.socket.close(linger=500)
 
 
 class AsyncLink:

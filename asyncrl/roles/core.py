@@ -1,0 +1,79 @@
+"""What the coordinator's desks share: the pure state, the store, and the outbox behind the commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.ledger import VersionLedger
+from asyncrl.buffer.records import OVER, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.config import RunConfig
+from asyncrl.store.runstore import RunStore
+from asyncrl.transport.messages import Message
+from asyncrl.transport.sockets import Hub
+from asyncrl.types import Sample
+from asyncrl.weights.manifest import WeightsRef
+
+log = logging.getLogger("asyncrl.coordinator")
+
+
+@dataclass
+class Outbox:
+    """Messages that may leave only after the store's commit: nobody hears of what could still be lost."""
+
+    control: Hub
+    bulk: Hub
+    _queue: list[tuple[Hub, bytes, Message, Sequence[bytes]]] = field(default_factory=list)
+
+    def to_control(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        self._queue.append((self.control, peer, message, frames))
+
+    def to_bulk(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        self._queue.append((self.bulk, peer, message, frames))
+
+    def flush(self) -> None:
+        """Send everything. What a slow or absent peer misses, its protocol asks for again."""
+        queue, self._queue = self._queue, []
+        for hub, peer, message, frames in queue:
+            if not hub.send(peer, message, frames):
+                log.warning("%s not delivered to %s", type(message).__name__, peer.decode(errors="replace"))
+
+
+@dataclass
+class Core:
+    """The run's state, in the coordinator's hands only."""
+
+    config: RunConfig
+    run_dir: Path
+    samples: list[Sample]
+    buffer: ReplayBuffer
+    batches: Batches
+    ledger: VersionLedger
+    store: RunStore
+    outbox: Outbox
+    coordinator_epoch: int
+    trainer_epoch: int = 0
+    latest: WeightsRef | None = None
+    progress_at: float = field(default_factory=time.monotonic)
+    waits: list[str] = field(default_factory=list)
+
+    def progress(self, now: float) -> None:
+        """Something moved: the watchdog starts anew."""
+        self.progress_at = now
+
+    def persist(self) -> None:
+        """Write what changed in one transaction, then let the answers out."""
+        groups, episodes = self.buffer.changes()
+        self.store.put_groups(groups, self.buffer.live)
+        self.store.put_episodes(episodes)
+        self.store.put_batches(self.batches.changes())
+        for episode in episodes:
+            if episode.state in OVER and episode.state is not State.TRAINED:
+                self.store.forget_frames(episode.uid)
+        self.store.commit()
+        self.outbox.flush()

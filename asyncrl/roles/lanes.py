@@ -1,0 +1,129 @@
+"""A lane: one engine, the versions it is to load, and the turns sampled from it.
+
+consumes: LoadWeights, through a mailbox in which the latest wins
+waits for: the engine; on the pinned lane, the end of its episodes before its weights change
+unblocks: turns that wait for fresher weights, by `changed`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from asyncrl.engines.base import Engine, Request
+from asyncrl.errors import EngineError, recorded
+from asyncrl.roles.meter import Meter, Recorder
+from asyncrl.roles.waits import Changed, Waits
+from asyncrl.transport.messages import Loaded
+from asyncrl.types import Generation
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+
+
+@dataclass
+class Lane:
+    """`pinned`: weights change only when no episode runs, and the engine is built when first needed (validation
+    samples one fixed version while training goes on)."""
+
+    name: str
+    build: Callable[[], Engine]
+    waits: Waits
+    meter: Meter
+    timeline: Recorder
+    deadline: float  # of one load, in seconds
+    pinned: bool = False
+    engine: Engine | None = None
+    running: int = 0
+    changed: Changed = field(default_factory=Changed)
+    _mail: WeightsRef | None = None
+    _loading: bool = False
+    _loaded: tuple[WeightsRef, str] | None = None
+
+    def offer(self, ref: WeightsRef) -> None:
+        """Load this version next; one that was waiting is skipped."""
+        self._mail = ref
+        self.changed.fire()
+
+    async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
+        """Load what is offered, for ever, beside generation."""
+        while True:
+            while self._mail is None or (self.pinned and self.running):
+                await self.changed.wait()
+            ref, self._mail, self._loading = self._mail, None, True
+            answer = await self._load(ref)
+            self._loading = False
+            self.changed.fire()
+            await report(answer)
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[None]:
+        """The body is one episode. On the pinned lane it starts on the version offered last."""
+        while self.pinned and (self._mail or self._loading or self.engine is None):
+            with self.waits.named(f"{self.name} lane: its weights are being loaded"):
+                await self.changed.wait()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.changed.fire()
+
+    async def fresh(self, oldest: Callable[[], int]) -> None:
+        """Wait until the weights are not older than `oldest()`. The pinned lane keeps what it has."""
+        while not self.pinned and self.version < oldest():
+            with self.waits.named(f"weights v{oldest()}: engine has v{self.version}"):
+                await self.changed.wait()
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample a turn. Raises EngineError."""
+        if self.engine is None:
+            raise EngineError(f"the {self.name} lane has no engine")
+        with self.meter.turn():
+            generation = await self.engine.generate(request)
+        self.meter.tokens += len(generation.ids)
+        return generation
+
+    def release(self, session: str) -> None:
+        if self.engine is not None:
+            self.engine.release(session)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version if self.engine is not None else -1
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.close()
+
+    async def _load(self, ref: WeightsRef) -> Loaded:
+        start, wall, checksum = time.monotonic(), time.time(), ""
+        with recorded() as failure:
+            async with asyncio.timeout(self.deadline):
+                checksum = await self._swap(ref)
+        self.timeline.record("load_weights", wall, time.time())
+        return Loaded(ref, self.name, checksum, time.monotonic() - start, failure.line)
+
+    async def _swap(self, ref: WeightsRef) -> str:
+        """A version that is already in use is confirmed again. A ref without a path is the initial model."""
+        if self._loaded is not None and self._loaded[0] == ref:
+            return self._loaded[1]
+        if not ref.path and self._loaded is not None:
+            await self._forget()
+        if self.engine is None:
+            self.engine = await asyncio.to_thread(self.build)
+        if not ref.path:
+            return ""
+        checksum = await self.engine.load(ref)
+        self._loaded = ref, checksum
+        return checksum
+
+    async def _forget(self) -> None:
+        """Drop the engine, so that the initial model is built anew."""
+        if not self.pinned:
+            raise WeightsError("the initial model cannot replace newer weights under running episodes")
+        engine, self.engine, self._loaded = self.engine, None, None
+        if engine is not None:
+            await engine.close()

@@ -1,0 +1,174 @@
+"""Numbers of the run: one metrics row per committed step, gauges for the console, the audit at the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.buffer.records import Episode, Flow, State
+from asyncrl.roles.core import Core
+from asyncrl.roles.trainer_desk import TrainerDesk
+from asyncrl.roles.worker_desk import WorkerDesk
+from asyncrl.transport.messages import Finished
+
+
+@dataclass
+class Landed:
+    """Training episodes that landed since the last row, whatever became of their group."""
+
+    rewards: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tool_s: list[float] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    multi_version: int = 0
+
+
+class Reporter:
+    """Collects, and writes `metrics.jsonl`. Totals survive a restart through the file."""
+
+    def __init__(self, core: Core, workers: WorkerDesk, trainer: TrainerDesk) -> None:
+        self.core, self.workers, self.trainer = core, workers, trainer
+        self.landed, self.last = Landed(), Landed()
+        self.started = self.row_at = time.monotonic()
+        self.finished = self.multi_version = self.tokens = 0
+        self._path = core.run_dir / "metrics.jsonl"
+        earlier = read_rows(self._path)
+        self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
+        self._file = self._path.open("a", buffering=1)
+        self._busy = self._totals()
+
+    def on_landed(self, episode: Episode, message: Finished) -> None:
+        landed = self.landed
+        landed.rewards.append(message.reward)
+        landed.turns.append(message.turns)
+        landed.calls.append(message.tool_calls)
+        landed.lengths.append(episode.model_tokens)
+        landed.seconds.append(message.seconds)
+        landed.tool_s.append(message.tool_s)
+        landed.ends[message.end] += 1
+        landed.multi_version += episode.oldest != episode.newest
+        self.finished += 1
+        self.multi_version += episode.oldest != episode.newest
+
+    def step_row(self, step: int, trained: dict[str, float]) -> dict[str, float]:
+        """The metrics of a committed step: the trainer's, and what only the coordinator knows."""
+        now = time.monotonic()
+        row = {"training/step": float(step), "time_s": self.seconds, "timing_s/step": now - self.row_at}
+        row |= trained | self.gauges() | self._episodes() | self._shares(now - self.row_at)
+        self.row_at = now
+        self.last, self.landed = self.landed, Landed()
+        self.write(row)
+        return row
+
+    def write(self, row: dict[str, float]) -> None:
+        """Append a row to metrics.jsonl."""
+        self._file.write(json.dumps(row) + "\n")
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, earlier parts of a resumed one included."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def gauges(self) -> dict[str, float]:
+        """The state now, under the names of metrics.jsonl."""
+        core, counts = self.core, self.core.buffer.counts()
+        published = self.trainer.published
+        flow = msgspec.structs.asdict(core.buffer.flow())
+        return {f"flow/{name}": float(value) for name, value in flow.items()} | {
+            "async/ready": float(counts[State.READY]),
+            "async/running": float(counts[State.RUNNING]),
+            "async/credits": float(self.workers.free_slots),
+            "async/live_groups": float(len(core.buffer.live)),
+            "async/workers": float(len(self.workers.workers)),
+            "weights/pushed": float(core.ledger.latest[1]),
+            "weights/acked": float(core.ledger.latest[1] - core.ledger.acked_lag),
+            "weights/acked_lag": float(core.ledger.acked_lag),
+            "weights/stall_s": published.snapshot_s if published else 0.0,
+            "weights/push_s": published.write_s if published else 0.0,
+            "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
+        }
+
+    def _episodes(self) -> dict[str, float]:
+        landed = self.landed
+        if not landed.rewards:
+            return {}
+        columns: dict[str, list[float]] = {
+            "rollout/score": landed.rewards,
+            "num_turns": landed.turns,
+            "tool_call_counts": landed.calls,
+            "rollout/response_length": landed.lengths,
+            "timing_s/episode": landed.seconds,
+            "timing_s/tools": landed.tool_s,
+        }
+        row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
+        row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
+        row |= {f"rollout/end/{name}": count / len(landed.rewards) for name, count in landed.ends.items()}
+        row["rollout/landed"] = float(len(landed.rewards))
+        return row
+
+    def _totals(self) -> dict[str, tuple[float, float, int]]:
+        """(busy s, idle s, tokens) by process, since each began."""
+        totals = {
+            worker.hello.incarnation: (worker.beat.busy_s, worker.beat.idle_s, worker.beat.tokens)
+            for worker in self.workers.workers.values()
+            if worker.beat
+        }
+        for rank, beat in self.trainer.ranks.beats.items():
+            totals[f"trainer/{self.trainer.ranks.incarnation}/{rank}"] = (beat.busy_s, beat.idle_s, 0)
+        return totals
+
+    def _shares(self, seconds: float) -> dict[str, float]:
+        """Idle shares and throughput since the last row."""
+        before, self._busy = self._busy, self._totals()
+        busy = {"trainer": 0.0, "rollout": 0.0}
+        idle, tokens = dict(busy), 0
+        for name, (b, i, t) in self._busy.items():
+            b0, i0, t0 = before.get(name, (0.0, 0.0, 0))
+            role = "trainer" if name.startswith("trainer/") else "rollout"
+            busy[role] += b - b0
+            idle[role] += i - i0
+            tokens += t - t0
+        shares = {
+            f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
+            for role in ("trainer", "rollout")
+            if busy[role] + idle[role] > 0
+        }
+        return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
+
+    def audit(self, trainer_count: float | None) -> tuple[Flow, bool]:
+        """The conservation identity, held against counters that were not derived from it.
+
+        The buffer's states, the store's index, the plans of committed batches and the trainer's own
+        count must agree; `issued` comes from the data cursor.
+        """
+        core = self.core
+        flow, counts = core.buffer.flow(), core.buffer.counts()
+        store = core.store.counts()
+        agree = all(counts[state] == store.get(state, 0) for state in State)
+        planned = core.store.trained_in_plans() == flow.trained
+        counted = trainer_count is None or int(trainer_count) == flow.trained
+        return flow, flow.conserved and agree and planned and counted
+
+    def close(self) -> list[dict[str, float]]:
+        """All rows of the run, for the summary."""
+        self._file.close()
+        return read_rows(self._path)
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """Rows of an earlier part of the run; a line cut by a crash is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

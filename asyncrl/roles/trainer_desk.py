@@ -1,0 +1,226 @@
+"""The coordinator's side of the trainer ranks.
+
+consumes: hellos, commits, versions, checkpoints (control); takes, confirmations (bulk)
+waits for: a micro-batch's worth of ready trajectories; all ranks of one start
+unblocks: the ranks (plans, go, committed), through the clock the workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.buffer.packing import balance
+from asyncrl.errors import ProtocolError
+from asyncrl.roles.core import Core, log
+from asyncrl.transport.messages import (
+    Checkpointed,
+    Commit,
+    Committed,
+    Confirm,
+    Go,
+    Plan,
+    Published,
+    Row,
+    Stop,
+    Take,
+    TrainerBeat,
+    TrainerHello,
+    Welcome,
+)
+
+
+@dataclass
+class Ranks:
+    """The ranks of one trainer start."""
+
+    incarnation: str = ""
+    size: int = 0
+    step: int = 0
+    control: dict[int, bytes] = field(default_factory=dict)
+    takes: dict[int, tuple[bytes, Take]] = field(default_factory=dict)
+    answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
+    confirmed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    beats: dict[int, TrainerBeat] = field(default_factory=dict)
+
+
+class TrainerDesk:
+    """Plans out, commits in. `on_commit(step, metrics)` is told of each new committed batch."""
+
+    def __init__(self, core: Core, on_commit: Callable[[Commit], None]) -> None:
+        self.core, self.on_commit = core, on_commit
+        self.ranks = Ranks(incarnation=core.store.meta("trainer_incarnation"))
+        self.ended = False  # the ranks have been told that there are no more batches
+        self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
+        self.checkpoint_step = -1  # of the newest one reported
+        self.published: Published | None = None
+
+    # -- control -------------------------------------------------------------------------------------
+
+    def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
+        """A rank reports in. A new incarnation is a new trainer epoch: the ones before are fenced."""
+        core = self.core
+        if message.incarnation != self.ranks.incarnation or not self.ranks.size:
+            if message.incarnation != self.ranks.incarnation:
+                core.trainer_epoch += 1
+                core.store.put_meta("trainer_epoch", str(core.trainer_epoch))
+                core.store.put_meta("trainer_incarnation", message.incarnation)
+            self.ranks = Ranks(message.incarnation, message.ranks, message.step)
+            log.info("trainer epoch %d begins at step %d", core.trainer_epoch, message.step)
+            self._check_position(message.step)
+        self.ranks.control[message.rank] = peer
+        core.progress(now)
+        core.outbox.to_control(
+            peer, Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
+        )
+
+    def _check_position(self, step: int) -> None:
+        kept = self.core.batches.batches
+        missing = [n for n in range(step, self.core.batches.committed) if n not in kept]
+        if step > self.core.batches.committed or missing:
+            raise ProtocolError(
+                f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
+                f"{min(kept, default=self.core.batches.committed)} to {self.core.batches.committed}: "
+                "checkpoint and store are not of one run; restore both from the same copy"
+            )
+
+    def beat(self, message: TrainerBeat) -> None:
+        self.ranks.beats[message.rank] = message
+
+    def commit(self, peer: bytes, message: Commit, now: float) -> None:
+        """Idempotent on the step: a repeat is answered alike, another plan under that step is fatal."""
+        core = self.core
+        if message.trainer_epoch != core.trainer_epoch:
+            core.outbox.to_control(peer, Stop("a newer trainer has taken over"))
+            return
+        recorded = core.store.plan_hash(message.step)
+        batch = core.batches.batches.get(message.step - 1)
+        expected = batch.plan_hash if batch is not None else recorded
+        if message.plan_hash != expected:
+            raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
+        if recorded is None:
+            core.batches.commit(message.step)
+            core.store.put_commit(message.step, core.trainer_epoch, message.plan_hash)
+            self.on_commit(message)
+        self.ranks.step = message.step
+        core.progress(now)
+        # While a restarted trainer repeats steps the engines keep the newer weights they have.
+        core.outbox.to_control(peer, Committed(message.step, publish=message.step >= core.batches.committed))
+
+    def publish(self, message: Published, now: float) -> None:
+        core = self.core
+        if message.ref.trainer_epoch == core.trainer_epoch and core.ledger.publish(message.ref.order):
+            core.latest, self.published = message.ref, message
+            core.store.put_version(message.ref.trainer_epoch, message.ref.version, message.ref.path)
+            core.progress(now)
+
+    def checkpointed(self, message: Checkpointed, now: float) -> None:
+        """A checkpoint is in place: what the oldest retained one covers may be forgotten."""
+        core = self.core
+        core.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
+        self.checkpoint_step = message.step
+        self.finished = self.stopping and message.step >= core.batches.committed
+        keep = core.config.trainer.keep_checkpoints
+        kept = sorted({*core.store.checkpoints(), message.step})[-keep:]
+        oldest = kept[0] if len(kept) == keep else 0
+        covered = core.batches.retain(oldest)
+        for uid in covered:
+            core.store.forget_frames(uid)
+        core.store.forget_plans(oldest, len(covered))
+        core.store.sync()
+        core.store.remove_unused_segments()
+        core.progress(now)
+
+    def finish(self) -> None:
+        """Let the ranks leave a checkpoint at the next micro-batch, and nothing more."""
+        self.stopping, self.finished = True, not self.ranks.size
+
+    def stop(self, reason: str) -> None:
+        """The ranks leave now."""
+        for peer in self.ranks.control.values():
+            self.core.outbox.to_control(peer, Stop(reason))
+
+    # -- bulk ----------------------------------------------------------------------------------------
+
+    def take(self, peer: bytes, message: Take) -> None:
+        """Remember who asks for what; `serve` answers when there is something."""
+        if message.trainer_epoch == self.core.trainer_epoch and message.rank < self.ranks.size:
+            self.ranks.takes[message.rank] = (peer, message)
+
+    def confirm(self, message: Confirm) -> None:
+        """All ranks hold a plan's payloads: let them run the forward."""
+        if message.trainer_epoch != self.core.trainer_epoch:
+            return
+        key = (message.step, message.micro)
+        confirmed = self.ranks.confirmed.setdefault(key, set())
+        confirmed.add(message.rank)
+        if len(confirmed) == self.ranks.size:
+            self.ranks.confirmed = {k: v for k, v in self.ranks.confirmed.items() if k >= key}
+            for peer in self._bulk_peers:
+                self.core.outbox.to_bulk(peer, Go(*key))
+
+    def serve(self) -> None:
+        """Answer the waiting takes that can be answered."""
+        for rank, (peer, take) in list(self.ranks.takes.items()):
+            plan, frames = self._answer(take, rank)
+            if plan is None:
+                self.core.waits.append(
+                    f"trainer rank {rank} waits for ready trajectories of step {take.step}"
+                )
+                continue
+            del self.ranks.takes[rank]
+            key = (take.step, take.micro)
+            self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
+            self.core.outbox.to_bulk(peer, plan, frames)
+
+    @property
+    def _bulk_peers(self) -> list[bytes]:
+        return list(self.ranks.control.values())  # one identity on both channels
+
+    def _answer(self, take: Take, rank: int) -> tuple[Plan | None, list[bytes]]:
+        core, size = self.core, self.ranks.size
+        if take.step > core.batches.committed:
+            raise ProtocolError(f"the trainer asks for step {take.step} before committing {take.step - 1}")
+        if self.stopping and (take.step, take.micro) not in self.ranks.answered:
+            return Plan(take.trainer_epoch, take.step, take.micro, "stop"), []
+        if take.step >= core.config.total_steps:
+            return self._end(take), []
+        uids = core.batches.plan(take.step, take.micro, size)
+        if uids is None:
+            return (self._end(take), []) if core.batches.over and take.micro == 0 else (None, [])
+        if not uids:
+            plan_hash = core.batches.batches[take.step].plan_hash
+            return Plan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
+        part = balance([core.batches.taken[uid].tokens for uid in uids], size)[rank]
+        rows, frames = self._rows(take.step, [uids[index] for index in part])
+        return Plan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
+
+    def _end(self, take: Take) -> Plan:
+        self.ended = True
+        return Plan(take.trainer_epoch, take.step, take.micro, "end")
+
+    def _rows(self, step: int, uids: list[str]) -> tuple[tuple[Row, ...], list[bytes]]:
+        """Rows of a recorded plan and their turns' payloads."""
+        core = self.core
+        rows: list[Row] = []
+        frames: list[bytes] = []
+        for uid in uids:
+            episode = core.batches.taken[uid]
+            turns = core.store.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
+            baseline = core.batches.batches[step].baselines[episode.group]
+            rows.append(
+                Row(
+                    uid=uid,
+                    group=str(episode.group),
+                    frames=len(turns),
+                    reward=episode.reward,
+                    end=episode.end,
+                    siblings=baseline.rewards,
+                    self_inside=episode.member in baseline.members,
+                    temperature=core.config.rollout.temperature,
+                    tokens=episode.tokens,
+                    group_tokens=baseline.model_tokens,
+                )
+            )
+            frames += turns
+        return tuple(rows), frames

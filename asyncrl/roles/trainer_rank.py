@@ -1,0 +1,351 @@
+"""One trainer rank.
+
+consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
+waits for: ready trajectories, its fellow ranks (go, collectives), the ack of a commit -- each by name
+unblocks: the coordinator (commits), the engines (published versions)
+
+All ranks run the same sequence of collectives, because all are given the same kind of plan for the
+same (step, micro), and with several ranks nobody starts one before all hold theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import psutil
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import DeadlineError, ProtocolError
+from asyncrl.observe.timeline import Timeline
+from asyncrl.trainer import checkpoint, world
+from asyncrl.trainer.model import full_state
+from asyncrl.trainer.step import Learner
+from asyncrl.transport.messages import (
+    Checkpointed,
+    Commit,
+    Committed,
+    Confirm,
+    Go,
+    Message,
+    Plan,
+    Published,
+    Row,
+    Stop,
+    Take,
+    ToTrainerBulk,
+    ToTrainerControl,
+    TrainerBeat,
+    TrainerHello,
+    Welcome,
+)
+from asyncrl.transport.sockets import Endpoints, Link, Poller, identity
+from asyncrl.types import Turn
+from asyncrl.weights.disk import weights_directory
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.publisher import Publisher, Snapshot
+
+log = logging.getLogger("asyncrl.trainer")
+
+BEAT_EVERY = 0.5
+RESEND_EVERY = 2.0
+_turns = msgspec.msgpack.Decoder(Turn)
+
+
+class Stopped(Exception):
+    """The coordinator told this rank to leave."""
+
+
+def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
+    """Be a trainer rank until told to leave. Returns the exit code."""
+    torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.seed)
+    mesh = world.join(
+        rank, config.trainer.ranks, rendezvous, config.trainer.device, config.launch.stall_timeout * 2
+    )
+    trainer = TrainerRank(config, endpoints, mesh, incarnation)
+    try:
+        trainer.loop()
+    except Stopped as stop:
+        log.info("leaving: %s", stop)
+    finally:
+        trainer.close()
+        world.leave()
+    return 0
+
+
+class TrainerRank:
+    """The loop of one rank around a Learner."""
+
+    def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
+        self.config, self.mesh, self.incarnation = config, mesh, incarnation
+        self.run_dir = Path(config.run_dir) / config.name
+        self.rank, self.first = mesh.rank, mesh.rank == 0
+        self.learner = Learner(config, mesh)
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.trained: list[str] = []  # since the last checkpoint
+        self.trained_total, self.parent = 0, -1
+        self._resume()
+        self.committed = self.learner.step  # acknowledged; the learner is ahead during a commit
+        name = identity("trainer", self.rank, incarnation)
+        self.control = Link(endpoints.control, ToTrainerControl, name)
+        self.bulk = Link(endpoints.bulk, ToTrainerBulk, name)
+        self._poller = Poller(self.control, self.bulk)
+        self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
+        self.trainer_epoch = 0
+        self.busy_s = self.idle_s = 0.0
+        self.waiting = ""
+        self._beat_at = self._heard_at = time.monotonic()
+        self._batch: list[str] = []
+        self._publisher: Publisher | None = None
+        if self.first:
+            self._publisher = Publisher(
+                self._weights_directory(), config.weights.keep, self._announcer(endpoints)
+            )
+
+    def _resume(self) -> None:
+        """Start from the newest sound checkpoint of the run, the same on all ranks."""
+        found = checkpoint.newest(self.checkpoints) if self.first else None
+        path = self.mesh.gather(str(found or ""))[0]
+        if path:
+            manifest = checkpoint.load(Path(path), self.learner)
+            self.trained_total, self.parent = manifest.trained_total, manifest.step
+            log.info("resumed from %s", path)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Take, train, commit, publish, until the coordinator says stop."""
+        frontier = self._hello().step
+        if self.committed == frontier:  # behind it, the engines' newer weights stay until we are there
+            self._publish()
+        micro = 0
+        while True:
+            plan, frames = self._take(micro)
+            match plan.kind:
+                case "work":
+                    self._train(plan, frames)
+                    micro += 1
+                case "step":
+                    self._finish(plan)
+                    micro = 0
+                case "end" | "stop":
+                    self._save()
+                    self._await_stop(plan.kind)
+                case _:
+                    raise ProtocolError(f"unknown kind of plan {plan.kind!r}")
+
+    def _train(self, plan: Plan, frames: list[bytes]) -> None:
+        start = time.monotonic()
+        with self.timeline.span("train"):
+            self.learner.accumulate(list(decode_rows(plan.rows, frames)))
+        self._batch += [row.uid for row in plan.rows]
+        self.busy_s += time.monotonic() - start
+
+    def _finish(self, plan: Plan) -> None:
+        """The optimizer step, its commit, and what follows only after the ack."""
+        start = time.monotonic()
+        with self.timeline.span("step"):
+            metrics = self.learner.finish()
+        everyone = [uid for part in self.mesh.gather(self._batch) for uid in part]
+        self.trained += everyone
+        self.trained_total += len(everyone)
+        self._batch = []
+        self.busy_s += time.monotonic() - start
+        publish = True
+        if self.first:
+            metrics["trainer/trajectories_total"] = float(self.trained_total)
+            metrics["perf/max_memory_rss_gb"] = resident_gb()
+            publish = self._commit(plan, metrics)
+        publish = self.mesh.gather(publish)[0]
+        self.committed = self.learner.step
+        if publish and self.learner.step % self.config.weights.every == 0:
+            self._publish()
+        every = self.config.trainer.checkpoint_every
+        if every and self.learner.step % every == 0:
+            self._save()
+
+    # -- talking to the coordinator --------------------------------------------------------------------
+
+    def _hello(self) -> Welcome:
+        hello = TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, pid=os.getpid())
+        welcome, _ = self._ask(
+            self.control, hello, lambda m: isinstance(m, Welcome), "the coordinator's welcome"
+        )
+        self.trainer_epoch = welcome.trainer_epoch
+        return welcome
+
+    def _take(self, micro: int) -> tuple[Plan, list[bytes]]:
+        """The next plan; with several ranks, only when all of them hold theirs."""
+        step = self.learner.step
+        start = time.monotonic()
+        take = Take(self.trainer_epoch, step, micro, self.rank)
+
+        def mine(message: Message) -> bool:
+            return isinstance(message, Plan) and (message.step, message.micro) == (step, micro)
+
+        plan, frames = self._ask(self.bulk, take, mine, f"trajectories of step {step}", patient=True)
+        if self.mesh.size > 1:
+            confirm = Confirm(self.trainer_epoch, step, micro, self.rank)
+
+            def go(message: Message) -> bool:
+                return isinstance(message, Go) and (message.step, message.micro) == (step, micro)
+
+            self._ask(self.bulk, confirm, go, "the other ranks' payloads")
+        self.idle_s += time.monotonic() - start
+        return plan, frames
+
+    def _commit(self, plan: Plan, metrics: dict[str, float]) -> bool:
+        """Rank 0: True when this version is to be published."""
+        commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
+
+        def mine(message: Message) -> bool:
+            return isinstance(message, Committed) and message.step == commit.step
+
+        answer, _ = self._ask(self.control, commit, mine, f"the commit of step {commit.step}")
+        return answer.publish
+
+    def _ask(
+        self,
+        link: Link,
+        message: Message,
+        wanted: Callable[[Any], bool],
+        name: str,
+        patient: bool = False,
+    ) -> tuple[Any, list[bytes]]:
+        """Send, and wait for the answer; sent again every RESEND_EVERY seconds (all are idempotent).
+
+        A patient wait is for data and ends with the coordinator's stop only; any other raises
+        DeadlineError after launch.start_timeout.
+        """
+        deadline = time.monotonic() + self.config.launch.start_timeout
+        self.waiting, resend_at = name, 0.0
+        while True:
+            now = time.monotonic()
+            if now >= resend_at:
+                link.send(message)
+                resend_at = now + RESEND_EVERY
+            if now > deadline and not patient:
+                raise DeadlineError(f"waited {self.config.launch.start_timeout:g} s for {name}")
+            self._beat(now)
+            self._poller.wait(BEAT_EVERY)
+            for received in self._received():
+                if wanted(received[0]):
+                    self.waiting = ""
+                    return received
+
+    def _received(self) -> Iterator[tuple[Any, list[bytes]]]:
+        """What has arrived on both links. Stop ends the rank wherever it waits."""
+        for link in (self.control, self.bulk):
+            while (received := link.receive(0)) is not None:
+                self._heard_at = time.monotonic()
+                if isinstance(received[0], Stop):
+                    raise Stopped(received[0].reason)
+                yield received
+
+    def _beat(self, now: float) -> None:
+        """Sign of life; and a hello after silence, for a coordinator that was restarted."""
+        if now < self._beat_at:
+            return
+        self._beat_at = now + BEAT_EVERY
+        step = self.learner.step
+        self.control.send(TrainerBeat(self.rank, step, self.busy_s, self.idle_s, self.waiting))
+        if now - self._heard_at > 2 * RESEND_EVERY:
+            self._heard_at = now
+            self.control.send(
+                TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, os.getpid())
+            )
+
+    def _await_stop(self, kind: str) -> NoReturn:
+        self._ask(
+            self.control, self._sign(), lambda _: False, f"the coordinator's stop after {kind}", patient=True
+        )
+        raise AssertionError("unreachable: only Stop ends this wait")
+
+    def _sign(self) -> TrainerBeat:
+        return TrainerBeat(self.rank, self.learner.step, self.busy_s, self.idle_s, self.waiting)
+
+    # -- publishing and saving -------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Snapshot in the foreground (a collective), write in the background."""
+        start = time.monotonic()
+        with self.timeline.span("snapshot"):
+            tensors = full_state(self.learner.policy)
+        if self._publisher is not None:
+            seconds = time.monotonic() - start
+            self._publisher.submit(Snapshot(tensors, self.trainer_epoch, self.learner.step, seconds))
+
+    def _announcer(self, endpoints: Endpoints) -> Callable[[WeightsRef, float, float], None]:
+        """Published goes out from the publisher's own thread, over its own socket."""
+        links: list[Link] = []
+
+        def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
+            if not links:
+                links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
+            links[0].send(Published(ref, snapshot_s, write_s))
+
+        return announce
+
+    def _weights_directory(self) -> Path:
+        size = sum(p.numel() * p.element_size() for p in self.learner.policy.parameters())
+        needed = size * self.mesh.size * (self.config.weights.keep + 2)
+        return weights_directory(self.config.weights.directory, self.run_dir, self.config.name, needed)
+
+    def _save(self) -> None:
+        """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
+        plan is in the store, and is trained again."""
+        start = time.monotonic()
+        path = self.checkpoints / f"step-{self.learner.step}"
+        if self.parent != self.learner.step:
+            with self.timeline.span("checkpoint"):
+                path = checkpoint.save(self.checkpoints, self.learner, self._manifest())
+        self.trained, self.parent = [], self.learner.step
+        if self.first:
+            checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
+            self.control.send(Checkpointed(self.trainer_epoch, self.learner.step, str(path)))
+        self.busy_s += time.monotonic() - start
+
+    def _manifest(self) -> checkpoint.CheckpointManifest:
+        digest = hashlib.blake2b(msgspec.json.encode(self.config), digest_size=16).hexdigest()
+        return checkpoint.CheckpointManifest(
+            step=self.learner.step,
+            trainer_epoch=self.trainer_epoch,
+            config_digest=digest,
+            lineage=self.config.name,
+            parent=self.parent,
+            trained=tuple(self.trained),
+            trained_total=self.trained_total,
+        )
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close(self.config.launch.stop_timeout / 2)
+            if self._publisher.directory.parent != self.run_dir:
+                shutil.rmtree(self._publisher.directory, ignore_errors=True)
+        self.timeline.close()
+        self.control.close()
+        self.bulk.close()
+
+
+def decode_rows(rows: tuple[Row, ...], frames: list[bytes]) -> Iterator[tuple[Row, list[Turn]]]:
+    """Each row with its turns. Raises ProtocolError when the frames do not match the rows."""
+    if sum(row.frames for row in rows) != len(frames):
+        raise ProtocolError(f"plan names {sum(row.frames for row in rows)} turns, {len(frames)} came")
+    position = 0
+    for row in rows:
+        yield row, [_turns.decode(frame) for frame in frames[position : position + row.frames]]
+        position += row.frames
+
+
+def resident_gb() -> float:
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss / 1e9
