@@ -1,0 +1,47 @@
+"""A buffer with workers and a trainer of the simplest kind, for tests to drive."""
+
+from __future__ import annotations
+
+from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.records import Episode, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.config import BufferConfig
+from asyncrl.types import EpisodeEnd
+
+
+def make(
+    rows: int = 100, total_groups: int = 10_000, epochs: int = 0, **keys: object
+) -> tuple[ReplayBuffer, Batches]:
+    """A buffer of 2 groups of 2 per batch unless told otherwise; one micro-batch fits everything."""
+    config = BufferConfig(
+        **{"groups_per_batch": 2, "episodes_per_group": 2, "filter_zero_variance": False} | keys
+    )
+    buffer = ReplayBuffer(config, Prompts(rows, 0, True, epochs), total_groups, retries=1, group_bytes=1)
+    return buffer, Batches(buffer, micro_tokens=1 << 20, flush=True)
+
+
+def admit(buffer: ReplayBuffer, groups: int, step: int = 0) -> None:
+    for _ in range(groups):
+        buffer.admit(step, now=0.0)
+
+
+def land(buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, now: float = 0.0) -> Episode:
+    """Run an episode of one ten-token turn to its end."""
+    episode = buffer.episodes[uid]
+    if episode.state is State.PENDING:
+        buffer.assign(episode, "w", 1, version)
+    buffer.turn(episode, tokens=20, model_tokens=10, oldest=version, newest=version)
+    buffer.finish(episode, reward, EpisodeEnd.ANSWERED, now)
+    return episode
+
+
+def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
+    """Take and commit batch `step`; the uids in it."""
+    micro, uids = 0, []
+    while plan := batches.plan(step, micro, ranks):
+        uids += plan
+        micro += 1
+    assert plan == [], "the batch must be complete"
+    batches.commit(step + 1)
+    return uids

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.buffer.records import State
+from asyncrl.types import DropReason
+from tests.unit.buffer.machine import admit, land, make, train
+
+
+def test_a_batch_streams_in_micro_batches_and_closes() -> None:
+    buffer, batches = make()
+    batches.micro_tokens = 40  # two trajectories of 20 tokens
+    admit(buffer, 3)
+    land(buffer, "0.0")
+    assert batches.plan(0, 0, 1) is None  # half a group, half a micro-batch
+    land(buffer, "0.1")
+    assert batches.plan(0, 0, 1) == ["0.0", "0.1"]
+    assert batches.plan(0, 1, 1) is None
+    land(buffer, "2.0"), land(buffer, "2.1")  # the third group is ready before the second
+    assert batches.plan(0, 1, 1) == ["2.0", "2.1"]
+    assert batches.plan(0, 2, 1) == []
+    batches.commit(1)
+    assert buffer.flow().trained == 4
+
+
+def test_the_oldest_group_goes_first() -> None:
+    buffer, batches = make(max_staleness=4, target_staleness=4)
+    admit(buffer, 4)
+    for uid in ("3.0", "3.1", "2.0", "2.1", "0.0", "0.1"):
+        land(buffer, uid)
+    assert sorted(train(batches, 0)) == ["0.0", "0.1", "2.0", "2.1"]
+
+
+def test_drop_mode_drops_by_token_age() -> None:
+    buffer, batches = make(on_stale="drop", max_staleness=1, groups_per_batch=1, target_staleness=1)
+    admit(buffer, 2)
+    land(buffer, "0.0", version=0), land(buffer, "0.1", version=0)
+    train(batches, 0)
+    batches.committed = 2
+    land(buffer, "1.0", version=0), land(buffer, "1.1", version=1)
+    assert batches.plan(2, 0, 1) == ["1.1"]
+    assert buffer.reasons[f"{State.DROPPED}/{DropReason.STALE}"] == 1
+
+
+def test_hold_waits_for_the_straggler_that_would_cross_the_bound() -> None:
+    buffer, batches = make(on_stale="hold", max_staleness=1, groups_per_batch=1, target_staleness=1)
+    admit(buffer, 2)
+    for uid in ("0.0", "0.1", "1.0", "1.1"):
+        buffer.assign(buffer.episodes[uid], "w", 1, 0)
+    land(buffer, "1.0"), land(buffer, "1.1")
+    # Batch 0 may take group 1: group 0 (version 0) is still within the bound in batch 1.
+    assert sorted(train(batches, 0)) == ["1.0", "1.1"]
+    admit(buffer, 1, step=1)
+    land(buffer, "2.0", version=1), land(buffer, "2.1", version=1)
+    assert batches.plan(1, 0, 1) is None  # taking group 2 now would leave group 0 over the bound
+    land(buffer, "0.0"), land(buffer, "0.1")
+    assert sorted(train(batches, 1)) == ["0.0", "0.1"]
+    assert sorted(train(batches, 2)) == ["2.0", "2.1"]
+
+
+def test_a_short_batch_is_flushed_when_the_data_ends() -> None:
+    buffer, batches = make(rows=3, epochs=1, max_staleness=4)
+    admit(buffer, 3)
+    for group in range(3):
+        land(buffer, f"{group}.0"), land(buffer, f"{group}.1")
+    assert len(train(batches, 0)) == 4
+    assert len(train(batches, 1)) == 2
+    assert batches.over and batches.plan(2, 0, 1) is None
+
+
+def test_a_restarted_trainer_is_given_the_same_plans() -> None:
+    buffer, batches = make()
+    admit(buffer, 2)
+    for uid in ("0.0", "0.1", "1.0", "1.1"):
+        land(buffer, uid)
+    first = train(batches, 0)
+    again = [batches.plan(0, micro, 1) for micro in range(2)]
+    assert again == [first, []]
+    assert batches.commit(1) is False
+    assert sorted(batches.retain(1)) == sorted(first)
+    assert not batches.batches and not batches.taken
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=8, max_size=8),
+    budget=st.integers(30, 120),
+    ranks=st.sampled_from([1, 2, 4]),
+)
+def test_every_row_is_planned_once_and_fits(lengths: list[int], budget: int, ranks: int) -> None:
+    buffer, batches = make(groups_per_batch=4)
+    batches.micro_tokens = budget
+    admit(buffer, 4)
+    for uid, tokens in zip([f"{g}.{m}" for g in range(4) for m in range(2)], lengths, strict=True):
+        episode = land(buffer, uid)
+        episode.tokens = tokens
+    micro, seen = 0, []
+    while plan := batches.plan(0, micro, ranks):
+        longest = max(batches.taken[uid].tokens for uid in plan)
+        assert longest * -(-len(plan) // ranks) <= budget
+        seen += plan
+        micro += 1
+    assert sorted(seen) == sorted(f"{g}.{m}" for g in range(4) for m in range(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_reserved_rows_stay_reserved(ranks: int) -> None:
+    buffer, batches = make()
+    admit(buffer, 2)
+    for uid in ("0.0", "0.1", "1.0", "1.1"):
+        land(buffer, uid)
+    plan = batches.plan(0, 0, ranks)
+    assert plan is not None
+    assert all(buffer.episodes[uid].state is State.TAKEN for uid in plan)

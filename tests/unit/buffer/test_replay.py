@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from asyncrl.buffer.records import State
+from asyncrl.types import EpisodeEnd, FailReason
+from tests.unit.buffer.machine import admit, land, make, train
+
+
+def test_admission_keeps_the_pace() -> None:
+    buffer, batches = make(max_staleness=4, target_staleness=1)
+    while buffer.can_admit(100, 100):
+        buffer.admit(0, 0.0)
+    assert len(buffer.live) == (1 + 1) * 2
+    for uid in ("0.0", "0.1", "1.0", "1.1"):
+        land(buffer, uid)
+    assert not buffer.can_admit(100, 100)  # landed and taken groups are still live
+    train(batches, 0)
+    assert buffer.can_admit(100, 100)
+
+
+def test_admission_stops_at_the_total_of_the_run() -> None:
+    buffer, _ = make(total_groups=3, max_staleness=4, target_staleness=4)
+    while buffer.can_admit(100, 100):
+        buffer.admit(0, 0.0)
+    assert len(buffer.live) == 3
+
+
+@pytest.mark.parametrize(
+    ("acked", "rank", "fresh"), [(0, 0, True), (0, 1, True), (0, 2, False), (1, 2, True)]
+)
+def test_synchronous_start_needs_the_version_of_its_batch(acked: int, rank: int, fresh: bool) -> None:
+    buffer, _ = make(max_staleness=0)
+    assert buffer.fresh_enough(acked, step=0, rank=rank) is fresh
+
+
+def test_zero_variance_groups_are_filtered_and_refilled() -> None:
+    buffer, _ = make(filter_zero_variance=True)
+    admit(buffer, 2)
+    land(buffer, "0.0", 1.0), land(buffer, "0.1", 1.0)
+    land(buffer, "1.0", 1.0), land(buffer, "1.1", 0.0)
+    flow = buffer.flow()
+    assert (flow.filtered, flow.ready, flow.conserved) == (2, 2, True)
+    assert list(buffer.live) == [1]
+
+
+def test_a_failed_member_is_issued_again_and_then_given_up() -> None:
+    buffer, _ = make()
+    admit(buffer, 1)
+    episode = buffer.episodes["0.0"]
+    for attempt in (0, 1):
+        assert episode.attempt == attempt
+        buffer.assign(episode, "w", attempt, 0)
+        buffer.fail(episode, FailReason.REWARD_ERROR, 0.0)
+    assert episode.state is State.FAILED
+    land(buffer, "0.1")  # one usable member of two: below min_group
+    assert buffer.flow().dropped == 1 and buffer.flow().conserved and not buffer.live
+
+
+def test_a_lost_worker_keeps_the_durable_turns() -> None:
+    buffer, _ = make()
+    admit(buffer, 1)
+    episode = buffer.episodes["0.0"]
+    buffer.assign(episode, "w", 1, 0)
+    buffer.turn(episode, 20, 10, 0, 0)
+    buffer.fail(episode, FailReason.WORKER_LOST, 0.0)
+    assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
+    assert buffer.current("0.0", 0) is None  # the old attempt is fenced
+
+
+def test_partial_groups_fix_their_siblings_at_the_deadline() -> None:
+    buffer, batches = make(
+        group_policy="partial", group_deadline=5.0, episodes_per_group=3, groups_per_batch=1
+    )
+    admit(buffer, 1)
+    land(buffer, "0.0", 1.0), land(buffer, "0.1", 0.0)
+    assert buffer.flow().ready == 0
+    buffer.tick(now=5.0)
+    assert buffer.flow().ready == 2
+    assert train(batches, 0) == ["0.0", "0.1"]
+    late = land(buffer, "0.2", 1.0, now=6.0)
+    assert late.state is State.READY  # trained later, against the same siblings
+    assert [e.member for e in buffer.siblings(buffer.live[0])] == [0, 1]
+
+
+def test_settled_partial_group_leaves_when_its_late_member_fails() -> None:
+    buffer, batches = make(group_policy="partial", group_deadline=5.0, groups_per_batch=1)
+    admit(buffer, 1)
+    land(buffer, "0.0")
+    buffer.assign(buffer.episodes["0.1"], "w", 1, 0)
+    buffer.tick(now=5.0)
+    train(batches, 0)
+    buffer.fail(buffer.episodes["0.1"], FailReason.PROMPT_TOO_LONG, 6.0)
+    assert not buffer.live and buffer.flow().conserved
+
+
+class FlowMachine(RuleBasedStateMachine):
+    """Any order of events: nothing is lost, counted twice, or trained twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer, self.batches = make(total_groups=20, max_staleness=2, filter_zero_variance=True)
+        self.now = 0.0
+        self.micro = 0
+        self.trained: Counter[str] = Counter()
+
+    def running(self) -> list[str]:
+        return [e.uid for e in self.buffer.episodes.values() if e.state is State.RUNNING]
+
+    @rule(n=st.integers(1, 6))
+    def admit(self, n: int) -> None:
+        for _ in range(n):
+            if self.buffer.can_admit(10, 10):
+                self.buffer.admit(self.batches.committed, self.now)
+
+    @rule(n=st.integers(1, 6))
+    def assign(self, n: int) -> None:
+        for _, episode in list(self.buffer.pending())[:n]:
+            self.buffer.assign(episode, "w", 1, self.batches.committed)
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), turns=st.integers(0, 2))
+    def finish(self, data: st.DataObject, reward: float, turns: int) -> None:
+        episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
+        for _ in range(turns):
+            self.buffer.turn(episode, 5, 3, self.batches.committed, self.batches.committed)
+        self.buffer.finish(episode, reward, EpisodeEnd.ANSWERED, self.now)
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), reason=st.sampled_from(list(FailReason)))
+    def fail(self, data: st.DataObject, reason: FailReason) -> None:
+        episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
+        self.buffer.fail(episode, reason, self.now)
+
+    @rule()
+    def step(self) -> None:
+        plan = self.batches.plan(self.batches.committed, self.micro, 1)
+        if plan is None:
+            return
+        assert plan == self.batches.plan(self.batches.committed, self.micro, 1)  # asked again: the same
+        self.micro += 1
+        if not plan:
+            batch = self.batches.batches[self.batches.committed]
+            self.trained.update(batch.uids)
+            assert len(batch.groups) == 2
+            self.batches.commit(batch.step + 1)
+            assert self.batches.commit(batch.step + 1) is False  # a repeat changes nothing
+            self.micro = 0
+
+    @invariant()
+    def conserved(self) -> None:
+        flow = self.buffer.flow()
+        assert flow.conserved, flow
+        assert flow.trained == sum(self.trained.values())
+        assert max(self.trained.values(), default=1) == 1
+        assert len(self.buffer.live) <= self.buffer.max_live
+
+
+TestFlow = FlowMachine.TestCase
+TestFlow.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
