@@ -1,0 +1,6 @@
+"""Tools that the model calls during an episode."""
+
+from asyncrl.tools.base import Replay, Tool, call_tool, load_tool, tool, tools, unknown_tool
+from asyncrl.tools.calculator import calculator
+
+__all__ = ["Replay", "Tool", "calculator", "call_tool", "load_tool", "tool", "tools", "unknown_tool"]

@@ -1,0 +1,71 @@
+"""Rewards: functions with verl's signature, sync or async, named in the config."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.registry import Registry
+from asyncrl.types import Sample
+
+RewardFunction = Callable[..., Any]
+"""`(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, or a coroutine
+of that. `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the
+decoded values of the data set. It runs on the worker's event loop: slow code belongs in an async function."""
+
+rewards: Registry[RewardFunction] = Registry("reward")
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """By registered name, `module:function` or `file.py:function`. ConfigError if it cannot be called."""
+    function = rewards.load(spec)
+    if not callable(function):
+        raise ConfigError(f"reward {spec!r} is no function; verl's signature is expected")
+    try:
+        inspect.signature(function).bind("source", "solution", "truth", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {spec!r} does not take (data_source, solution_str, ground_truth, extra_info): {error}"
+        ) from None
+    return function
+
+
+async def score(function: RewardFunction, sample: Sample, solution: str) -> float:
+    """The reward of one answer. Raises what the function raises, and ValueError for a result that is
+    not a finite number; the caller records it and sets the deadline."""
+    result = function(
+        data_source=sample.data_source,
+        solution_str=solution,
+        ground_truth=json.loads(sample.ground_truth),
+        extra_info=json.loads(sample.extra_info),
+    )
+    if inspect.isawaitable(result):
+        result = await result
+    value = result["score"] if isinstance(result, dict) else result
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}, which is no finite number")
+    return number
+
+
+@rewards.register("final_number")
+def final_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 if the last number in the answer equals the ground truth, else 0.0."""
+    found = _NUMBER.findall(solution_str)
+    expected = _NUMBER.fullmatch(str(ground_truth).strip())
+    if not found or not expected:
+        return 0.0
+    return float(_value(found[-1]) == _value(expected[0]))
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
