@@ -1,0 +1,97 @@
+"""What the benchmarks and chaos tools share: running `asyncrl train`, finding its processes, statistics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def start(name: str, run_dir: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
+    """`asyncrl train` of the default experiment, output to `<run_dir>/<name>.out`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "asyncrl.cli", "train", f"name={name}", f"run_dir={run_dir}"),
+        *("observe.console=plain", *overrides),
+    ]
+    out = (run_dir / f"{name}.out").open("wb")
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | SINGLE_THREAD
+    )
+
+
+def train(name: str, run_dir: Path, overrides: list[str], deadline: float = 1200.0) -> dict[str, Any]:
+    """Run to the end; the summary, with `exit_code` and `wall_s` of the whole command."""
+    begin = time.monotonic()
+    process = start(name, run_dir, overrides)
+    try:
+        code = process.wait(deadline)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(30)
+        raise
+    result = summary(run_dir / name) | {"exit_code": code, "wall_s": time.monotonic() - begin}
+    if code:
+        tail = (run_dir / f"{name}.out").read_text().splitlines()[-15:]
+        print(f"{name} ended with {code}:", *tail, sep="\n  ", file=sys.stderr)
+    return result
+
+
+def summary(run: Path) -> dict[str, Any]:
+    path = run / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    """The metrics rows of a run; a line still being written is left out."""
+    found = []
+    for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def roles(launcher: int) -> dict[str, psutil.Process]:
+    """The role processes of a launcher, by `role-index`."""
+    found = {}
+    try:
+        children = psutil.Process(launcher).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return {}
+    for child in children:
+        try:
+            argv = child.cmdline()
+        except psutil.Error:
+            continue
+        if "asyncrl.launch.child" in argv:
+            at = argv.index("asyncrl.launch.child")
+            found[f"{argv[at + 1]}-{argv[argv.index('--index') + 1]}"] = child
+    return found
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """95% Wilson interval of a success rate."""
+    if not trials:
+        return 0.0, 1.0
+    p = successes / trials
+    centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    return centre - half, centre + half
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table, ready for docs."""
+    out = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(out + ["| " + " | ".join(line) + " |" for line in lines])
