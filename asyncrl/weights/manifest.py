@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
+import xxhash
 
 from asyncrl.errors import AsyncrlError
 
@@ -33,9 +37,19 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """All tensors of a version, in file order. `checksum` is the xxh3 of the entries' own checksums."""
+    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries."""
 
     trainer_epoch: int
     version: int
     tensors: tuple[TensorEntry, ...]
     checksum: str
+
+
+def xxh3(data: Any) -> str:
+    """64-bit xxh3 of anything with a buffer, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
+    """One checksum over the names, shapes, types and checksums of all tensors, in order."""
+    return xxh3(msgspec.json.encode(tuple(tensors)))

@@ -1,0 +1,68 @@
+"""Which session owns which slot, and what its slot still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Slot:
+    """One row of the board, as the host sees it."""
+
+    __slots__ = ("born", "busy", "held", "index", "session", "used")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.session: str | None = None
+        self.held: tuple[int, ...] = ()  # ids whose KV the row holds
+        self.born = 0  # policy version that wrote position 0: KV is written in order, so the oldest of all
+        self.busy = False
+        self.used = 0
+
+    def keep(self, ids: Sequence[int]) -> int:
+        """How many leading ids need no prefill: the common prefix with what is held, short of the last id
+        (whose logits are needed). Forgets the rest."""
+        limit = min(len(self.held), len(ids) - 1)
+        if self.held[:limit] != tuple(ids[:limit]):
+            limit = next(i for i in range(limit) if self.held[i] != ids[i])
+        self.held = self.held[:limit]
+        return limit
+
+
+class Slots:
+    """Slots by session. An idle session keeps its slot until it is needed: least recently used first."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Slot(index) for index in range(count)]
+        self._owned: dict[str, Slot] = {}
+        self._clock = 0
+
+    def acquire(self, session: str) -> Slot | None:
+        """The session's own slot, a free one, or that of an idle session; None when all are busy.
+        Free slots are taken from below, which keeps the rows in use together."""
+        slot = self._owned.get(session)
+        if slot is None:
+            idle = [slot for slot in self.all if not slot.busy]
+            if not idle:
+                return None
+            slot = min(idle, key=lambda slot: slot.used if slot.session else -1)
+            self._forget(slot)
+            slot.session = session
+            self._owned[session] = slot
+        slot.busy = True
+        return slot
+
+    def rest(self, slot: Slot, held: tuple[int, ...]) -> None:
+        """The slot's turn is over and the KV of these ids may be used by the next one."""
+        self._clock += 1
+        slot.busy, slot.held, slot.used = False, held, self._clock
+
+    def release(self, session: str) -> None:
+        """Forget a session that is not busy."""
+        slot = self._owned.get(session)
+        if slot is not None:
+            self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.session is not None:
+            del self._owned[slot.session]
+        slot.session, slot.held = None, ()
