@@ -1,0 +1,92 @@
+"""The run in a few numbers, from the rows of metrics.jsonl and the flow counters. Pure.
+
+A row with `timing_s/step` is a committed step; a row with `val-core/all/…` is a validation. None means
+that the run has no such number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, float]
+
+EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
+SAMPLED, GREEDY = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
+
+
+def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
+    """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
+    steps = _latest(row for row in rows if "timing_s/step" in row)
+    validations = [row for row in rows if SAMPLED in row or GREEDY in row]
+    sampled = [row[SAMPLED] for row in validations if SAMPLED in row]
+    greedy = [row[GREEDY] for row in validations if GREEDY in row]
+    edge = max(1, round(EDGE * len(steps)))
+    tokens = _sum(steps, "trainer/model_tokens")
+    busy_s = _sum(steps, "timing_s/step")
+    return {
+        "steps": int(steps[-1]["training/step"]) if steps else 0,
+        "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
+        "reward_first": _mean(steps[:edge], "critic/score/mean"),
+        "reward_last": _mean(steps[-edge:], "critic/score/mean"),
+        "success_before": _edge(validations, SAMPLED, 0),
+        "success_after": sampled[-1] if len(sampled) > 1 else None,
+        "greedy_before": _edge(validations, GREEDY, 0),
+        "greedy_after": greedy[-1] if len(greedy) > 1 else None,
+        "policy_version": int(steps[-1].get("weights/pushed", 0)) if steps else 0,
+        "tokens_trained": int(tokens),
+        "tokens_per_s": tokens / busy_s if busy_s else None,
+        "lag_mean": _mean(steps, "staleness/lag/mean", weight="trainer/model_tokens"),
+        "lag_max": _max(steps, "staleness/lag/max"),
+        "masked_token_frac": _mean(steps, "staleness/masked_token_frac", weight="trainer/model_tokens"),
+        "trajectories_multi_version": _last(steps, "rollout/multi_version_frac"),
+        "trainer_idle_frac": _mean(steps, "async/trainer_idle_frac", weight="timing_s/step"),
+        "rollout_idle_frac": _mean(steps, "async/rollout_idle_frac", weight="timing_s/step"),
+        "weights_stall_s_mean": _mean(steps, "weights/stall_s"),
+        "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
+        "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
+        "flow": dict(flow),
+        "conserved": conserved,
+    }
+
+
+def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
+    """The conservation identity with its numbers, and whether the audit agrees."""
+    names = ("trained", "filtered", "dropped", "failed", "taken", "ready", "in_flight")
+    parts = " + ".join(f"{flow.get(name, 0)} {name.replace('_', ' ')}" for name in names)
+    return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else '✗ NOT CONSERVED'}"
+
+
+def _latest(rows: Any) -> list[Row]:
+    """One row per step, by step: a step repeated after a crash counts once, as it was last."""
+    by_step = {row["training/step"]: row for row in rows}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def _sum(rows: Sequence[Row], name: str) -> float:
+    return sum(_values(rows, name))
+
+
+def _max(rows: Sequence[Row], name: str) -> float | None:
+    return max(_values(rows, name), default=None)
+
+
+def _last(rows: Sequence[Row], name: str) -> float | None:
+    values = _values(rows, name)
+    return values[-1] if values else None
+
+
+def _edge(rows: Sequence[Row], name: str, step: int) -> float | None:
+    """The value of the validation at `step`."""
+    return next((row[name] for row in rows if name in row and row["training/step"] == step), None)
+
+
+def _mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:
+    """Mean over the rows that have the number, weighted by another of their numbers."""
+    pairs = [(row[name], row.get(weight, 0.0) if weight else 1.0) for row in rows if name in row]
+    total = sum(w for _, w in pairs)
+    return sum(value * w for value, w in pairs) / total if total else None
