@@ -19,13 +19,15 @@ from asyncrl.roles.meter import Meter, Recorder
 from asyncrl.roles.waits import Changed, Waits
 from asyncrl.transport.messages import Loaded
 from asyncrl.types import Generation
-from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.manifest import WeightsRef
+
+BROKEN = 8  # failed turns in a row that tell a broken engine from bad requests
 
 
 @dataclass
 class Lane:
-    """`pinned`: weights change only when no episode runs, and the engine is built when first needed (validation
-    samples one fixed version while training goes on)."""
+    """`pinned`: the engine is built when first needed, and its weights change only when no episode runs:
+    validation samples one fixed version while training goes on."""
 
     name: str
     build: Callable[[], Engine]
@@ -35,7 +37,8 @@ class Lane:
     deadline: float  # of one load, in seconds
     pinned: bool = False
     engine: Engine | None = None
-    running: int = 0
+    running: int = 0  # episodes
+    failures: int = 0  # turns in a row that the engine refused or broke
     changed: Changed = field(default_factory=Changed)
     _mail: WeightsRef | None = None
     _loading: bool = False
@@ -47,9 +50,12 @@ class Lane:
         self.changed.fire()
 
     async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
-        """Load what is offered, for ever, beside generation."""
+        """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken:
+        only another process can help."""
         while True:
             while self._mail is None or (self.pinned and self.running):
+                if self.failures >= BROKEN:
+                    raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
                 await self.changed.wait()
             ref, self._mail, self._loading = self._mail, None, True
             answer = await self._load(ref)
@@ -81,8 +87,15 @@ class Lane:
         """Sample a turn. Raises EngineError."""
         if self.engine is None:
             raise EngineError(f"the {self.name} lane has no engine")
-        with self.meter.turn():
-            generation = await self.engine.generate(request)
+        try:
+            with self.meter.turn():
+                generation = await self.engine.generate(request)
+        except EngineError:
+            self.failures += 1
+            if self.failures >= BROKEN:
+                self.changed.fire()
+            raise
+        self.failures = 0
         self.meter.tokens += len(generation.ids)
         return generation
 
@@ -107,23 +120,11 @@ class Lane:
         return Loaded(ref, self.name, checksum, time.monotonic() - start, failure.line)
 
     async def _swap(self, ref: WeightsRef) -> str:
-        """A version that is already in use is confirmed again. A ref without a path is the initial model."""
+        """Load a version; one that is already in use is only confirmed again."""
         if self._loaded is not None and self._loaded[0] == ref:
             return self._loaded[1]
-        if not ref.path and self._loaded is not None:
-            await self._forget()
         if self.engine is None:
             self.engine = await asyncio.to_thread(self.build)
-        if not ref.path:
-            return ""
         checksum = await self.engine.load(ref)
         self._loaded = ref, checksum
         return checksum
-
-    async def _forget(self) -> None:
-        """Drop the engine, so that the initial model is built anew."""
-        if not self.pinned:
-            raise WeightsError("the initial model cannot replace newer weights under running episodes")
-        engine, self.engine, self._loaded = self.engine, None, None
-        if engine is not None:
-            await engine.close()

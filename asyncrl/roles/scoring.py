@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.rewards import RewardFunction
+from asyncrl.rewards import score as score_with
 from asyncrl.types import Sample
 
 THREADS = 8  # reward calls of one worker that run at once
-
-Result = float | Mapping[str, Any]
-Reward = Callable[[str, str, Any, dict[str, Any]], Result | Awaitable[Result]]
 
 
 class RewardError(AsyncrlError):
@@ -25,39 +21,39 @@ class RewardError(AsyncrlError):
 
 
 class Scorer:
-    """Calls a function of verl's signature: compute_score(data_source, solution_str, ground_truth, extra_info).
+    """Calls a reward function with a deadline.
 
-    A sync function runs in a daemon thread: one that never returns costs its thread, not the worker.
+    A sync function runs in a daemon thread: one that never returns costs its thread, not the worker. The
+    functions of asyncrl.rewards are known to be quick and run at once.
     """
 
-    def __init__(self, reward: Reward, timeout: float) -> None:
+    def __init__(self, reward: RewardFunction, timeout: float) -> None:
         self._reward, self._timeout = reward, timeout
-        self._is_async = inspect.iscoroutinefunction(reward)
+        package = getattr(reward, "__module__", "").startswith("asyncrl.rewards")
+        self._inline = package or inspect.iscoroutinefunction(reward)
         self._threads = asyncio.Semaphore(THREADS)
 
     async def score(self, sample: Sample, answer: str, extra: Mapping[str, Any]) -> float:
         """The reward of one episode; `extra` is added to the sample's extra_info. Raises RewardError."""
+
+        async def call(*, extra_info: dict[str, Any], **arguments: Any) -> Any:
+            result = await self._call(extra_info={**extra_info, **extra}, **arguments)
+            return await result if inspect.isawaitable(result) else result
+
         deadline = asyncio.timeout(self._timeout)
         try:
             async with deadline:
-                ground_truth = msgspec.json.decode(sample.ground_truth)
-                info = {**msgspec.json.decode(sample.extra_info), **extra}
-                return _number(await self._call(sample.data_source, answer, ground_truth, info))
-        except TimeoutError as error:
-            if deadline.expired():
-                raise RewardError(f"no reward within {self._timeout:g} s") from error
-            raise RewardError(one_line(error)) from error
-        except RewardError:
-            raise
+                return await score_with(call, sample, answer)
         except Exception as error:
-            raise RewardError(one_line(error)) from error
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            why = f"no reward within {self._timeout:g} s" if late else one_line(error)
+            raise RewardError(why) from error
 
-    async def _call(self, *arguments: Any) -> Any:
-        if self._is_async:
-            return await self._reward(*arguments)  # type: ignore[misc]
+    async def _call(self, **arguments: Any) -> Any:
+        if self._inline:
+            return self._reward(**arguments)
         await self._threads.acquire()
-        result = await _in_thread(lambda: self._reward(*arguments), self._threads.release)
-        return await result if inspect.isawaitable(result) else result
+        return await _in_thread(lambda: self._reward(**arguments), self._threads.release)
 
 
 async def _in_thread(function: Callable[[], Any], ended: Callable[[], None]) -> Any:
@@ -66,7 +62,7 @@ async def _in_thread(function: Callable[[], Any], ended: Callable[[], None]) -> 
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: Any, error: Exception | None) -> None:
         ended()
         if future.done():
             return
@@ -79,18 +75,10 @@ async def _in_thread(function: Callable[[], Any], ended: Callable[[], None]) -> 
         result, error = None, None
         try:
             result = function()
-        except BaseException as problem:
-            error = problem if isinstance(problem, Exception) else RuntimeError(one_line(problem))
+        except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
+            error = RuntimeError(one_line(problem))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, daemon=True, name="reward").start()
     return await future
-
-
-def _number(result: Any) -> float:
-    """verl's functions return a number, or a mapping with a `score`."""
-    value = float(result["score"] if isinstance(result, Mapping) else result)
-    if not math.isfinite(value):
-        raise RewardError(f"the reward is {value}")
-    return value

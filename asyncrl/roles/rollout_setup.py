@@ -1,0 +1,60 @@
+"""What a rollout worker is made of, from the configuration. ConfigError says which key is wrong."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from transformers import AutoTokenizer
+
+from asyncrl.config import RolloutConfig, RunConfig
+from asyncrl.engines.base import Engine, engines
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.rollout.chat import Chat
+from asyncrl.rollout.episode import Limits, Rules
+from asyncrl.rollout.parsers import parsers
+from asyncrl.tools import Tool, load_tool
+
+BUILT_IN = {"torch": "asyncrl.engines.torch"}  # imported only by the workers that use it
+
+
+def engine_factory(config: RunConfig) -> Callable[[], Engine]:
+    """Builds an engine with the initial weights; it may be called from a thread."""
+    if config.engine.name in BUILT_IN:
+        importlib.import_module(BUILT_IN[config.engine.name])
+    factory = engines.load(config.engine.name)
+    return lambda: factory(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        slots=config.rollout.slots,
+        max_len=config.rollout.max_tokens,
+        max_batch_tokens=config.engine.max_batch_tokens,
+    )
+
+
+def load_tools(config: RolloutConfig) -> dict[str, Tool]:
+    """Tools by the name that the model calls them by."""
+    found: dict[str, Tool] = {}
+    for spec in config.tools:
+        tool = load_tool(spec, **config.tool_args.get(spec, {}))
+        if tool.name in found:
+            raise ConfigError(f"$.rollout.tools: two tools are named {tool.name!r}")
+        found[tool.name] = tool
+    unused = sorted(config.tool_args.keys() - set(config.tools))
+    if unused:
+        raise ConfigError(f"$.rollout.tool_args names {', '.join(unused)}, not among rollout.tools")
+    return found
+
+
+def load_rules(config: RunConfig, tools: dict[str, Tool]) -> Rules:
+    """The chat template with the tools' schemas, the parser and the limits."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"$.model.path {config.model.path!r}: no usable tokenizer ({one_line(error)})"
+        ) from error
+    rollout = config.rollout
+    limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.max_new_tokens, rollout.max_bad_calls)
+    chat = Chat(tokenizer, [tool.schema for tool in tools.values()])
+    return Rules(chat, parsers.load(rollout.parser), limits)

@@ -1,0 +1,279 @@
+"""A rollout worker: many episodes in one asyncio loop, over one engine.
+
+consumes: assignments, versions, the clock (control); acks and fences (bulk)
+waits for: the coordinator's lease, the engine, tools and rewards -- each by name, see `waits`
+unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
+
+It owns nothing that could be lost: what was not acknowledged is sent again, what was not sent is sampled
+again from the last durable turn, by whoever gets the episode next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import Engine
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
+from asyncrl.observe.timeline import Timeline
+from asyncrl.rewards import load_reward
+from asyncrl.roles.episode_runner import EpisodeRunner
+from asyncrl.roles.lanes import Lane
+from asyncrl.roles.lease import Contact, Lease
+from asyncrl.roles.meter import Meter
+from asyncrl.roles.rollout_setup import engine_factory, load_rules, load_tools
+from asyncrl.roles.scoring import Scorer
+from asyncrl.roles.waits import Waits
+from asyncrl.rollout.episode import Rules
+from asyncrl.tools import Tool
+from asyncrl.transport.messages import (
+    Ack,
+    Assign,
+    Attempt,
+    Cancel,
+    Clock,
+    Fenced,
+    Heartbeat,
+    LoadWeights,
+    Stop,
+    ToWorkerBulk,
+    ToWorkerControl,
+    Welcome,
+    WorkerHello,
+)
+from asyncrl.transport.outbox import Outbox
+from asyncrl.transport.sockets import AsyncLink, Endpoints, identity
+
+log = logging.getLogger("asyncrl.worker")
+
+FLUSH = 2.0  # seconds for the last records to become durable when stopping
+
+
+def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    """Be a rollout worker until told to stop. Returns 0, or 1 when left alone or with a broken engine."""
+    torch.set_num_threads(config.rollout.threads)
+    tools = load_tools(config.rollout)
+    rules, build = load_rules(config, tools), engine_factory(config)
+    scorer = Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout)
+    engine = build()
+    # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
+    loop = asyncio.new_event_loop()
+    try:
+        worker = Worker(config, endpoints, index, incarnation, engine, build, rules, tools, scorer)
+        return loop.run_until_complete(worker.serve())
+    except ConfigError:
+        raise
+    except AsyncrlError as error:
+        log.error("worker %d leaves: %s", index, one_line(error))
+        return 1
+    finally:
+        loop.close()
+
+
+class Worker:
+    """Owner of the episodes and of the contact with the coordinator."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        endpoints: Endpoints,
+        index: int,
+        incarnation: str,
+        engine: Engine,
+        build: Callable[[], Engine],
+        rules: Rules,
+        tools: dict[str, Tool],
+        scorer: Scorer,
+    ) -> None:
+        self.config, self.index, self.incarnation = config, index, incarnation
+        self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
+        run_dir = Path(config.run_dir) / config.name
+        self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
+        self.waits, self.meter = Waits(), Meter(self.timeline)
+        parts = (build, self.waits, self.meter, self.timeline, config.weights.deadline)
+        self.lanes = {
+            "train": Lane("train", *parts, engine=engine),
+            "eval": Lane("eval", *parts, pinned=True),
+        }
+        self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
+        self.runner = EpisodeRunner(
+            config.rollout, rules, tools, scorer, self.outbox, self.waits, oldest=lambda: self._oldest
+        )
+        self._episodes: dict[Attempt, asyncio.Task[None]] = {}
+        self._assigned = self._oldest = self._beats = 0
+        self._epoch = -1
+
+    async def serve(self) -> int:
+        """Until `Stop` or a signal; raises DeadlineError when the coordinator does not come back."""
+        loop = asyncio.get_running_loop()
+        self._control = AsyncLink(self._endpoints.control, ToWorkerControl, self._name)
+        self._bulk = AsyncLink(self._endpoints.bulk, ToWorkerBulk, self._name)
+        self._ending: asyncio.Future[int] = loop.create_future()
+        launch = self.config.launch
+        self.lease = Lease(launch.lease, launch.start_timeout, loop.time())
+        self._listen_to_signals()
+        services = [asyncio.create_task(service) for service in self._services()]
+        try:
+            waited: list[asyncio.Future[Any]] = [self._ending, *services]
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            return int(done.pop().result())
+        finally:
+            await self._leave(services)
+
+    def _services(self) -> list[Coroutine[Any, Any, None]]:
+        lanes = [lane.run(self._control.send) for lane in self.lanes.values()]
+        return [self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run(), *lanes]
+
+    def _listen_to_signals(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._end, f"signal {number}")
+
+    def _end(self, reason: str) -> None:
+        if not self._ending.done():
+            log.info("worker %d stops: %s", self.index, reason)
+            self._ending.set_result(0)
+
+    async def _leave(self, services: list[asyncio.Task[None]]) -> None:
+        """Drop the episodes, give the records a moment to become durable, close."""
+        dropped = list(self._episodes.values())
+        self._fence("leaving")
+        await asyncio.gather(*dropped, return_exceptions=True)
+        try:
+            async with asyncio.timeout(FLUSH):
+                await self.outbox.flushed()
+        except TimeoutError:
+            log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
+        for task in services:
+            task.cancel()
+        await asyncio.gather(*services, return_exceptions=True)
+        for lane in self.lanes.values():
+            await lane.close()
+        self.meter.flush()
+        self.timeline.close()
+        self._control.close()
+        self._bulk.close()
+
+    # -- the coordinator -----------------------------------------------------------------------------
+
+    async def _listen_control(self) -> None:
+        while True:
+            message, frames = await self._control.receive()
+            self._heard()
+            match message:
+                case Welcome():
+                    self._welcome(message)
+                case Assign():
+                    self._assign(message, frames)
+                case Cancel():
+                    self._drop(message.attempt)
+                case LoadWeights():
+                    self._lane(message.lane).offer(message.ref)
+                case Clock():
+                    self._oldest = message.oldest
+                    self.lanes["train"].changed.fire()
+                case Stop():
+                    self._end(message.reason)
+
+    async def _listen_bulk(self) -> None:
+        while True:
+            message, _ = await self._bulk.receive()
+            self._heard()
+            match message:
+                case Ack():
+                    self.outbox.ack(message.seq)
+                case Fenced():
+                    self._drop(message.attempt)
+
+    def _heard(self) -> None:
+        self.lease.heard(asyncio.get_running_loop().time())
+
+    def _welcome(self, message: Welcome) -> None:
+        """A new coordinator counts its assignments anew, and may lack what the old one had not stored."""
+        restarted = message.coordinator_epoch != self._epoch
+        if restarted:
+            self._epoch, self._assigned = message.coordinator_epoch, 0
+        if restarted or self.outbox.paused:
+            self.outbox.rewind()
+        self.lease.welcomed = True
+
+    async def _keep_contact(self) -> None:
+        """Heartbeats, hellos while nobody answers, and the worker's own end when nobody ever does."""
+        while True:
+            match self.lease.tick(asyncio.get_running_loop().time()):
+                case Contact.FINE:
+                    await self._control.send(self._heartbeat())
+                case Contact.QUIET:
+                    await self._hello()
+                case Contact.EXPIRED:
+                    self._fence(f"nothing heard from the coordinator for {self.lease.seconds:g} s")
+                    await self._hello()
+                case Contact.GONE:
+                    raise DeadlineError(f"no coordinator for {self.lease.give_up:g} s")
+            self.outbox.check()
+            self.meter.flush()
+            await asyncio.sleep(self.lease.interval)
+
+    async def _hello(self) -> None:
+        self.outbox.pause()
+        slots, version = self.config.rollout.slots, self.lanes["train"].version
+        await self._control.send(WorkerHello(self.index, self.incarnation, slots, version, os.getpid()))
+
+    def _heartbeat(self) -> Heartbeat:
+        """Attempts whose records are on their way are still held: nobody else may start them."""
+        self._beats += 1
+        busy, idle = self.meter.seconds
+        return Heartbeat(
+            seq=self._beats,
+            assigned=self._assigned,
+            held=tuple(self.outbox.attempts | self._episodes.keys()),
+            busy_s=busy,
+            idle_s=idle,
+            tokens=self.meter.tokens,
+            waiting=self.waits.longest(),
+        )
+
+    # -- episodes ------------------------------------------------------------------------------------
+
+    def _assign(self, message: Assign, frames: list[bytes]) -> None:
+        self._assigned = message.seq
+        if message.attempt in self._episodes:
+            return
+        for other in [held for held in self._episodes if held.uid == message.attempt.uid]:
+            self._drop(other)
+        task = asyncio.create_task(self.runner.run(message, frames, self._lane(message.lane)))
+        self._episodes[message.attempt] = task
+        task.add_done_callback(lambda task: self._over(message.attempt, task))
+
+    def _over(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        if self._episodes.get(attempt) is task:
+            del self._episodes[attempt]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._ending.done():
+            self._ending.set_exception(error)
+
+    def _drop(self, attempt: Attempt) -> None:
+        """Cancel an episode; it says nothing more."""
+        task = self._episodes.pop(attempt, None)
+        if task is not None:
+            task.cancel()
+
+    def _fence(self, why: str) -> None:
+        if self._episodes:
+            log.warning("worker %d gives up %d episodes: %s", self.index, len(self._episodes), why)
+        for attempt in list(self._episodes):
+            self._drop(attempt)
+
+    def _lane(self, name: str) -> Lane:
+        if name not in self.lanes:
+            raise ProtocolError(f"unknown lane {name!r}")
+        return self.lanes[name]

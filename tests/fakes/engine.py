@@ -1,0 +1,63 @@
+"""An engine that writes what a test tells it to, when the test lets it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from asyncrl.engines.base import Request
+from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+from tests.fakes.chat import END, encode
+
+
+def generation(text: str, version: int = 0, stop: StopReason = StopReason.STOP) -> Generation:
+    """A whole turn of `text`, of one version."""
+    ids = (*encode(text), END) if stop is StopReason.STOP else encode(text)
+    span = VersionSpan(0, len(ids), version, version)
+    return Generation(ids, tuple(-0.5 for _ in ids), (span,), stop)
+
+
+class ScriptedEngine:
+    """`script` gives the text of a turn, or raises. `gate` is open unless a test closes it."""
+
+    def __init__(self, script: Callable[[Request], str], version: int = 0) -> None:
+        self.script, self._version = script, version
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.load_gate = asyncio.Event()
+        self.load_gate.set()
+        self.requests: list[Request] = []
+        self.loads: list[WeightsRef] = []
+        self.released: list[str] = []
+        self.cancelled: list[str] = []
+        self.closed = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(request.session)
+            raise
+        return generation(self.script(request), self._version)
+
+    def abort(self, session: str) -> None: ...
+
+    def release(self, session: str) -> None:
+        self.released.append(session)
+
+    async def load(self, ref: WeightsRef) -> str:
+        self.loads.append(ref)
+        await self.load_gate.wait()
+        if ref.path == "damaged":
+            raise WeightsError("weights damaged: checksum")
+        self._version = ref.version
+        return f"sum-{ref.version}"
+
+    async def close(self) -> None:
+        self.closed = True
