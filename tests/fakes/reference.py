@@ -1,0 +1,94 @@
+"""The training objective once more, one token at a time, straight from the formulas.
+
+Slow on purpose: no padding, no packing, no shared code with asyncrl.algorithms or asyncrl.trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import RunConfig
+from tests.fakes.training import Episode
+
+
+def advantage(name: str, reward: float, siblings: tuple[float, ...]) -> float:
+    n = len(siblings)
+    if n == 1:
+        return 0.0
+    mean = sum(siblings) / n
+    if name == "grpo":
+        return (reward - mean) / (math.sqrt(sum((r - mean) ** 2 for r in siblings) / (n - 1)) + 1e-6)
+    if name == "rloo":
+        others = list(siblings)
+        others.remove(reward)
+        return reward - sum(others) / (n - 1)
+    return reward - mean
+
+
+def token_log_probs(model: Any, episode: Episode) -> list[tuple[Tensor, float, int]]:
+    """(log pi, mu, version) of every model token of an episode."""
+    row, turns = episode
+    ids: list[int] = []
+    where: list[tuple[int, float, int]] = []
+    for turn in turns:
+        ids += turn.context
+        for offset, (token, logprob) in enumerate(zip(turn.ids, turn.logprobs, strict=True)):
+            (version,) = [span.version for span in turn.spans if span.start <= offset < span.end]
+            where.append((len(ids), logprob, version))
+            ids.append(token)
+    table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, dim=-1)
+    return [(table[position - 1, ids[position]], mu, version) for position, mu, version in where]
+
+
+def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig) -> Tensor:
+    """L = -Σ w·M·min(rho, C)·A·log pi / D over all episodes."""
+    algorithm = config.algorithm
+    total, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    for episode in episodes:
+        row, _ = episode
+        tokens = token_log_probs(model, episode)
+        a = advantage(algorithm.advantage, row.reward, row.siblings)
+        cap = algorithm.cap_negative if a < 0 else algorithm.cap_positive
+        weight, share = {
+            "token_mean": (1.0, len(tokens)),
+            "seq_mean_token_mean": (1 / len(tokens), 1),
+            "prompt_mean": (1 / row.group_tokens, len(tokens) / row.group_tokens),
+        }[algorithm.aggregation]
+        denominator += share
+        for logp, mu, version in tokens:
+            rho = math.exp(logp.item() - mu)
+            if step - version > config.buffer.max_staleness:
+                continue
+            if algorithm.mask_low <= rho <= algorithm.mask_high:
+                total = total - weight * min(rho, cap) * a * logp
+    return total / denominator
+
+
+def decoupled_loss(model: Any, prox: Any, episodes: list[Episode], config: RunConfig) -> Tensor:
+    """Decoupled PPO with token_mean, on fresh tokens: prox is a frozen copy of the model."""
+    algorithm = config.algorithm
+    total, denominator = torch.zeros((), dtype=torch.float64), 0
+    for episode in episodes:
+        row, _ = episode
+        a = advantage(algorithm.advantage, row.reward, row.siblings)
+        cap = algorithm.cap_negative if a < 0 else algorithm.cap_positive
+        pairs = zip(token_log_probs(model, episode), token_log_probs(prox, episode), strict=True)
+        for (logp, mu, _), (old, _, _) in pairs:
+            denominator += 1
+            rho = math.exp(old.item() - mu)
+            if not algorithm.mask_low <= rho <= algorithm.mask_high:
+                continue
+            u = torch.exp(logp - old.detach())
+            clipped = torch.clamp(u, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+            total = total + min(rho, cap) * torch.max(-u * a, -clipped * a)
+    return total / denominator
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

@@ -1,0 +1,173 @@
+"""A tiny model, recorded episodes, and plain ways to run a learner on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+from asyncrl.transport.messages import Row
+from asyncrl.types import EpisodeEnd, StopReason, Turn, VersionSpan
+
+VOCABULARY = 40
+Episode = tuple[Row, list[Turn]]
+
+
+def save_tiny_model(path: Path) -> str:
+    """A two-layer GPT-2 with a tied head, its logits spread enough to be far from uniform.
+
+    Not a Qwen2: its norms compute in float32 whatever the dtype, which would hide differences under 1e-7.
+    """
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=VOCABULARY, initializer_range=0.3
+    )
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return str(path)
+
+
+def save_tiny_qwen(path: Path, *, tied: bool = True) -> str:
+    """A two-layer Qwen2."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
+    """A run on that model; keyword arguments are sections of the config."""
+    trainer = {"lr": 1e-2, "grad_clip": 0.0, "micro_batch_tokens": 2048, **sections.pop("trainer", {})}
+    return parse(
+        {"name": "t", "model": {"path": path}, "data": {"train": "x"}, "trainer": trainer, **sections}
+    )
+
+
+def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Learner:
+    return Learner(config, world, load_policy(config.model.path, dtype, world))
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Makes random episodes whose log-probs are those of `model` plus normal noise of size `noise`."""
+
+    model: Any
+    seed: int = 0
+    noise: float = 0.0
+    temperature: float = 1.0
+
+    def groups(self, count: int, members: int, versions: Sequence[int], name: str = "g") -> list[Episode]:
+        """Versions of a turn's tokens: drawn from `versions`, not decreasing along the episode."""
+        rng = random.Random(self.seed)
+        episodes: list[Episode] = []
+        for g in range(count):
+            turns = [self._turns(rng, versions) for _ in range(members)]
+            rewards = tuple(rng.choice([0.0, 0.5, 1.0]) for _ in range(members))
+            total = sum(len(turn.ids) for some in turns for turn in some)
+            for i, some in enumerate(turns):
+                episodes.append(
+                    (make_row(f"{name}{g}/{i}", f"{name}{g}", rewards, i, some, total, self), some)
+                )
+        return episodes
+
+    def _turns(self, rng: random.Random, versions: Sequence[int]) -> list[Turn]:
+        turns: list[Turn] = []
+        drawn = iter(sorted(rng.choice(versions) for _ in range(6)))
+        for index in range(rng.randint(1, 3)):
+            context = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5)))
+            ids = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9)))
+            cut, a, b = rng.randint(0, len(ids)), next(drawn), next(drawn)
+            spans = (VersionSpan(0, cut, a, a), VersionSpan(cut, len(ids), b, b))
+            spans = tuple(span for span in spans if span.end > span.start)
+            turns.append(Turn(index, context, ids, (0.0,) * len(ids), spans, StopReason.STOP))
+        return self.scored(turns, rng)
+
+    @torch.no_grad()
+    def scored(self, turns: list[Turn], rng: random.Random) -> list[Turn]:
+        ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
+        logits = self.model(torch.tensor([ids])).logits[0] / self.temperature
+        table = logits.log_softmax(-1)
+        scored, position = [], 0
+        for turn in turns:
+            position += len(turn.context)
+            logps = [
+                float(table[position + j - 1, t]) + rng.gauss(0, self.noise) for j, t in enumerate(turn.ids)
+            ]
+            position += len(turn.ids)
+            scored.append(Turn(turn.index, turn.context, turn.ids, tuple(logps), turn.spans, turn.stop))
+        return scored
+
+
+def make_row(
+    uid: str,
+    group: str,
+    rewards: tuple[float, ...],
+    i: int,
+    turns: list[Turn],
+    total: int,
+    recorder: Recorder,
+) -> Row:
+    tokens = sum(len(turn.context) + len(turn.ids) for turn in turns)
+    end = EpisodeEnd.ANSWERED
+    temperature = recorder.temperature
+    return Row(uid, group, len(turns), rewards[i], end, rewards, True, temperature, tokens, total)
+
+
+def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:
+    """[micro][rank] → episodes, at random: some parts may be empty."""
+    rng = random.Random(seed)
+    cut: list[list[list[Episode]]] = [[[] for _ in range(ranks)] for _ in range(micros)]
+    for episode in rng.sample(list(episodes), len(episodes)):
+        cut[rng.randrange(micros)][rng.randrange(ranks)].append(episode)
+    return cut
+
+
+def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, float]:
+    """One optimizer batch of this rank's share of a cut."""
+    for micro in cut:
+        learner.accumulate(micro[learner.world.rank])
+    return learner.finish()
+
+
+def final_gradients(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
+    """The gradients that the optimizer would be given; the policy stays as it is, V too."""
+    found: dict[str, Tensor] = {}
+
+    def capture() -> None:
+        named = learner.policy.lm.named_parameters()
+        found.update({name: p.grad.full_tensor().clone() for name, p in named})
+
+    step, learner.optimizer.step = learner.optimizer.step, capture
+    run_batch(learner, cut)
+    learner.optimizer.step = step
+    learner.step -= 1
+    return found
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Largest difference relative to the norm of all wanted."""
+    assert found.keys() == wanted.keys()
+    norm = torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
+    return float(max((found[name] - wanted[name]).abs().max() for name in wanted) / norm)

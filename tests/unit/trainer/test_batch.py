@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import AlgorithmConfig
+from asyncrl.errors import ProtocolError
+from asyncrl.trainer.batch import assemble, collate, example
+from asyncrl.transport.messages import Row
+from asyncrl.types import EpisodeEnd, StopReason, Turn, VersionSpan
+
+ROW = Row(
+    uid="u",
+    group="g",
+    frames=2,
+    reward=1.0,
+    end=EpisodeEnd.MAX_TURNS,
+    siblings=(1.0, 0.0),
+    self_inside=True,
+    temperature=0.5,
+    tokens=10,
+    group_tokens=12,
+)
+TURNS = [
+    Turn(
+        0, (1, 2), (3, 4), (-0.1, -0.2), (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3)), StopReason.STOP
+    ),
+    Turn(1, (5,), (6, 7, 8), (-0.3, -0.4, -0.5), (VersionSpan(0, 3, 5, 5),), StopReason.STOP),
+]
+
+
+def test_turns_join_token_for_token() -> None:
+    t = assemble(ROW, TURNS)
+    assert t.ids == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert t.mask == (0, 0, 1, 1, 0, 1, 1, 1)
+    assert t.logprobs == (0, 0, -0.1, -0.2, 0, -0.3, -0.4, -0.5)
+    assert t.spans == (VersionSpan(2, 3, 3, 3), VersionSpan(3, 4, 5, 3), VersionSpan(5, 8, 5, 5))
+    assert (t.turns, t.end, t.model_tokens) == (2, EpisodeEnd.MAX_TURNS, 5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": (-0.1,)},
+        {"spans": (VersionSpan(0, 1, 3, 3),)},
+        {"spans": (VersionSpan(0, 2, 3, 3), VersionSpan(1, 2, 3, 3))},
+        {"context": ()},
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="episode u"):
+        assemble(ROW, [msgspec.structs.replace(TURNS[0], **change), TURNS[1]])
+
+
+def test_an_example_aligns_everything_to_model_tokens() -> None:
+    e = example(ROW, TURNS, step=5, config=AlgorithmConfig(aggregation="prompt_mean"))
+    assert e.advantage == 0.5
+    assert e.weight == pytest.approx(1 / 12) and e.denominator == pytest.approx(5 / 12)
+    assert e.position.tolist() == [2, 3, 5, 6, 7]
+    assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert e.lag.tolist() == [2, 0, 0, 0, 0]
+    assert e.exact.tolist() == [False, False, True, True, True]  # token 3 attended to keys of version 3
+
+
+def test_collate_pads_right_and_flattens_rows() -> None:
+    config = AlgorithmConfig()
+    long, short = example(ROW, TURNS, 5, config), example(ROW, TURNS[:1], 5, config)
+    micro = collate([long, short], bound=1, dtype=torch.float32)
+    assert micro.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
+    assert micro.row.tolist() == [0] * 5 + [1] * 2
+    labels = micro.ids[micro.row, micro.position]
+    assert labels.tolist() == [3, 4, 6, 7, 8, 3, 4]
+    assert micro.fresh.tolist() == [False, True, True, True, True, False, True]
+    assert micro.temperature.tolist() == [0.5] * 7
+    assert micro.mu.dtype == torch.float32 and bool(micro.counted.all())
+
+
+def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
+    micro = collate([], bound=1, dtype=torch.float64)
+    assert micro.ids.shape == (1, 2) and micro.weight.tolist() == [0.0]
+    assert not micro.counted.any() and not micro.fresh.any()
+
+
+def test_a_row_without_model_tokens_is_legal() -> None:
+    empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, AlgorithmConfig())
+    assert empty.tokens == 0 and empty.denominator == 0
+    micro = collate([empty, example(ROW, TURNS, 5, AlgorithmConfig())], bound=1, dtype=torch.float64)
+    assert np.unique(micro.row.numpy()).tolist() == [1]

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import AlgorithmConfig
+from asyncrl.trainer.batch import example
+from asyncrl.trainer.report import batch_metrics, tally_examples
+from asyncrl.trainer.tally import Tally
+from tests.unit.trainer.test_batch import ROW, TURNS
+
+numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
+
+
+@given(numbers, st.integers(0, 20))
+def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None:
+    parts = [Tally(), Tally()]
+    for i, value in enumerate(values):
+        parts[i >= cut].summary("x", [value])
+        parts[i >= cut].total("n", 1)
+    parts[0].merge(parts[1])
+    assert parts[0].metrics() == {
+        "x/mean": sum(values) / len(values),
+        "x/max": max(values),
+        "x/min": min(values),
+        "n": len(values),
+    }
+
+
+def test_a_ratio_over_nothing_is_left_out() -> None:
+    tally = Tally()
+    tally.ratio("x", 0.0, 0.0)
+    assert tally.metrics() == {}
+
+
+def test_episode_metrics() -> None:
+    tally = Tally()
+    config = AlgorithmConfig()
+    tally_examples(tally, [example(ROW, TURNS, 5, config), example(ROW, TURNS[:1], 5, config)], bound=1)
+    metrics = batch_metrics(tally, bound=1)
+    assert metrics["critic/score/mean"] == 1.0 and metrics["critic/advantages/max"] == 0.5
+    assert metrics["response_length/mean"] == 3.5 and metrics["response_length/clip_ratio"] == 1.0
+    assert metrics["prompt_length/max"] == 2 and metrics["num_turns/mean"] == 1.5
+    assert metrics["staleness/masked_token_frac"] == pytest.approx(2 / 7)
+    assert metrics["staleness/by_length/0/masked_frac"] == pytest.approx(2 / 7)
+    assert metrics["staleness/lag_tokens/2"] == 2 and metrics["staleness/lag_tokens/0"] == 5
+    assert (metrics["staleness/lag/max"], metrics["staleness/lag_taken/max"]) == (0, 2)
+    assert metrics["staleness/by_length/0/masked_q1"] == 1.0  # the stale token opens the long response

@@ -1,0 +1,187 @@
+"""One optimizer batch against the plain reference, in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.trainer.model import full_state
+from asyncrl.trainer.world import World
+from asyncrl.types import Turn
+from tests.fakes import reference
+from tests.fakes.training import (
+    Episode,
+    Recorder,
+    difference,
+    final_gradients,
+    make_learner,
+    random_cut,
+    run_batch,
+    tiny_config,
+)
+
+STEP = 6
+VERSIONS = (0, 1, 2, 3, 5, 6)  # at V = 6 and a bound of 4, versions 0 and 1 are stale
+TOLERANCE = 1e-10
+
+
+@pytest.fixture
+def episodes(model: Any) -> list[Episode]:
+    """Noise large enough that the mask and both caps act."""
+    return Recorder(model, seed=1, noise=0.8, temperature=0.9).groups(4, 4, VERSIONS)
+
+
+def whole(episodes: list[Episode]) -> list[list[list[Episode]]]:
+    return [[episodes]]
+
+
+def at_step(learner: Any, step: int = STEP) -> Any:
+    learner.step = step
+    return learner
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_gradient_is_the_reference(
+    world: World, model_path: str, model: Any, episodes: list[Episode], aggregation: str, advantage: str
+) -> None:
+    config = tiny_config(model_path, algorithm={"aggregation": aggregation, "advantage": advantage})
+    wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, config))
+    found = final_gradients(at_step(make_learner(config, world)), random_cut(episodes, 1, 3, seed=0))
+    assert difference(found, wanted) < TOLERANCE
+
+
+def test_loss_and_counts_are_reported(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    config = tiny_config(model_path)
+    metrics = run_batch(at_step(make_learner(config, world)), whole(episodes))
+    tokens = [t for e in episodes for t in reference.token_log_probs(model, e)]
+    fresh = [(math.exp(p.item() - mu), v) for p, mu, v in tokens if STEP - v <= 4]
+    kept = [rho for rho, _ in fresh if 0.5 <= rho <= 5]
+    loss = reference.batch_loss(model, episodes, STEP, config).item()
+    assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-9)
+    assert metrics["trainer/model_tokens"] == len(tokens)
+    assert metrics["trainer/kept_tokens"] == len(kept) < len(fresh) < len(tokens)
+    assert metrics["staleness/masked_token_frac"] == pytest.approx(1 - len(fresh) / len(tokens))
+    assert metrics["staleness/lag/max"] == 4 and metrics["staleness/lag_taken/max"] == 6
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(sum(r for r, _ in fresh) / len(fresh))
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(max(r for r, _ in fresh))
+    exact = sum(v == STEP for _, v in fresh)
+    assert metrics["rollout_corr/logprob_diff_tokens"] == exact > 0
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(micros=st.integers(1, 7), seed=st.integers(0, 1000))
+def test_gradient_does_not_depend_on_the_cut(
+    world: World, model_path: str, episodes: list[Episode], micros: int, seed: int
+) -> None:
+    learner = at_step(make_learner(tiny_config(model_path), world))
+    one = final_gradients(learner, whole(episodes))
+    assert difference(final_gradients(learner, random_cut(episodes, 1, micros, seed)), one) < TOLERANCE
+
+
+def edit(episode: Episode, **changes: Any) -> Episode:
+    row, turns = episode
+    return row, [msgspec.structs.replace(turn, **changes) for turn in turns]
+
+
+def test_a_stale_token_has_no_gradient_but_keeps_its_place_in_the_denominator(
+    world: World, model_path: str, episodes: list[Episode]
+) -> None:
+    """Nonsense as the log-prob of a stale token changes nothing; a token less in D would."""
+    learner = at_step(make_learner(tiny_config(model_path), world))
+
+    def garble(turn: Turn) -> Turn:
+        old = {p for s in turn.spans if STEP - s.version > 4 for p in range(s.start, s.end)}
+        changed = tuple(-50.0 if i in old else p for i, p in enumerate(turn.logprobs))
+        return msgspec.structs.replace(turn, logprobs=changed)
+
+    garbled = [(row, [garble(turn) for turn in turns]) for row, turns in episodes]
+    assert garbled != episodes
+    found = final_gradients(learner, whole(garbled))
+    assert difference(found, final_gradients(learner, whole(episodes))) == 0.0
+
+
+def test_a_batch_without_a_kept_token_moves_nothing_but_the_step(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    config = tiny_config(model_path, trainer={"weight_decay": 0.1})
+    learner = at_step(make_learner(config, world))
+    run_batch(learner, whole(episodes))  # so that Adam has momentum
+    before = full_state(learner.policy)
+    moments = copy.deepcopy(learner.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor())
+    learner.step = 100  # now every token is over the bound
+    metrics = run_batch(learner, random_cut(episodes, 1, 2, seed=0))
+    assert metrics["actor/skipped_steps"] == 1 and learner.step == 101
+    assert metrics["staleness/masked_token_frac"] == 1.0
+    assert "actor/grad_norm" not in metrics
+    after = full_state(learner.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(moments, learner.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor())
+
+
+def test_an_idle_rank_and_an_empty_batch_are_legal(world: World, model_path: str) -> None:
+    metrics = run_batch(make_learner(tiny_config(model_path), world), [[[]]])
+    assert metrics["actor/skipped_steps"] == 1
+
+
+def test_a_singleton_group_has_no_gradient(world: World, model_path: str, model: Any) -> None:
+    alone = Recorder(model, seed=3).groups(1, 1, [0])
+    found = final_gradients(make_learner(tiny_config(model_path), world), whole(alone))
+    assert all(not gradient.any() for gradient in found.values())
+
+
+@pytest.mark.parametrize("bad", [-1e4, 1e4, math.nan, math.inf, -math.inf])
+def test_extreme_log_probs_stay_finite(world: World, model_path: str, model: Any, bad: float) -> None:
+    row, turns = Recorder(model, seed=4).groups(1, 2, [0])[0]
+    spoiled = [msgspec.structs.replace(turn, logprobs=(bad,) * len(turn.ids)) for turn in turns]
+    good = Recorder(model, seed=5).groups(2, 4, [0], name="h")
+    metrics = run_batch(make_learner(tiny_config(model_path), world), whole([(row, spoiled), *good]))
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert metrics["actor/grad_norm"] > 0
+    assert (metrics["rollout_corr/nonfinite_tokens"] > 0) == (not math.isfinite(bad))
+
+
+def test_clipping_keeps_the_direction(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    free = final_gradients(at_step(make_learner(tiny_config(model_path), world)), whole(episodes))
+    config = tiny_config(model_path, trainer={"grad_clip": 0.01})
+    held = final_gradients(at_step(make_learner(config, world)), whole(episodes))
+    norm = torch.stack([gradient.norm() for gradient in free.values()]).norm()
+    assert norm > 0.01
+    assert (
+        difference(held, {name: g * (0.01 / norm) for name, g in free.items()}) < 1e-3
+    )  # clip's own epsilon
+
+
+def test_several_steps_behind_the_barrier_are_two_plain_ppo_steps(
+    world: World, model_path: str, model: Any
+) -> None:
+    """Groups g0, g1 form the first mini-batch, g2, g3 the second; prox is the policy before both."""
+    algorithm = {"loss": "decoupled_ppo", "steps_per_batch": 2}
+    trainer = {"lr": 0.5, "micro_batch_tokens": 1024}
+    config = tiny_config(model_path, algorithm=algorithm, trainer=trainer)
+    episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
+    learner = make_learner(config, world)
+    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
+    metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=1))
+    prox = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for names in (("g0", "g1"), ("g2", "g3")):
+        part = [e for e in episodes if e[0].group in names]
+        optimizer.zero_grad()
+        reference.decoupled_loss(model, prox, part, config).backward()
+        optimizer.step()
+    found = full_state(learner.policy)
+    assert difference(found, {name: p.detach() for name, p in model.named_parameters()}) < TOLERANCE
+    assert learner.step == 1
+    assert metrics["actor/pg_clipfrac"] > 0
