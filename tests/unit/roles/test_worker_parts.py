@@ -1,0 +1,293 @@
+"""Lease, waits, meter, lanes and scoring of a rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.errors import EngineError
+from asyncrl.roles.lanes import BROKEN, Lane
+from asyncrl.roles.lease import Contact, Lease
+from asyncrl.roles.meter import Meter
+from asyncrl.roles.scoring import RewardError, Scorer
+from asyncrl.roles.waits import Changed, Waits
+from asyncrl.transport.messages import Loaded
+from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.chat import sample
+from tests.fakes.engine import ScriptedEngine
+from tests.unit.roles.test_outbox import settle
+
+REQUEST = Request("s", (1,), Sampling(8, (3,)))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Intervals:
+    def __init__(self) -> None:
+        self.records: list[tuple[str, float, float]] = []
+
+    def record(self, name: str, start: float, end: float) -> None:
+        self.records.append((name, start, end))
+
+
+# -- lease -------------------------------------------------------------------------------------------
+
+
+def test_a_lease_grows_quiet_expires_and_ends() -> None:
+    lease = Lease(10.0, give_up=30.0, now=0.0)
+    assert lease.tick(1.0) is Contact.QUIET  # not welcomed yet
+    lease.welcomed = True
+    lease.heard(1.0)
+    expected = {6: Contact.FINE, 7: Contact.QUIET, 11: Contact.QUIET, 12: Contact.EXPIRED, 32: Contact.GONE}
+    seen = {now: lease.tick(float(now)) for now in range(2, 33)}
+    assert {now: seen[now] for now in expected} == expected
+    lease.heard(32.5)
+    assert lease.tick(33.0) is Contact.FINE
+
+
+def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
+    lease = Lease(10.0, give_up=30.0, now=0.0)
+    lease.welcomed = True
+    assert lease.tick(100.0) is Contact.FINE  # nobody read the mail for 100 s
+    assert lease.tick(101.0) is Contact.FINE
+
+
+# -- waits and meter ---------------------------------------------------------------------------------
+
+
+def test_the_oldest_wait_is_told_once_it_lasts() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.named("tool a"):
+        clock.now = 0.5
+        assert waits.longest() == ""
+        with waits.named("tool b"), waits.named("tool a"):
+            clock.now = 4.0
+            assert waits.longest() == "tool a (4 s, 2 episodes)"
+    assert waits.longest() == ""
+
+
+def test_overlapping_turns_are_one_busy_interval() -> None:
+    clock, timeline = Clock(), Intervals()
+    meter = Meter(timeline, clock)
+    clock.now = 1.0
+    with meter.turn():
+        clock.now = 2.0
+        with meter.turn():
+            clock.now = 3.0
+        meter.flush()
+        clock.now = 5.0
+        assert meter.seconds == (4.0, 1.0)
+    clock.now = 9.0
+    meter.flush()
+    assert timeline.records == [("decode", 1.0, 3.0), ("decode", 3.0, 5.0)]
+    assert meter.seconds == (4.0, 5.0)
+
+
+# -- lanes -------------------------------------------------------------------------------------------
+
+
+class Fixture:
+    """A started lane and the answers it gave."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.engine = ScriptedEngine(lambda request: "hello")
+        self.answers: list[Loaded] = []
+        self.heard = Changed()
+        self.waits = Waits(Clock())
+        self.builds = 0
+        timeline = Intervals()
+        first = None if pinned else self.engine
+        self.lane = Lane(
+            "lane", self.build, self.waits, Meter(timeline), timeline, 5.0, pinned=pinned, engine=first
+        )
+        self.task = asyncio.create_task(self.lane.run(self.report))
+
+    def build(self) -> ScriptedEngine:
+        self.builds += 1
+        return self.engine
+
+    async def report(self, answer: Loaded) -> None:
+        self.answers.append(answer)
+        self.heard.fire()
+
+    async def answered(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.answers) < count:
+                await self.heard.wait()
+
+    @property
+    def versions(self) -> list[int]:
+        return [answer.ref.version for answer in self.answers]
+
+
+def ref(version: int, path: str = "somewhere") -> WeightsRef:
+    return WeightsRef(0, version, path)
+
+
+def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
+    async def main() -> None:
+        f = Fixture()
+        f.engine.load_gate.clear()
+        f.lane.offer(ref(1))
+        await settle()
+        for version in (2, 3):
+            f.lane.offer(ref(version))
+        f.engine.load_gate.set()
+        await f.answered(2)
+        assert f.versions == [1, 3]
+        f.lane.offer(ref(3))
+        await f.answered(3)
+        assert [r.version for r in f.engine.loads] == [1, 3]
+        assert f.answers[2].checksum == "sum-3"
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
+    async def main() -> None:
+        f = Fixture()
+        oldest = 2
+        waiting = asyncio.create_task(f.lane.fresh(lambda: oldest))
+        await settle()
+        f.waits._clock.now = 3.0  # type: ignore[attr-defined]
+        assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
+        f.lane.offer(ref(1))
+        await f.answered(1)
+        assert not waiting.done()
+        f.lane.offer(ref(2))
+        await f.answered(2)
+        await asyncio.wait_for(waiting, 5)
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
+    async def main() -> None:
+        f = Fixture()
+        f.lane.offer(ref(1, "damaged"))
+        await f.answered(1)
+        assert "damaged" in f.answers[0].error
+        assert f.lane.version == 0
+        f.lane.offer(ref(2))
+        await f.answered(2)
+        assert (f.answers[1].error, f.lane.version) == ("", 2)
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> None:
+    async def main() -> None:
+        f = Fixture(pinned=True)
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def episode() -> None:
+            async with f.lane.episode():
+                entered.set()
+                await leave.wait()
+
+        first = asyncio.create_task(episode())
+        await settle()
+        assert not entered.is_set()  # it has no weights yet
+        f.lane.offer(ref(1))
+        await f.answered(1)
+        await asyncio.wait_for(entered.wait(), 5)
+        f.lane.offer(ref(2))
+        await settle()
+        assert f.versions == [1]
+        assert f.lane.version == 1
+        entered.clear()
+        second = asyncio.create_task(episode())  # waits for the offered version, and does not hold it up
+        await settle()
+        assert not entered.is_set()
+        leave.set()
+        await first
+        await f.answered(2)
+        await second
+        assert f.lane.version == 2
+        assert f.builds == 1
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_only_fails_ends_the_lane() -> None:
+    async def main() -> None:
+        f = Fixture()
+
+        def broken(request: Request) -> str:
+            raise EngineError("the engine broke")
+
+        f.engine.script = broken
+        for _ in range(BROKEN):
+            with pytest.raises(EngineError):
+                await f.lane.generate(REQUEST)
+        with pytest.raises(EngineError, match="in a row"):
+            await asyncio.wait_for(f.task, 5)
+
+    asyncio.run(main())
+
+
+# -- scoring -----------------------------------------------------------------------------------------
+
+
+def scored(reward: Any, timeout: float = 5.0) -> float:
+    return asyncio.run(Scorer(reward, timeout).score(sample(), "42", {"num_turns": 2}))
+
+
+def test_rewards_get_verls_arguments_and_the_episodes_own() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(**arguments: Any) -> dict[str, float]:
+        seen.update(arguments, thread=threading.current_thread().name)
+        return {"score": 0.5}
+
+    assert scored(reward) == 0.5
+    assert seen.pop("thread") == "reward"
+    assert seen == {
+        "data_source": "test",
+        "solution_str": "42",
+        "ground_truth": 42,
+        "extra_info": {"num_turns": 2},
+    }
+
+
+def test_async_rewards_run_in_the_loop() -> None:
+    async def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+        assert threading.current_thread() is threading.main_thread()
+        return float(solution_str)
+
+    assert scored(reward) == 42.0
+
+
+@pytest.mark.parametrize("result", [float("nan"), "text", None, {}])
+def test_no_number_is_a_reward_error(result: Any) -> None:
+    with pytest.raises(RewardError):
+        scored(lambda **arguments: result)
+
+
+def test_an_exception_is_a_reward_error() -> None:
+    def reward(**arguments: Any) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(RewardError, match="SystemExit"):
+        scored(reward)
+
+
+def test_a_reward_that_never_returns_costs_its_deadline_only() -> None:
+    release = threading.Event()
+    with pytest.raises(RewardError, match="no reward within"):
+        scored(lambda **arguments: release.wait(), timeout=0.05)
+    release.set()
