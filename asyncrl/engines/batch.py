@@ -107,8 +107,10 @@ class Batcher:
         sampled = self._sampled(run)
         del self.runs[run.request.session]
         ids, logprobs = self._read(run, sampled)
-        self._leave(run, ids)
-        if not all(map(math.isfinite, logprobs)):
+        finite = all(map(math.isfinite, logprobs))
+        self._leave(run, (run.request.ids[: run.filled] + ids[:-1]) if finite else ())
+        if not finite:
+            self.board.wipe(run.row)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
@@ -178,7 +180,9 @@ class Batcher:
             run.decoding = True
             self._decoding[run.row], self._live[run.row], self._lengths[run.row] = run, 1, run.prompt + 1
 
-    def _leave(self, run: Run, sampled: tuple[int, ...]) -> None:
+    def _leave(self, run: Run, held: tuple[int, ...]) -> None:
+        """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,
+        which was never fed back."""
         if run.slot is None:
             self._waiting.remove(run)
             return
@@ -187,5 +191,4 @@ class Batcher:
         else:
             self._filling.remove(run)
         run.decoding, self._live[run.row], self._steady = False, 0, None
-        # The last sampled id was never fed back: it has no KV.
-        self.slots.rest(run.slot, run.request.ids[: run.filled] + sampled[:-1])
+        self.slots.rest(run.slot, held)

@@ -92,6 +92,12 @@ class Board:
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
+    def wipe(self, row: int) -> None:
+        """Zero a row, and every scratch cell, after values that are not finite: a mask does not stop a NaN."""
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool[row].zero_()
+            pool[:, :, self.scratch].zero_()
+
     def _write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
         heads, dim = states.shape[1], states.shape[3]
         if heads not in self._writes:

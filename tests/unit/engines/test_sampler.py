@@ -1,0 +1,92 @@
+"""The sampler against exact distributions."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.engines.sampler import Params, mixed, sample, uniform
+
+
+def params(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Params:
+    greedy = temperature == 0
+    return Params(
+        seed=torch.full((count,), mixed(7), dtype=torch.long),
+        temperature=torch.full((count,), 1.0 if greedy else temperature),
+        greedy=torch.full((count,), greedy),
+        top_p=torch.full((count,), top_p),
+        top_k=torch.full((count,), top_k),
+        any_greedy=greedy,
+        any_filter=top_p < 1 or top_k > 0,
+    )
+
+
+def draw(row: torch.Tensor, count: int, **knobs: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return sample(row.expand(count, -1), torch.arange(count), params(count, **knobs))  # type: ignore[arg-type]
+
+
+def splitmix64(state: int) -> int:
+    mask = (1 << 64) - 1
+    x = (state + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def test_uniform_is_splitmix64_of_key_and_position():
+    assert splitmix64(0) == 0xE220A8397B1DCDAF  # published test vector
+    for key in (0, 1, 2**63, 2**64 - 1, 123456789):
+        seed = splitmix64(key)
+        positions = torch.arange(5)
+        got = uniform(torch.full((5,), mixed(key), dtype=torch.long), positions)
+        golden = 0x9E3779B97F4A7C15
+        expected = [(splitmix64(seed + position * golden) >> 12) / 2**52 for position in range(5)]
+        assert got.tolist() == expected
+
+
+def test_chi_square_against_softmax():
+    torch.manual_seed(0)
+    row, count = torch.randn(20) * 1.5, 40_000
+    for temperature in (1.0, 0.7):
+        ids, logprobs = draw(row, count, temperature=temperature)
+        expected = torch.log_softmax(row / temperature, -1)
+        torch.testing.assert_close(logprobs, expected[ids])
+        wanted = expected.exp().double() * count
+        chi2 = ((ids.bincount(minlength=20) - wanted) ** 2 / wanted).sum().item()
+        assert chi2 < 43.8  # 99.9% quantile of chi-square with 19 degrees of freedom
+
+
+def test_top_k_and_top_p_restrict_the_support_not_the_logprobs():
+    row = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()[torch.tensor([3, 0, 4, 1, 2])]
+    likeliest = [1, 3, 4, 0, 2]
+    for knobs, support in (
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.69}, 2),
+        ({"top_p": 0.71}, 3),
+        ({"top_k": 3, "top_p": 0.8}, 2),  # of the three, renormalised, two hold 82%
+        ({"top_k": 99}, 5),
+        ({"top_p": 1e-6}, 1),
+    ):
+        ids, logprobs = draw(row, 4000, **knobs)
+        assert set(ids.tolist()) == set(likeliest[:support]), knobs
+        torch.testing.assert_close(logprobs, row[ids])
+
+
+def test_filtered_sampling_keeps_the_proportions():
+    row = torch.tensor([0.5, 0.3, 0.2]).log()
+    ids, _ = draw(row, 40_000, top_k=2)
+    assert abs((ids == 0).double().mean().item() - 0.625) < 0.01
+
+
+def test_greedy_is_argmax_with_raw_logprobs_beside_sampled_rows():
+    torch.manual_seed(1)
+    logits = torch.randn(6, 11)
+    mixture = params(6)._replace(greedy=torch.tensor([True, False] * 3), any_greedy=True)
+    ids, logprobs = sample(logits, torch.arange(6), mixture)
+    assert ids[::2].tolist() == logits[::2].argmax(-1).tolist()
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+
+
+def test_not_finite_logits_give_nan_and_a_valid_id():
+    ids, logprobs = sample(torch.full((1, 4), torch.nan), torch.zeros(1, dtype=torch.long), params(1))
+    assert 0 <= ids.item() < 4
+    assert logprobs.isnan().all()

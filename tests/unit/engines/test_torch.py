@@ -1,0 +1,249 @@
+"""The embedded engine against teacher-forced forwards of the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.engines.base import engines
+from asyncrl.engines.torch import TorchEngine
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.types import StopReason, VersionSpan
+
+from .tiny import FAMILIES, VOCABULARY, Forwarded, ask, assert_logprobs, generated, prompt, serve, tiny
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_multi_turn_logprobs_with_kept_prefixes(family: str):
+    async def main() -> None:
+        engine, ids = serve(model), prompt(17)
+        for turn, temperature in enumerate((1.0, 0.7, 1.3)):
+            request = ask(ids, temperature=temperature, key=turn)
+            before = forwarded.tokens
+            generation = await engine.generate(request)
+            assert generation.stop is StopReason.LENGTH and len(generation.ids) == 12
+            assert_logprobs(tiny(family), request, generation)
+            # 17 or 1 + 5 new prompt ids, and one decoded token per further id
+            assert forwarded.tokens - before == (17 if turn == 0 else 6) + 11
+            ids += generation.ids + prompt(5, turn)
+        await engine.close()
+
+    model = tiny(family)
+    forwarded = Forwarded(model)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_64_ragged_streams_in_16_slots_with_chunked_prefill(family: str):
+    async def stream(engine: TorchEngine, index: int) -> None:
+        rng, ids = random.Random(index), prompt(1 + index % 30, index)
+        for turn in range(2):
+            temperature = rng.choice((0.0, 0.7, 1.0))
+            request = ask(ids, rng.randint(1, 20), str(index), 100 * index + turn, temperature=temperature)
+            generation = await engine.generate(request)
+            assert len(generation.ids) == request.sampling.max_new_tokens
+            assert_logprobs(reference, request, generation)
+            ids += generation.ids + prompt(index % 5, turn)
+
+    async def main() -> None:
+        engine = serve(tiny(family), slots=16, budget=24)
+        await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(64))), 60)
+        assert engine.running == 0 and engine.busy_seconds > 0
+        await engine.close()
+
+    reference = tiny(family)
+    asyncio.run(main())
+
+
+def test_greedy_is_argmax_and_stops():
+    async def main() -> None:
+        engine, ids, reference = serve(), prompt(9), tiny()
+        request = ask(ids, temperature=0.0)
+        full = await engine.generate(request)
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids + full.ids])).logits[0, len(ids) - 1 : -1]
+        assert full.ids == tuple(logits.argmax(-1).tolist())
+        assert_logprobs(reference, request, full)
+        stop = full.ids[5]
+        cut = await engine.generate(ask(ids, temperature=0.0, stop_ids=(60, stop, 59)))
+        assert cut.stop is StopReason.STOP
+        assert cut.ids == full.ids[: full.ids.index(stop) + 1]
+        assert cut.spans == (VersionSpan(0, len(cut.ids), 0, 0),)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_top_k_and_top_p_restrict_the_ids_not_the_logprobs():
+    async def main() -> None:
+        engine, reference = serve(), tiny()
+        for key, knobs in enumerate(({"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.7})):
+            request = ask(prompt(6), 40, key=key, temperature=1.5, **knobs)
+            generation = await engine.generate(request)
+            assert_logprobs(reference, request, generation)
+            with torch.no_grad():
+                logits = reference(torch.tensor([request.ids + generation.ids])).logits[0, 5:-1] / 1.5
+            for row, token in zip(logits.softmax(-1), generation.ids, strict=True):
+                larger = row[row > row[token]]
+                assert len(larger) < knobs.get("top_k", VOCABULARY)
+                assert larger.sum() < knobs.get("top_p", 1.0) + 1e-6
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
+    async def main() -> None:
+        engine = serve(max_len=20)
+        last = await engine.generate(ask(prompt(19), 50))
+        assert len(last.ids) == 1 and last.stop is StopReason.LENGTH
+        clipped = await engine.generate(ask(prompt(15), 50))
+        assert len(clipped.ids) == 5 and clipped.stop is StopReason.LENGTH
+        assert_logprobs(tiny(), ask(prompt(15)), clipped)
+        for bad, reason in (
+            (ask(()), "no ids"),
+            (ask((3, VOCABULARY)), "vocabulary of 61"),
+            (ask((-1, 3)), "vocabulary"),
+            (ask(prompt(20)), "max_len 20"),
+            (ask((1,), 0), "out of range"),
+            (ask((1,), temperature=-1.0), "out of range"),
+            (ask((1,), top_p=0.0), "out of range"),
+        ):
+            with pytest.raises(EngineError, match=reason):
+                await engine.generate(bad)
+        first = asyncio.create_task(engine.generate(ask((1, 2))))
+        await generated(engine, engine.generated_tokens + 1)
+        with pytest.raises(EngineError, match="still running"):
+            await engine.generate(ask((1, 2)))
+        assert len((await first).ids) == 12
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_abort_and_cancel_give_back_what_there_is():
+    async def main() -> None:
+        engine = serve(slots=2)
+        requests = {name: ask(prompt(7, name), 80, session=name) for name in "abc"}
+        tasks = {name: asyncio.create_task(engine.generate(request)) for name, request in requests.items()}
+        await generated(engine, 10)
+        engine.abort("a")
+        engine.abort("c")  # still waits for a slot
+        engine.abort("unknown")
+        partial, nothing = await tasks["a"], await tasks["c"]
+        assert partial.stop is nothing.stop is StopReason.ABORT
+        assert len(partial.ids) == 5 and nothing.ids == nothing.spans == ()
+        assert_logprobs(tiny(), requests["a"], partial)
+        tasks["b"].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks["b"]
+        assert engine.running == 0
+        again = ask(requests["a"].ids + partial.ids, 3, session="a")  # goes on from the partial turn
+        assert_logprobs(tiny(), again, await engine.generate(again))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_the_same_request_gives_the_same_ids_in_any_company():
+    async def other(engine: TorchEngine, index: int) -> None:
+        await generated(engine, index)
+        await engine.generate(ask(prompt(3 + index, index), 5 + index, str(index), 7, temperature=0.9))
+
+    async def main() -> None:
+        request = ask(prompt(11), 50, key=42)
+        alone = await serve().generate(request)
+        engine = serve()
+        company = [asyncio.create_task(other(engine, index)) for index in range(20)]
+        await generated(engine, 3)
+        crowded = await engine.generate(request)
+        await asyncio.gather(*company)
+        assert crowded.ids == alone.ids
+        assert (await engine.generate(ask(prompt(11), 50, "x", key=43))).ids != alone.ids
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_idle_sessions_are_evicted_and_prefilled_again():
+    async def main() -> None:
+        engine, ids = serve(model, slots=2), {name: prompt(10, name) for name in "abc"}
+        for name in "abac":  # c takes the slot of b, the least recently used
+            request = ask(ids[name], 4, name)
+            generation = await engine.generate(request)
+            assert_logprobs(tiny(), request, generation)
+            ids[name] += generation.ids + prompt(2, name)
+        for name, new in (("a", 3), ("b", 16), ("c", 16)):  # b evicts c
+            before = forwarded.tokens
+            await engine.generate(ask(ids[name], 1, name))
+            assert forwarded.tokens - before == new
+        diverging = ask(ids["c"][:6] + prompt(7, "other"), 3, "c")
+        before = forwarded.tokens
+        assert_logprobs(tiny(), diverging, await engine.generate(diverging))
+        assert forwarded.tokens - before == 7 + 2
+        engine.release("c")
+        engine.release("unknown")
+        before = forwarded.tokens
+        await engine.generate(ask(diverging.ids, 1, "c"))
+        assert forwarded.tokens - before == 13
+        await engine.close()
+
+    model = tiny()
+    forwarded = Forwarded(model)
+    asyncio.run(main())
+
+
+def test_a_broken_engine_fails_everything_and_hangs_nothing():
+    async def main() -> None:
+        model = tiny()
+        engine = serve(model, slots=2)
+        tasks = [asyncio.create_task(engine.generate(ask(prompt(4), 80, str(index)))) for index in range(4)]
+        await generated(engine, 8)
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+        for outcome in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30):
+            assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
+        with pytest.raises(EngineError, match="the engine broke"):
+            await engine.generate(ask((1,)))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_close_fails_what_is_pending():
+    async def main() -> None:
+        engine = serve()
+        await engine.close()  # never started
+        engine = serve()
+        task = asyncio.create_task(engine.generate(ask(prompt(4), 80)))
+        await generated(engine, 1)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await task
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(ask((1,)))
+
+    asyncio.run(main())
+
+
+def test_built_by_name_and_the_module_still_serves_plain_calls(tmp_path: Path):
+    tiny(seed=5).save_pretrained(tmp_path)
+    engine = engines.get("torch")(
+        model_path=str(tmp_path), dtype="float32", slots=2, max_len=32, max_batch_tokens=64
+    )
+    request = ask(prompt(5))
+    assert_logprobs(tiny(seed=5), request, asyncio.run(engine.generate(request)))
+    ids, mask = torch.tensor([prompt(6), prompt(6, 1)]), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with torch.no_grad():
+        plain = engine._model(ids, attention_mask=mask).logits
+        expected = tiny(seed=5)(ids, attention_mask=mask).logits
+    torch.testing.assert_close(plain[:, 2:], expected[:, 2:])
+
+
+def test_a_sliding_window_is_refused():
+    model = tiny(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    with pytest.raises(ConfigError, match="sliding_window"):
+        serve(model)

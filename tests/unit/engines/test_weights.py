@@ -1,0 +1,134 @@
+"""Weight swaps of the embedded engine: in mid-generation, refused, tied, not finite."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from asyncrl.errors import EngineError
+from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+
+from .tiny import FAMILIES, ask, assert_logprobs, generated, prompt, serve, tiny
+
+
+def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
+    return disk.publish(dict(model.named_parameters()), directory, 0, version)
+
+
+@torch.no_grad()
+def mixed_logprobs(
+    old: PreTrainedModel, new: PreTrainedModel, ids: tuple[int, ...], split: int
+) -> torch.Tensor:
+    """Log-probs of ids[split + 1:] when `old` wrote the KV of ids[:split] and `new` goes on."""
+    cache = DynamicCache(config=old.config)
+    old(torch.tensor([ids[:split]]), past_key_values=cache, use_cache=True)
+    logits = new(torch.tensor([ids[split:-1]]), past_key_values=cache, use_cache=True).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[split + 1 :])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
+    async def main() -> None:
+        engine, request = serve(tiny(family)), ask(prompt(8), 80)
+        task = asyncio.create_task(engine.generate(request))
+        await generated(engine, 5)
+        assert await engine.load(ref) == disk.read_manifest(ref).checksum
+        assert engine.version == 3
+        generation = await task
+        (_, cut, *first), (start, end, *second) = map(tuple_of, generation.spans)
+        assert 5 <= cut == start < end == 80
+        assert first == [0, 0] and second == [3, 0]  # version, kv_version
+        ids = request.ids + generation.ids
+        before = Generation(generation.ids[:cut], generation.logprobs[:cut], (), StopReason.ABORT)
+        assert_logprobs(old, request, before)
+        # The last token sampled by the old weights has no KV yet: the new weights write it.
+        expected = mixed_logprobs(old, new, ids, len(request.ids) + cut - 1)
+        torch.testing.assert_close(torch.tensor(generation.logprobs[cut:]), expected, atol=1e-5, rtol=0)
+        kept = await engine.generate(ask((*ids, 1), 3))
+        assert kept.spans == (VersionSpan(0, 3, 3, 0),)
+        engine.release("s")
+        fresh = ask((*ids, 1), 3)
+        generation = await engine.generate(fresh)
+        assert generation.spans == (VersionSpan(0, 3, 3, 3),)
+        assert_logprobs(new, fresh, generation)
+        await engine.close()
+
+    old, new = tiny(family), tiny(family, seed=1)
+    ref = publish(new, tmp_path, 3)
+    asyncio.run(main())
+
+
+def tuple_of(span: VersionSpan) -> tuple[int, int, int, int]:
+    return span.start, span.end, span.version, span.kv_version
+
+
+def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
+    async def main() -> None:
+        engine = serve()
+        for ref, reason in bad:
+            with pytest.raises(WeightsError, match=reason):
+                await engine.load(ref)
+        assert engine.version == 0
+        request = ask(prompt(5))
+        assert_logprobs(tiny(), request, await engine.generate(request))
+        await engine.close()
+
+    good = dict(tiny(seed=1).named_parameters())
+    damaged = disk.publish(good, tmp_path, 0, 1)
+    payload = Path(damaged.path) / disk.PAYLOAD
+    data = payload.read_bytes()
+    payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    norm = "model.norm.weight"
+    bad = [
+        (damaged, "does not match"),
+        (disk.publish({k: v for k, v in good.items() if k != norm}, tmp_path, 0, 2), f"missing.*{norm}"),
+        (disk.publish(good | {"extra": torch.ones(1)}, tmp_path, 0, 3), "unknown.*extra"),
+        (disk.publish(good | {norm: torch.ones(31)}, tmp_path, 0, 4), r"\(31,\) instead of \(32,\)"),
+    ]
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
+    async def main() -> None:
+        engine, request = serve(tiny(tie_word_embeddings=True)), ask(prompt(5))
+        await engine.load(ref)
+        assert_logprobs(new, request, await engine.generate(request))
+        await engine.close()
+
+    new = tiny(seed=1, tie_word_embeddings=True)
+    tensors = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+    assert "lm_head.weight" in tensors
+    if not both:
+        del tensors["lm_head.weight"]
+    ref = disk.publish(tensors, tmp_path, 0, 1)
+    asyncio.run(main())
+
+
+def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_path: Path):
+    async def main() -> None:
+        engine, request = serve(slots=3), ask(prompt(5), 80)
+        others = [asyncio.create_task(engine.generate(ask(prompt(4), 80, str(i)))) for i in range(2)]
+        await generated(engine, 6)
+        await engine.load(nan)
+        for outcome in await asyncio.gather(*others, engine.generate(request), return_exceptions=True):
+            assert isinstance(outcome, EngineError) and "not finite" in str(outcome)
+        await engine.load(good)
+        requests = [ask(prompt(6, i), 80, str(i)) for i in range(3)]
+        for request, generation in zip(
+            requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
+        ):
+            assert_logprobs(tiny(), request, generation)
+        await engine.close()
+
+    good = publish(tiny(), tmp_path, 2)
+    poisoned = tiny()
+    torch.nn.init.constant_(poisoned.get_input_embeddings().weight, torch.nan)
+    nan = publish(poisoned, tmp_path, 1)
+    asyncio.run(main())

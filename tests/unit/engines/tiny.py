@@ -1,0 +1,76 @@
+"""Tiny random models, requests to them, and what a full forward says about the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.engines.torch import TorchEngine
+from asyncrl.types import Generation
+
+FAMILIES = ("Qwen2", "Llama", "Qwen3")
+VOCABULARY = 61
+
+
+def tiny(family: str = "Qwen2", seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A random model whose distributions are far from uniform, with grouped KV heads."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.25,
+        **changes,
+    )
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def serve(
+    model: PreTrainedModel | None = None, slots: int = 8, max_len: int = 96, budget: int = 256
+) -> TorchEngine:
+    return TorchEngine(model or tiny(), slots, max_len, budget)
+
+
+def prompt(count: int, seed: object = 0) -> tuple[int, ...]:
+    return tuple(random.Random(str(seed)).choices(range(VOCABULARY), k=count))
+
+
+def ask(ids: tuple[int, ...], new: int = 12, session: str = "s", key: int = 0, **knobs: object) -> Request:
+    knobs.setdefault("stop_ids", ())
+    return Request(session, ids, Sampling(new, **knobs), key)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def assert_logprobs(model: PreTrainedModel, request: Request, generation: Generation) -> None:
+    """The recorded log-probs are those of one full forward, at the request's temperature."""
+    ids = torch.tensor([request.ids + generation.ids])
+    logits = model(ids).logits[0, len(request.ids) - 1 : -1].float()
+    logprobs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(generation.ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-5, rtol=0)
+
+
+class Forwarded:
+    """Counts the tokens that pass through a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tokens = 0
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, _module: object, _args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        self.tokens += kwargs["input_ids"].shape[1]
+
+
+async def generated(engine: TorchEngine, count: int) -> None:
+    """Until the engine has sampled that many tokens. It gives way after every step, and so do we."""
+    while engine.generated_tokens < count:  # noqa: ASYNC110 (a step is an event of its own)
+        await asyncio.sleep(0)
