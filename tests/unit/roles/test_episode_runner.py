@@ -23,8 +23,7 @@ from asyncrl.transport.outbox import Outbox, Record
 from asyncrl.types import EpisodeEnd, FailReason, ToolReply, Turn
 from tests.fakes.chat import call, rules, sample
 from tests.fakes.engine import ScriptedEngine
-from tests.unit.roles.test_outbox import settle
-from tests.unit.roles.test_worker_parts import Intervals
+from tests.fakes.loop import Intervals, settle
 
 BAD = "<tool_call>{nonsense</tool_call>"
 ATTEMPT = Attempt("u", 1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from asyncrl.errors import DeadlineError
 from asyncrl.transport.messages import Attempt, Replied
 from asyncrl.transport.outbox import RESEND, Outbox, Record
+from tests.fakes.loop import settle
 
 A = Attempt("a", 0)
 B = Attempt("b", 0)
@@ -28,12 +29,6 @@ class Wire:
             self.refusals -= 1
             raise DeadlineError("coordinator took no record")
         self.seqs.append(record.seq)
-
-
-async def settle() -> None:
-    """Let every task that can run do so."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 def replied(attempt: Attempt = A) -> Replied:

@@ -19,7 +19,7 @@ from asyncrl.transport.messages import Loaded
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.chat import sample
 from tests.fakes.engine import ScriptedEngine
-from tests.unit.roles.test_outbox import settle
+from tests.fakes.loop import Intervals, settle
 
 REQUEST = Request("s", (1,), Sampling(8, (3,)))
 
@@ -29,14 +29,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Intervals:
-    def __init__(self) -> None:
-        self.records: list[tuple[str, float, float]] = []
-
-    def record(self, name: str, start: float, end: float) -> None:
-        self.records.append((name, start, end))
 
 
 # -- lease -------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""The coordinator's end of a worker's sockets, played by a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.transport.messages import (
+    Ack,
+    Assign,
+    Attempt,
+    Failed,
+    Finished,
+    Generated,
+    Heartbeat,
+    Message,
+    Replied,
+    ToCoordinatorBulk,
+    ToCoordinatorControl,
+    Welcome,
+    WorkerHello,
+)
+from asyncrl.transport.sockets import Hub, Poller, choose_endpoints
+from asyncrl.types import Sample
+
+Record = Generated | Replied | Finished | Failed
+
+
+class FakeCoordinator:
+    """`until` pumps both sockets. Hellos are welcomed, records acknowledged but for kinds in `withheld`."""
+
+    def __init__(self, deadline: float = 20.0) -> None:
+        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self.deadline, self.epoch = deadline, 1
+        self.welcoming = True
+        self.withheld: tuple[type, ...] = ()
+        self.peer = b""
+        self.beat: Heartbeat | None = None
+        self.hellos = 0
+        self.arrived: list[Any] = []  # everything but heartbeats and hellos, in order
+        self.frames: dict[int, list[bytes]] = {}  # of records, by seq
+        self.assigned = 0
+        self._read = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.control = Hub(self.endpoints.control, ToCoordinatorControl)
+        self.bulk = Hub(self.endpoints.bulk, ToCoordinatorBulk)
+        self.poller = Poller(self.control, self.bulk)
+
+    def restart(self) -> None:
+        """Another coordinator process on the same ports, which knows nobody."""
+        self.close()
+        self.epoch += 1
+        self._open()
+
+    def close(self) -> None:
+        for hub in (self.control, self.bulk):
+            hub.socket.close(linger=0)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+        assert self.control.send(self.peer, message, frames), message
+
+    def send_bulk(self, message: Message) -> None:
+        assert self.bulk.send(self.peer, message), message
+
+    def assign(
+        self, uid: str, sample: Sample, frames: Sequence[bytes] = (), lane: str = "train", attempt: int = 0
+    ) -> Attempt:
+        self.assigned += 1
+        tried = Attempt(uid, attempt)
+        self.send(Assign(self.assigned, tried, sample, lane, 1.0, key=self.assigned), frames)
+        return tried
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def until(self, wanted: Callable[[], Any], what: str) -> Any:
+        """Pump until `wanted` gives something; AssertionError naming `what` at the deadline."""
+        end = time.monotonic() + self.deadline
+        while not (found := wanted()):
+            assert time.monotonic() < end, f"no {what}; arrived: {self.arrived}; beat: {self.beat}"
+            self.poller.wait(0.1)
+            self._drain()
+        return found
+
+    def expect(self, kind: type, **fields: Any) -> Any:
+        """The next message of that kind, after those already expected."""
+
+        def find() -> Any:
+            for index in range(self._read, len(self.arrived)):
+                message = self.arrived[index]
+                if isinstance(message, kind) and all(getattr(message, k) == v for k, v in fields.items()):
+                    self._read = index + 1
+                    return message
+            return None
+
+        return self.until(find, f"{kind.__name__} {fields}")
+
+    def join(self) -> None:
+        self.until(lambda: self.hellos, "hello")
+
+    def pump(self, beats: int = 2) -> None:
+        """Let the worker run for some heartbeats."""
+        self.beat = None
+        first = self.until(lambda: self.beat, "heartbeat").seq
+        self.until(lambda: self.beat and self.beat.seq >= first + beats, "heartbeats")
+
+    def seen(self, kind: type) -> list[Any]:
+        return [message for message in self.arrived if isinstance(message, kind)]
+
+    def _drain(self) -> None:
+        for hub in (self.control, self.bulk):
+            while (received := hub.receive()) is not None:
+                self._handle(*received)
+
+    def _handle(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
+        self.peer = peer
+        match message:
+            case WorkerHello():
+                self.hellos += 1
+                if self.welcoming:
+                    self.control.send(peer, Welcome(self.epoch, 0, 0))
+            case Heartbeat():
+                self.beat = message
+            case _:
+                self.arrived.append(message)
+                if isinstance(message, Record):
+                    self.frames[message.seq] = frames
+                    if not isinstance(message, self.withheld):
+                        self.bulk.send(peer, Ack(message.seq))

@@ -1,0 +1,101 @@
+"""A rollout worker in a thread of the test, with an engine and a tool that the test can watch and hold."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.engines.base import Request
+from asyncrl.roles.rollout_worker import run
+from asyncrl.tools import Tool, tool
+from asyncrl.transport.sockets import Endpoints
+from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
+from tests.fakes.engine import ScriptedEngine
+
+LOOK = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+
+
+class Seams:
+    """What a test can touch; reset for each."""
+
+    def __init__(self) -> None:
+        self.engines: list[Any] = []
+        self.looks: list[str] = []
+        self.tool_gate = threading.Event()
+        self.tool_gate.set()
+
+
+seams = Seams()
+
+
+class CallingEngine(ScriptedEngine):
+    """Writes a call of `look` in the first turn and 42 in the second, with a real tokenizer."""
+
+    def __init__(self, model_path: str, **options: Any) -> None:
+        super().__init__(lambda request: "")
+        self._tokenizer = AutoTokenizer.from_pretrained(model_path)
+        seams.engines.append(self)
+
+    async def generate(self, request: Request) -> Generation:
+        await super().generate(request)
+        replied = "<|im_start|>tool" in self._tokenizer.decode(list(request.ids))
+        ids = self._tokenizer.encode(("42" if replied else LOOK) + "<|im_end|>", add_special_tokens=False)
+        span = VersionSpan(0, len(ids), self.version, self.version)
+        return Generation(tuple(ids), (-0.5,) * len(ids), (span,), StopReason.STOP)
+
+
+def looker() -> Tool:
+    """A factory, as a user would write it."""
+
+    @tool(name="look", blocking=True)
+    def look() -> str:
+        """Look."""
+        seams.looks.append("looked")
+        assert seams.tool_gate.wait(20)
+        return "seen"
+
+    return look
+
+
+def config(model_path: str, run_dir: Path, **sections: dict[str, Any]) -> RunConfig:
+    """A run whose worker has the calling engine; keyword arguments are sections."""
+    rollout = {"tools": ["tests.fakes.worker:looker"], "slots": 4, **sections.pop("rollout", {})}
+    launch = {"lease": 1.0, "start_timeout": 20.0, **sections.pop("launch", {})}
+    engine = {"name": "tests.fakes.worker:CallingEngine", **sections.pop("engine", {})}
+    return parse(
+        {
+            "name": "t",
+            "run_dir": str(run_dir),
+            "model": {"path": model_path},
+            "data": {"train": "unused"},
+            "rollout": rollout,
+            "launch": launch,
+            "engine": engine,
+            **sections,
+        }
+    )
+
+
+def sample() -> Sample:
+    return Sample(0, "test", (Message("user", "look, then answer"),), "42")
+
+
+class WorkerThread(threading.Thread):
+    """`code` is the exit code, once it has ended."""
+
+    def __init__(self, config: RunConfig, endpoints: Endpoints) -> None:
+        super().__init__(daemon=True)
+        self.config, self.endpoints = config, endpoints
+        self.code: int | None = None
+
+    def run(self) -> None:
+        self.code = run(self.config, self.endpoints, 0, "incarnation")
+
+    def ended(self, timeout: float = 20.0) -> int | None:
+        self.join(timeout)
+        assert not self.is_alive(), "the worker did not end"
+        return self.code

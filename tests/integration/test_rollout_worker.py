@@ -1,0 +1,262 @@
+"""A real worker against real sockets: what it says, what it repeats, and when it stops talking."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from asyncrl.transport.messages import (
+    Ack,
+    Cancel,
+    Clock,
+    Fenced,
+    Finished,
+    Generated,
+    Loaded,
+    LoadWeights,
+    Replied,
+    Stop,
+)
+from asyncrl.types import EpisodeEnd, StopReason, Turn
+from asyncrl.weights.disk import publish
+from asyncrl.weights.manifest import WeightsRef
+from tests.fakes import worker as fake
+from tests.fakes.chatml import save_tiny_chat_model
+from tests.fakes.coordinator import FakeCoordinator
+from tests.fakes.worker import WorkerThread, sample
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeCoordinator]:
+    coordinator = FakeCoordinator()
+    yield coordinator
+    coordinator.close()
+
+
+@pytest.fixture
+def worker(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> Iterator[WorkerThread]:
+    """A joined worker; told to stop afterwards."""
+    fake.seams.__init__()  # type: ignore[misc]
+    thread = WorkerThread(fake.config(model_path, tmp_path), hub.endpoints)
+    thread.start()
+    hub.join()
+    yield thread
+    fake.seams.tool_gate.set()
+    if thread.is_alive():
+        hub.withheld = ()
+        hub.control.send(hub.peer, Stop("end of the test"))
+    assert thread.ended() in (0, 1)
+
+
+def engine() -> fake.CallingEngine:
+    return fake.seams.engines[0]
+
+
+def test_an_assigned_episode_is_played_to_its_end(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    attempt = hub.assign("e", sample())
+    turn = hub.expect(Generated, attempt=attempt, turn=0)
+    hub.expect(Replied, turn=0)
+    hub.expect(Generated, turn=1)
+    end = hub.expect(Finished, attempt=attempt)
+    assert (end.reward, end.end, end.turns, end.tool_calls) == (1.0, EpisodeEnd.ANSWERED, 2, 1)
+    assert [record.seq for record in hub.seen(Generated | Replied | Finished)] == [1, 2, 3, 4]
+    recorded = msgspec.msgpack.decode(hub.frames[turn.seq][0], type=Turn)
+    assert len(recorded.ids) == turn.model_tokens == len(recorded.logprobs)
+    hub.pump()
+    assert hub.beat is not None
+    assert (hub.beat.held, hub.beat.assigned) == ((), 1)
+    assert hub.beat.tokens == sum(r.model_tokens for r in hub.seen(Generated))
+
+
+def test_tools_do_not_run_before_the_ack(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    hub.withheld = (Generated,)
+    attempt = hub.assign("e", sample())
+    turn = hub.expect(Generated, turn=0)
+    hub.pump(8)
+    assert fake.seams.looks == []
+    assert hub.beat is not None
+    assert "acks" in hub.beat.waiting
+    assert hub.beat.held == (attempt,)
+    hub.withheld = ()
+    hub.send_bulk(Ack(turn.seq))
+    hub.expect(Finished, attempt=attempt)
+    assert fake.seams.looks == ["looked"]
+
+
+def test_an_ending_is_held_until_it_is_durable(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    hub.withheld = (Finished,)
+    attempt = hub.assign("e", sample())
+    end = hub.expect(Finished)
+    hub.pump()
+    assert hub.beat is not None
+    assert hub.beat.held == (attempt,)
+    hub.send_bulk(Ack(end.seq))
+    hub.until(lambda: hub.beat and hub.beat.held == (), "empty heartbeat")
+
+
+def test_a_restarted_coordinator_gets_what_was_not_acknowledged(
+    hub: FakeCoordinator, worker: WorkerThread
+) -> None:
+    hub.withheld = (Generated,)
+    hub.assign("e", sample())
+    hub.expect(Generated, seq=1)
+    hub.restart()
+    hub.withheld = ()
+    hub.expect(Generated, seq=1)
+    assert hub.expect(Finished).seq == 4
+    assert fake.seams.looks == ["looked"]
+
+
+def test_a_worker_that_hears_nothing_fences_itself_and_comes_back(
+    hub: FakeCoordinator, worker: WorkerThread
+) -> None:
+    engine().gate.clear()
+    attempt = hub.assign("e", sample())
+    hub.until(lambda: hub.beat and hub.beat.held == (attempt,), "held episode")
+    hub.welcoming = False
+    hub.until(lambda: engine().cancelled, "cancelled episode")
+    hub.welcoming = True
+    hub.until(lambda: hub.beat and hub.beat.held == (), "empty heartbeat")
+    engine().gate.set()
+    again = hub.assign("e", sample(), attempt=1)
+    assert hub.expect(Finished).attempt == again
+    assert not [r for r in hub.seen(Generated) if r.attempt == attempt]
+
+
+@pytest.mark.parametrize("word", [Cancel, Fenced])
+def test_a_fenced_episode_says_nothing_more(hub: FakeCoordinator, worker: WorkerThread, word: type) -> None:
+    engine().gate.clear()
+    attempt = hub.assign("e", sample())
+    hub.until(lambda: hub.beat and hub.beat.held == (attempt,), "held episode")
+    (hub.send if word is Cancel else hub.send_bulk)(word(attempt))
+    hub.until(lambda: hub.beat and hub.beat.held == (), "empty heartbeat")
+    engine().gate.set()
+    other = hub.assign("f", sample())
+    hub.expect(Finished, attempt=other)
+    assert {record.attempt for record in hub.seen(Generated)} == {other}
+    assert "e/0" in engine().released
+
+
+def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    hub.send(Clock(step=3, oldest=2))
+    hub.assign("e", sample())
+    wait = hub.until(lambda: hub.beat and hub.beat.waiting, "named wait")
+    assert wait.startswith("weights v2: engine has v0")
+    assert hub.seen(Generated) == []
+    hub.send(LoadWeights(WeightsRef(0, 3, "x"), "train"))
+    assert hub.expect(Loaded).checksum == "sum-3"
+    assert hub.expect(Generated).oldest == 3
+    hub.expect(Finished)
+
+
+def test_validation_samples_its_own_version(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    hub.send(LoadWeights(WeightsRef(0, 1, "x"), "eval"))
+    hub.expect(Loaded, lane="eval")
+    hub.send(LoadWeights(WeightsRef(0, 5, "x"), "train"))
+    hub.expect(Loaded, lane="train")
+    hub.assign("val0/greedy/0", sample(), lane="eval")
+    hub.assign("e", sample())
+    ends = {hub.expect(Finished).attempt.uid: hub.arrived[hub._read - 1] for _ in range(2)}
+    versions = {record.attempt.uid: record.newest for record in hub.seen(Generated)}
+    assert versions == {"val0/greedy/0": 1, "e": 5}
+    assert "<|im_start|>tool\nseen" in ends["val0/greedy/0"].text
+    assert ends["e"].text == ""
+
+
+def test_an_episode_goes_on_from_another_workers_turns(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    hub.assign("e", sample())
+    first = hub.expect(Generated, turn=0)
+    replied = hub.expect(Replied)
+    second = hub.expect(Generated, turn=1)
+    hub.expect(Finished)
+    frames = [hub.frames[first.seq][0], hub.frames[replied.seq][0]]
+    attempt = hub.assign("e", sample(), frames, attempt=1)
+    again = hub.expect(Generated, attempt=attempt)
+    assert again.turn == 1
+    ids = [msgspec.msgpack.decode(hub.frames[r.seq][0], type=Turn).ids for r in (second, again)]
+    assert ids[0] == ids[1]
+    assert hub.expect(Finished).turns == 2
+    assert fake.seams.looks == ["looked"]
+
+
+def test_stop_ends_the_worker_with_what_it_had_said(hub: FakeCoordinator, worker: WorkerThread) -> None:
+    fake.seams.tool_gate.clear()
+    hub.assign("e", sample())
+    hub.until(lambda: fake.seams.looks, "running tool")
+    hub.send(Stop("enough"))
+    assert worker.ended() == 0
+    assert engine().closed
+    assert hub.seen(Finished) == []
+
+
+def test_a_worker_left_alone_leaves(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> None:
+    launch = {"lease": 0.2, "start_timeout": 0.5}
+    thread = WorkerThread(fake.config(model_path, tmp_path, launch=launch), hub.endpoints)
+    thread.start()
+    assert thread.ended() == 1
+
+
+# -- a process of its own, with the embedded engine --------------------------------------------------
+
+CHILD = """
+import sys, msgspec
+from asyncrl.config import RunConfig
+from asyncrl.roles.rollout_worker import run
+from asyncrl.transport.sockets import Endpoints
+config = msgspec.json.decode(sys.argv[1], type=RunConfig)
+sys.exit(run(config, Endpoints(sys.argv[2], sys.argv[3]), 0, "process"))
+"""
+
+
+def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = fake.config(
+        model_path,
+        tmp_path,
+        engine={"name": "torch"},
+        rollout={"max_new_tokens": 24, "max_tokens": 200},
+        launch={"lease": 5.0},
+    )
+    text = msgspec.json.encode(config).decode()
+    command = [sys.executable, "-c", CHILD, text, hub.endpoints.control, hub.endpoints.bulk]
+    child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        hub.deadline = 60.0
+        hub.join()
+        hub.assign("a", sample())
+        first = hub.expect(Generated)
+        turn = msgspec.msgpack.decode(hub.frames[first.seq][0], type=Turn)
+        assert turn.stop is StopReason.LENGTH
+        assert (first.model_tokens, first.newest) == (24, 0)
+        assert all(logprob < 0 for logprob in turn.logprobs)
+        assert hub.expect(Finished).end is EpisodeEnd.LENGTH
+        model = AutoModelForCausalLM.from_pretrained(model_path)
+        ref = publish(model.state_dict(), tmp_path / "weights", trainer_epoch=0, version=4)
+        hub.send(LoadWeights(ref, "train"))
+        loaded = hub.expect(Loaded)
+        assert (loaded.error, loaded.ref) == ("", ref)
+        hub.send(Clock(4, 4))
+        hub.assign("b", sample())
+        assert hub.expect(Generated).oldest == 4
+        hub.expect(Finished)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
+        child.wait()
+    assert '"decode"' in (tmp_path / "t" / "timeline" / "rollout-0.jsonl").read_text()
