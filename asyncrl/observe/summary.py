@@ -13,6 +13,7 @@ Row = Mapping[str, float]
 
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
 SAMPLED, GREEDY = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
+VALIDATED = "val-aux/policy_version"
 
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "success_after": sampled[-1] if len(sampled) > 1 else None,
         "greedy_before": _edge(validations, GREEDY, 0),
         "greedy_after": greedy[-1] if len(greedy) > 1 else None,
-        "policy_version": int(steps[-1].get("weights/pushed", 0)) if steps else 0,
+        "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
         "lag_mean": _mean(steps, "staleness/lag/mean", weight="trainer/model_tokens"),

@@ -1,0 +1,87 @@
+"""Roles as subprocesses of this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.launch.placement import Unit, environment
+from asyncrl.launch.process import Order, log_path
+from asyncrl.transport.sockets import Endpoints
+
+
+class LocalProcess:
+    """A child process; it cannot outlive us (see child.py)."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class LocalSpawner:
+    """Starts children. Holds the write end of the pipe that tells them we are alive."""
+
+    def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
+        self._run_dir = run_dir
+        self._endpoints = endpoints
+        self._read, self._write = os.pipe()
+
+    def __call__(self, order: Order) -> LocalProcess:
+        """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
+        the terminal reaches only the launcher, which stops everything in order."""
+        path = log_path(self._run_dir, order.place.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            process = subprocess.Popen(
+                self._command(order),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment(order.place),
+                pass_fds=(self._read,),
+                start_new_session=True,
+            )
+        return LocalProcess(order.place.name, process)
+
+    def rendezvous(self, unit: Unit, incarnation: str) -> str:
+        """A fresh file for the ranks of one start to meet in; nothing for a process alone."""
+        if len(unit.places) == 1:
+            return ""
+        path = (self._run_dir / "rendezvous" / incarnation).absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.as_uri()
+
+    def close(self) -> None:
+        """Give up the pipe: children that are still there end."""
+        os.close(self._write)
+        os.close(self._read)
+
+    def _command(self, order: Order) -> list[str]:
+        place = order.place
+        return [
+            *(sys.executable, "-m", "asyncrl.launch.child", place.role),
+            *("--index", str(place.index)),
+            *("--run-dir", str(self._run_dir)),
+            *("--incarnation", order.incarnation),
+            *("--rendezvous", order.rendezvous),
+            *("--control", self._endpoints.control),
+            *("--bulk", self._endpoints.bulk),
+            *("--target", place.target),
+            *("--parent", str(os.getpid())),
+            *("--alive-fd", str(self._read)),
+        ]

@@ -1,0 +1,84 @@
+"""Which processes a run has. Pure: the plan that `--dry-run` prints is the plan that is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from asyncrl.config import RunConfig
+
+COORDINATOR, ROLLOUT, TRAINER = "coordinator", "rollout", "trainer"
+TARGETS = {
+    COORDINATOR: "asyncrl.roles.coordinator:run",
+    ROLLOUT: "asyncrl.roles.rollout_worker:run",
+    TRAINER: "asyncrl.roles.trainer_rank:run",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process. `target` is the role function that it runs."""
+
+    role: str
+    index: int
+    threads: int
+    target: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Processes that only live together: the coordinator, one worker, or all trainer ranks."""
+
+    role: str
+    places: tuple[Place, ...]
+
+    @property
+    def name(self) -> str:
+        return self.places[0].name if len(self.places) == 1 else f"{self.role} (all ranks)"
+
+
+def plan(config: RunConfig) -> tuple[Unit, ...]:
+    """The units of a run, the coordinator first."""
+    workers = [
+        Unit(ROLLOUT, (_place(ROLLOUT, i, config.rollout.threads),)) for i in range(config.rollout.workers)
+    ]
+    ranks = tuple(_place(TRAINER, rank, config.trainer.threads) for rank in range(config.trainer.ranks))
+    return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *workers, Unit(TRAINER, ranks))
+
+
+def _place(role: str, index: int, threads: int) -> Place:
+    return Place(role, index, threads, TARGETS[role])
+
+
+def environment(place: Place) -> dict[str, str]:
+    """Variables that must be set before the process imports anything numeric."""
+    threads = str(place.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def describe(config: RunConfig, units: Iterable[Unit]) -> list[str]:
+    """The plan for a person to read: one line per kind of process."""
+    rows = [("process", "count", "threads", "does")]
+    does = {
+        COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
+        ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
+        TRAINER: f"{config.buffer.batch_size} episodes per step on {config.trainer.device}",
+    }
+    places = [place for unit in units for place in unit.places]
+    for role, text in does.items():
+        mine = [place for place in places if place.role == role]
+        if mine:
+            rows.append((role, str(len(mine)), str(mine[0].threads), text))
+    total = sum(place.threads for place in places)
+    rows.append(("total", str(len(places)), str(total), f"launched by {config.launch.kind}"))
+    return [f"{a:<12} {b:>5} {c:>8}  {d}" for a, b, c, d in rows]

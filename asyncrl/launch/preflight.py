@@ -1,0 +1,215 @@
+"""Everything that can be known to be wrong before a process starts. Each finding is one ConfigError
+that says what and how to mend it; cheap checks come first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+# SQLite's write-ahead log needs shared memory between processes, which these do not give.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
+        *("orangefs", "pvfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs", "fuse.glusterfs"),
+        *("fuse.ceph-fuse", "fuse.lustre", "fuse.rclone", "fuse.blobfuse2"),
+    }
+)
+EXISTING = ("run.db", "config.yaml")
+EMBEDDED = "torch"
+
+
+def run_directory(config: RunConfig) -> Path:
+    return Path(config.run_dir) / config.name
+
+
+def check(config: RunConfig) -> None:
+    """Raise the first ConfigError. Nothing is written and nothing started."""
+    check_run_directory(config)
+    check_installed(config)
+    check_model(config)
+    check_names(config)
+    check_data(config)
+    check_devices(config)
+    check_shared_memory(config)
+
+
+# -- the run directory -----------------------------------------------------------------------------
+
+
+def check_run_directory(config: RunConfig, mounts: str | None = None) -> None:
+    """Writable, on a local disk, and new or to be resumed as `resume` says."""
+    run_dir = run_directory(config)
+    if "/" in config.name or config.name in (".", ".."):
+        raise ConfigError(f"$.name: {config.name!r} is no directory name; choose one without '/'")
+    exists = any((run_dir / name).exists() for name in EXISTING)
+    if exists and config.resume == "never":
+        raise ConfigError(
+            f"{run_dir}: a run of that name exists; continue it with resume=auto, or choose another name=…"
+        )
+    if not exists and config.resume == "must":
+        raise ConfigError(
+            f"{run_dir}: resume=must, but there is no run to continue; correct name= or run_dir="
+        )
+    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{run_dir}: cannot be created, {parent} is not a writable directory; set run_dir=…"
+        )
+    kind = file_system(parent, mounts if mounts is not None else _mounts())
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise ConfigError(
+            f"{run_dir}: is on a network file system ({kind}), where the run store's write-ahead log fails; "
+            "set run_dir=… to a local disk"
+        )
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """Type of the file system that holds `path`, by /proc/self/mounts; '' if unknown."""
+    place, best, kind = str(path.resolve()), -1, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        mount = fields[1].replace("\\040", " ")
+        inside = mount == "/" or place == mount or place.startswith(f"{mount}/")
+        if inside and len(mount) >= best:  # a later mount on the same point hides the earlier
+            best, kind = len(mount), fields[2]
+    return kind
+
+
+def _mounts() -> str:
+    path = Path("/proc/self/mounts")
+    return path.read_text() if path.exists() else ""
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def check_model(config: RunConfig) -> None:
+    """config.json, weights, tokenizer and chat template are there; long enough contexts."""
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise ConfigError(f"$.model.path: {path} is no directory; give a local Hugging Face model directory")
+    settings = _json(path / "config.json", "the model's configuration")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{path}: no *.safetensors; save the weights with save_pretrained(...)")
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
+        )
+    tokenizer = path / "tokenizer_config.json"
+    in_config = tokenizer.is_file() and _json(tokenizer, "the tokenizer's configuration").get("chat_template")
+    if not in_config and not (path / "chat_template.jinja").is_file():
+        raise ConfigError(
+            f"{path}: no chat template; add chat_template.jinja, or chat_template to tokenizer_config.json"
+        )
+    longest = settings.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < config.rollout.max_tokens:
+        raise ConfigError(
+            f"$.rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
+            "lower it"
+        )
+
+
+def _json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; a model directory needs {what}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON ({error}); write {what} anew") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: is no JSON object; write {what} anew")
+    return value
+
+
+# -- names, data, machine --------------------------------------------------------------------------
+
+
+def check_names(config: RunConfig) -> None:
+    """Every name of a plug-in is known, and what it names can be loaded."""
+    from asyncrl.rewards import load_reward
+    from asyncrl.rollout.parsers import parsers
+    from asyncrl.tools import load_tool
+
+    rollout = config.rollout
+    unused = sorted(rollout.tool_args.keys() - set(rollout.tools))
+    if unused:
+        raise ConfigError(
+            f"$.rollout.tool_args names {unused[0]!r}, which is not in rollout.tools; add it there"
+        )
+    found = [load_tool(spec, **rollout.tool_args.get(spec, {})).name for spec in rollout.tools]
+    if len(found) != len(set(found)):
+        raise ConfigError(f"$.rollout.tools: two tools have one name ({', '.join(found)}); leave one out")
+    load_reward(rollout.reward)
+    parsers.load(rollout.parser)
+
+    from asyncrl.algorithms.advantages import advantages
+    from asyncrl.algorithms.losses import losses
+
+    advantages.load(config.algorithm.advantage)
+    losses.load(config.algorithm.loss)
+    if config.engine.name != EMBEDDED:
+        check_engine(config.engine.name)
+
+
+def check_engine(name: str) -> None:
+    """Any engine but the embedded one, whose name is known without the seconds that its import takes."""
+    from asyncrl.engines.base import engines
+    from asyncrl.roles.rollout_setup import BUILT_IN
+
+    for module in BUILT_IN.values():
+        importlib.import_module(module)
+    engines.load(name)
+
+
+def check_data(config: RunConfig) -> None:
+    """The data sets load, and hold at least a batch."""
+    from asyncrl.data import load_samples
+
+    samples = load_samples(config.data.train)
+    needed = config.buffer.groups_per_batch
+    if len(samples) < needed:
+        raise ConfigError(
+            f"{config.data.train}: {len(samples)} samples are less than one batch; lower "
+            f"buffer.groups_per_batch ({needed}) or add samples"
+        )
+    if config.data.test:
+        load_samples(config.data.test)
+
+
+def check_installed(
+    config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
+) -> None:
+    """Optional packages that the configuration asks for."""
+    extras = [*config.observe.trackers, *(["ray"] if config.launch.kind == "ray" else [])]
+    for extra in extras:  # each is named like its module
+        if find(extra) is None:
+            raise ConfigError(f"{extra} is not installed; pip install 'asyncrl[{extra}]', or do without it")
+
+
+def check_devices(config: RunConfig) -> None:
+    """A GPU that is asked for exists. On Ray the ranks may sit elsewhere."""
+    if config.trainer.device == "cuda" and config.launch.kind == "local":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("$.trainer.device is cuda, and torch sees no GPU here; use auto or cpu")
+
+
+def check_shared_memory(config: RunConfig) -> None:
+    """Room for the versions that are kept at once, where the configuration insists on /dev/shm."""
+    from asyncrl.weights.disk import weights_directory
+
+    size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    needed = size * (config.weights.keep + 2)
+    weights_directory(config.weights.directory, run_directory(config), config.name, needed)

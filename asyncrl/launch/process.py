@@ -1,0 +1,56 @@
+"""What the supervisor knows of a process, whoever started it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.launch.placement import Place
+
+# What a role's process ends with. Anything else, a signal included, is a crash.
+COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+CRASHED = 70
+
+
+@dataclass(frozen=True)
+class Order:
+    """Start `place`. All ranks of one trainer start share `incarnation` and `rendezvous`."""
+
+    place: Place
+    incarnation: str
+    rendezvous: str = ""
+
+
+class ProcessHandle(Protocol):
+    """A started process. `poll` is None while it runs, afterwards its exit code (negative: a signal)."""
+
+    name: str
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Spawn = Callable[[Order], ProcessHandle]
+
+
+def log_path(run_dir: Path, name: str) -> Path:
+    return run_dir / "logs" / f"{name}.log"
+
+
+def log_tail(path: Path, lines: int = 12) -> str:
+    """The end of a log, for an error message; '' when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])

@@ -1,0 +1,218 @@
+"""One launch of a run, seen from the parent: processes, signals, and what the coordinator tells.
+
+consumes: Status, StepReport, RunEnd of the coordinator; exits of processes; signals
+waits for: the coordinator's link, at most POLL seconds
+unblocks: the person at the terminal
+
+The first Ctrl-C or SIGTERM asks the coordinator to stop, and everything ends within `launch.stop_timeout`
+with a checkpoint; the second kills at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from asyncrl.config import LaunchConfig
+from asyncrl.errors import ProtocolError, one_line
+from asyncrl.launch.placement import COORDINATOR
+from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
+from asyncrl.launch.supervisor import Ending, Supervisor
+from asyncrl.observe.watchdog import Watchdog
+from asyncrl.transport.messages import ObserverHello, RunEnd, Status, StepReport, Stop, ToObserver, Welcome
+from asyncrl.transport.sockets import Endpoints, Link, identity
+
+POLL = 0.1
+HELLO_EVERY = 1.0  # a restarted coordinator does not know us
+KILL_RESERVE = 2.0  # of the stop timeout: one second from terminate to kill, one to be reaped
+LEAVE = 5.0  # for the other roles to follow a coordinator that has ended
+FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordinator"
+
+
+class View(Protocol):
+    """What a session shows."""
+
+    def status(
+        self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
+    ) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Session:
+    """`run` once. `on_step` also gets every metrics row (trackers)."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        run_dir: Path,
+        endpoints: Endpoints,
+        supervisor: Supervisor,
+        view: View,
+        on_step: Callable[[int, dict[str, float]], None],
+    ) -> None:
+        self._config, self._run_dir = config, run_dir
+        self._supervisor, self._view, self._on_step = supervisor, view, on_step
+        name = identity("observer", 0)
+        self._incarnation = name.decode().rpartition("/")[2]
+        self._link = Link(endpoints.control, ToObserver, name)
+        self._watchdog = Watchdog()
+        self._signals = 0
+        self._running = False  # the coordinator has left its start phase: there is something to save
+        self._hello_at = 0.0
+        self._verdict: Ending | None = None  # decided, while the coordinator may still write things down
+        self._stop_by: float | None = None
+        self._end: RunEnd | None = None
+
+    def run(self) -> Ending:
+        """Start everything, watch until it ends, and leave no process behind."""
+        with self._catch_signals():
+            try:
+                self._watchdog.begin(FIRST_STATUS, self._config.start_timeout, time.monotonic())
+                self._supervisor.start()
+                ending = self._loop()
+                self._wind_down(ending)
+            finally:
+                self._supervisor.kill()
+                self._link.close()
+        if ending.code == FAILED and self._end is not None and self._end.error:
+            return Ending(FAILED, self._end.error)
+        return ending
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def _loop(self) -> Ending:
+        while True:
+            self._listen(POLL)
+            now = time.monotonic()
+            if self._signals > 1:
+                self._supervisor.kill()
+                return Ending(
+                    INTERRUPTED, "killed by a second interrupt; resume=auto goes on from the last checkpoint"
+                )
+            if self._signals and self._stop_by is None:
+                self._stop(Ending(INTERRUPTED), "interrupted", now)
+            ended = self._supervisor.tick(now)
+            if ended is not None:
+                if self._verdict is None and ended.code != COMPLETED and self._coordinator_lives():
+                    self._stop(ended, ended.error.partition("\n")[0], now)
+                elif self._verdict is None or not self._coordinator_lives():
+                    return self._judge(ended)
+            if self._stop_by is not None and now > self._stop_by:
+                return self._late()
+            if self._stop_by is None and (overdue := self._watch(now)):
+                return overdue
+
+    def _listen(self, seconds: float) -> None:
+        """Handle what the coordinator says within `seconds`; keep it knowing us."""
+        now = time.monotonic()
+        if now >= self._hello_at:
+            self._link.send(ObserverHello(self._incarnation))
+            self._hello_at = now + HELLO_EVERY
+        try:
+            received = self._link.receive(seconds)
+            while received is not None:
+                self._hello_at = time.monotonic() + 2 * HELLO_EVERY
+                self._handle(received[0])
+                received = self._link.receive(0.0)
+        except ProtocolError as error:
+            self._view.note(one_line(error))
+
+    def _handle(self, message: Any) -> None:
+        now = time.monotonic()
+        self._watchdog.end(FIRST_STATUS)
+        self._watchdog.begin(STATUS, self._config.stall_timeout, now)
+        self._watchdog.moved(STATUS, now)
+        match message:
+            case Status():
+                self._running = self._running or message.phase != "starting"
+                self._view.status(
+                    message.phase, message.step, message.total_steps, message.gauges, message.waits
+                )
+            case StepReport():
+                self._view.step(message.step, message.metrics)
+                self._on_step(message.step, message.metrics)
+            case RunEnd():
+                self._end = message
+            case Welcome() | Stop():
+                pass
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def _stop(self, verdict: Ending, reason: str, now: float) -> None:
+        """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
+        self._verdict = verdict
+        self._supervisor.stopping = True
+        self._stop_by = now + (self._config.stop_timeout - KILL_RESERVE if self._running else 0.0)
+        if self._running:
+            self._view.note(f"{reason}: stopping, with a checkpoint (Ctrl-C again kills at once)")
+            self._link.send(Stop(reason))
+
+    def _judge(self, ended: Ending) -> Ending:
+        """The coordinator has ended: its word, unless we asked it to end for a reason of our own."""
+        self._listen(0.2)  # its last message may be on the way
+        if self._verdict is None or ended.code not in (COMPLETED, FAILED):
+            return ended
+        if self._verdict.code == INTERRUPTED and ended.code != COMPLETED:
+            return ended
+        return self._verdict
+
+    def _late(self) -> Ending:
+        assert self._verdict is not None
+        if not self._running or self._verdict.code != INTERRUPTED:
+            return self._verdict
+        return Ending(
+            FAILED, f"not stopped within launch.stop_timeout ({self._config.stop_timeout:g} s); killed"
+        )
+
+    def _watch(self, now: float) -> Ending | None:
+        """A coordinator that never came is the end; one that fell silent is replaced."""
+        overdue = self._watchdog.verdict(now)
+        if overdue is None:
+            return None
+        if overdue.name == FIRST_STATUS:
+            path = log_path(self._run_dir, f"{COORDINATOR}-0")
+            return Ending(FAILED, f"{overdue}\n{path}:\n{log_tail(path)}")
+        self._view.note(f"{overdue}: replacing it")
+        self._watchdog.moved(STATUS, now)
+        self._supervisor.kill_role(COORDINATOR)
+        return None
+
+    def _coordinator_lives(self) -> bool:
+        return any(handle.name.startswith(COORDINATOR) for handle in self._supervisor.alive)
+
+    def _wind_down(self, ending: Ending) -> None:
+        """Let the others follow; then terminate, then kill, each with its own second."""
+        self._supervisor.stopping = True
+        followed = ending.code in (COMPLETED, INTERRUPTED) and self._running and self._signals < 2
+        if followed and not self._coordinator_lives():
+            room = LEAVE if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
+            self._await_exits(min(LEAVE, room))
+        self._supervisor.terminate()
+        self._await_exits(KILL_RESERVE / 2)
+        self._supervisor.kill()
+        self._await_exits(KILL_RESERVE / 2)
+
+    def _await_exits(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._supervisor.alive and time.monotonic() < deadline and self._signals < 2:
+            self._listen(POLL / 2)
+
+    @contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        def count(number: int, frame: FrameType | None) -> None:
+            self._signals += 1
+
+        before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

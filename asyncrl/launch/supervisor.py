@@ -1,0 +1,179 @@
+"""Keeps the processes of a run alive. One supervisor for local children and Ray actors.
+
+A unit that dies is started again after a back-off, as often as its budget allows: a worker alone, the
+trainer ranks all together (a lost rank leaves the others in a collective), the coordinator on the same
+endpoints. Restarted processes are new peers: they get a new incarnation. The coordinator keeps its
+incarnation, which names the launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.launch.placement import COORDINATOR, Unit
+from asyncrl.launch.process import (
+    BAD_INPUT,
+    COMPLETED,
+    FAILED,
+    Order,
+    ProcessHandle,
+    Spawn,
+    log_path,
+    log_tail,
+)
+
+log = logging.getLogger("asyncrl.launch")
+
+BACKOFF_FIRST, BACKOFF_MAX = 0.5, 8.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended, from the processes' point of view. `error` may have several lines (a log tail)."""
+
+    code: int
+    error: str = ""
+
+
+@dataclass
+class Crew:
+    """A unit and its processes now."""
+
+    unit: Unit
+    handles: list[ProcessHandle] = field(default_factory=list)
+    restarts: int = 0
+    retry_at: float | None = None
+
+    @property
+    def alive(self) -> list[ProcessHandle]:
+        return [handle for handle in self.handles if handle.poll() is None]
+
+    def casualty(self) -> tuple[ProcessHandle, int] | None:
+        """A process that ended otherwise than in order, with its exit code."""
+        for handle in self.handles:
+            code = handle.poll()
+            if code not in (None, COMPLETED):
+                assert code is not None
+                return handle, code
+        return None
+
+
+class Supervisor:
+    """`tick` often; it returns an Ending once. `stopping` suspends restarts: the run is being ended."""
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        spawn: Spawn,
+        run_dir: Path,
+        restarts: int,
+        rendezvous: Callable[[Unit, str], str],
+        on_restart: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.crews = [Crew(unit) for unit in units]
+        self.stopping = False
+        self._spawn, self._run_dir, self._restarts = spawn, run_dir, restarts
+        self._rendezvous, self._on_restart = rendezvous, on_restart
+        self._launch = secrets.token_hex(6)
+
+    def start(self) -> None:
+        for crew in self.crews:
+            self._start(crew)
+
+    def tick(self, now: float) -> Ending | None:
+        """Look at every process; restart what may be restarted."""
+        for crew in self.crews:
+            ending = self._coordinator_ended(crew)
+            if ending is None and crew.retry_at is not None:
+                self._retry(crew, now)
+            elif ending is None and (casualty := crew.casualty()):
+                ending = self._bury(crew, *casualty, now)
+            if ending is not None:
+                return ending
+        return None
+
+    @property
+    def alive(self) -> list[ProcessHandle]:
+        return [handle for crew in self.crews for handle in crew.alive]
+
+    def terminate(self) -> None:
+        for handle in self.alive:
+            handle.terminate()
+
+    def kill(self) -> None:
+        for handle in self.alive:
+            handle.kill()
+
+    def kill_role(self, role: str) -> None:
+        """End a role that does not answer; the next tick restarts it."""
+        for crew in self.crews:
+            if crew.unit.role == role:
+                for handle in crew.alive:
+                    handle.kill()
+
+    # -- one crew --------------------------------------------------------------------------------------
+
+    def _start(self, crew: Crew) -> None:
+        """New processes for a unit; ranks of one start share incarnation and rendezvous."""
+        incarnation = self._launch if crew.unit.role == COORDINATOR else secrets.token_hex(6)
+        rendezvous = self._rendezvous(crew.unit, incarnation)
+        crew.handles = [self._spawn(Order(place, incarnation, rendezvous)) for place in crew.unit.places]
+        crew.retry_at = None
+
+    def _coordinator_ended(self, crew: Crew) -> Ending | None:
+        """0 and 1 are the coordinator's verdict on the run; anything else is a crash of its process."""
+        if crew.unit.role != COORDINATOR or not crew.handles or crew.retry_at is not None:
+            return None
+        code = crew.handles[0].poll()
+        if code == FAILED:
+            return Ending(FAILED, self._tail(crew.handles[0].name))
+        return Ending(COMPLETED) if code == COMPLETED else None
+
+    def _bury(self, crew: Crew, dead: ProcessHandle, code: int, now: float) -> Ending | None:
+        """A process of the crew died: end the others too, and plan the restart if one is left."""
+        for handle in crew.alive:
+            handle.kill()
+        how = describe_exit(code)
+        if code == BAD_INPUT:
+            return Ending(BAD_INPUT, self._tail(dead.name, lines=1))
+        if self.stopping:
+            if crew.unit.role == COORDINATOR:
+                return Ending(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
+            return None
+        if crew.restarts >= self._restarts:
+            spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
+            return Ending(FAILED, f"{spent}\n{self._tail(dead.name)}")
+        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**crew.restarts)
+        crew.restarts += 1
+        crew.retry_at = now + delay
+        self._on_restart(
+            f"{dead.name} {how}; {crew.unit.name} is restarted in {delay:g} s "
+            f"({crew.restarts} of {self._restarts})"
+        )
+        return None
+
+    def _retry(self, crew: Crew, now: float) -> None:
+        """Start again once the back-off is over and nobody of the old crew is left."""
+        assert crew.retry_at is not None
+        if now >= crew.retry_at and not crew.alive and not self.stopping:
+            self._start(crew)
+
+    def _tail(self, name: str, lines: int = 12) -> str:
+        path = log_path(self._run_dir, name)
+        tail = log_tail(path, lines)
+        return f"{path}:\n{tail}" if tail else ""
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGKILL`, or `ended with exit code 70`."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"

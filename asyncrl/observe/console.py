@@ -1,0 +1,198 @@
+"""What a person sees: a live view on a terminal, plain lines elsewhere, and the table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console as Terminal
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.observe.summary import GREEDY, SAMPLED, identity_line
+
+LINE_EVERY = 5.0  # seconds between plain lines
+
+
+@dataclass
+class Picture:
+    """The newest of everything."""
+
+    title: str
+    total: int
+    phase: str = "starting"
+    step: int = 0
+    gauges: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
+    waits: tuple[str, ...] = ()
+
+    def get(self, name: str) -> float | None:
+        """A gauge or a metric, whichever is newer."""
+        for source in (self.gauges, self.metrics, self.validation):
+            if name in source:
+                return source[name]
+        return None
+
+
+class Console:
+    """Shows a session. Never fails and never blocks it."""
+
+    def __init__(self, mode: Literal["live", "plain", "off"], picture: Picture, terminal: Terminal) -> None:
+        self.mode, self.picture, self.terminal = mode, picture, terminal
+        self._line_at = 0.0
+
+    def status(
+        self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
+    ) -> None:
+        """The state of the run, a few times a second."""
+        picture = self.picture
+        changed = phase != picture.phase
+        picture.phase, picture.step, picture.total = phase, step, total
+        picture.gauges, picture.waits = gauges, waits
+        if changed:
+            self._line(f"phase: {phase}")
+        elif phase == "starting" or time.monotonic() - self._line_at > 6 * LINE_EVERY:
+            self._progress_line()
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """The metrics row of a committed step, or of a validation."""
+        if SAMPLED in metrics or GREEDY in metrics:
+            self.picture.validation = metrics
+            self._line(f"validation at step {step}: {_validation(metrics)}")
+            return
+        self.picture.step, self.picture.metrics = step, metrics
+        if step in (1, self.picture.total) or time.monotonic() - self._line_at > LINE_EVERY:
+            self._progress_line(force=True)
+
+    def note(self, text: str) -> None:
+        """An event worth a line in every mode but off."""
+        if self.mode != "off":
+            self.terminal.print(escape(text), highlight=False, soft_wrap=True)
+
+    def fail(self, text: str) -> None:
+        """Why the run failed, on standard error, in every mode."""
+        print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+
+    def _progress_line(self, force: bool = False) -> None:
+        if force or time.monotonic() - self._line_at > LINE_EVERY:
+            self._line(plain_line(self.picture))
+
+    def _line(self, text: str) -> None:
+        if self.mode == "plain":
+            self._line_at = time.monotonic()
+            self.terminal.print(escape(text), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, total: int) -> Iterator[Console]:
+    """A console; a live one gives the terminal back at the end."""
+    terminal = Terminal()
+    chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
+    console = Console(chosen, Picture(title, total), terminal)
+    live = Live(
+        console=terminal, get_renderable=lambda: render(console.picture), refresh_per_second=4, transient=True
+    )
+    with live if chosen == "live" else nullcontext():
+        yield console
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+FIGURES = (
+    ("reward", "critic/score/mean", ".3f"),
+    ("success (sampled)", SAMPLED, ".1%"),
+    ("success (greedy)", GREEDY, ".1%"),
+    ("tool calls/episode", "tool_call_counts/mean", ".2f"),
+    ("tokens/s", "perf/throughput", ",.0f"),
+    ("trainer idle", "async/trainer_idle_frac", ".0%"),
+    ("rollout idle", "async/rollout_idle_frac", ".0%"),
+    ("lag p50", "staleness/lag/p50", ".0f"),
+    ("lag p95", "staleness/lag/p95", ".0f"),
+    ("lag max", "staleness/lag/max", ".0f"),
+    ("ready", "async/ready", ".0f"),
+    ("running", "async/running", ".0f"),
+    ("credits", "async/credits", ".0f"),
+    ("version pushed", "weights/pushed", ".0f"),
+    ("version acked", "weights/acked", ".0f"),
+    ("workers", "async/workers", ".0f"),
+)
+
+
+def render(picture: Picture) -> RenderableType:
+    """The live view: progress, figures, who waits on whom."""
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        Text(f"{picture.title}  {picture.phase}", style="bold"),
+        ProgressBar(total=max(1, picture.total), completed=picture.step, width=40),
+        f"step {picture.step}/{picture.total}",
+    )
+    figures = Table.grid(padding=(0, 3))
+    cells = [f"[dim]{label}[/] {_shown(picture.get(name), form)}" for label, name, form in FIGURES]
+    for start in range(0, len(cells), 4):
+        figures.add_row(*cells[start : start + 4])
+    waits = [Text(f"  {wait}", style="yellow") for wait in picture.waits[:6]]
+    return Group(bar, figures, *([Text("waiting:"), *waits] if waits else []))
+
+
+def plain_line(picture: Picture) -> str:
+    """The same on one line; figures that are unknown are left out."""
+    known = [
+        f"{label} {_shown(value, form)}"
+        for label, name, form in FIGURES
+        if (value := picture.get(name)) is not None and not name.startswith("val-core/")
+    ]
+    waits = f" | waits: {'; '.join(picture.waits[:3])}" if picture.waits else ""
+    return f"[{picture.phase}] step {picture.step}/{picture.total} | {', '.join(known)}{waits}"
+
+
+def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
+    """The table before and after, the conservation identity, and where the run is."""
+    terminal = terminal or Terminal()
+    table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
+    table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
+    table.add_row("success, sampled (held out)", *_pair(summary, "success_before", "success_after", ".1%"))
+    table.add_row("success, greedy (held out)", *_pair(summary, "greedy_before", "greedy_after", ".1%"))
+    terminal.print(table)
+    for label, key, form in (
+        ("steps", "steps", "d"),
+        ("seconds", "seconds", ".1f"),
+        ("tokens trained", "tokens_trained", ",d"),
+        ("tokens/s", "tokens_per_s", ",.0f"),
+        ("lag mean", "lag_mean", ".2f"),
+        ("lag max", "lag_max", ".0f"),
+        ("tokens masked", "masked_token_frac", ".2%"),
+        ("trajectories of several versions", "trajectories_multi_version", ".1%"),
+        ("trainer idle", "trainer_idle_frac", ".0%"),
+        ("rollout idle", "rollout_idle_frac", ".0%"),
+        ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
+        ("log-prob gap of one version, max", "logprob_diff_max_same_version", ".1e"),
+        ("tokens compared for that", "logprob_tokens_compared", ",d"),
+    ):
+        terminal.print(f"  {label}: {_shown(summary.get(key), form)}", highlight=False)
+    terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
+    terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
+
+
+def _validation(metrics: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{label} {_shown(metrics.get(name), '.1%')}"
+        for label, name in (("sampled", SAMPLED), ("greedy", GREEDY))
+    )
+
+
+def _pair(summary: Mapping[str, Any], before: str, after: str, form: str) -> tuple[str, str]:
+    return _shown(summary.get(before), form), _shown(summary.get(after), form)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

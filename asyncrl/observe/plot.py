@@ -1,0 +1,74 @@
+"""run.png: reward and success, lag, and idle shares over time, from metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.observe.summary import GREEDY, SAMPLED
+
+# Panels: title, (metric, label, line style).
+PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    (
+        "reward and held-out success",
+        (
+            ("critic/score/mean", "reward (trained)", "-"),
+            (SAMPLED, "success, sampled", "o-"),
+            (GREEDY, "success, greedy", "s--"),
+        ),
+    ),
+    (
+        "lag of trained tokens (batches)",
+        (
+            ("staleness/lag/mean", "mean", "-"),
+            ("staleness/lag/p95", "p95", "--"),
+            ("staleness/lag/max", "max", ":"),
+        ),
+    ),
+    (
+        "idle share",
+        (("async/trainer_idle_frac", "trainer", "-"), ("async/rollout_idle_frac", "rollout", "--")),
+    ),
+)
+
+
+def draw(run_dir: Path) -> Path | None:
+    """Draw the picture; None when there is no metrics row."""
+    rows = _rows(run_dir / "metrics.jsonl")
+    if not rows:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, lines) in zip(figure.subplots(len(PANELS), 1, sharex=True), PANELS, strict=True):
+        for name, label, style in lines:
+            points = [(row["time_s"], row[name]) for row in rows if name in row and "time_s" in row]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
+        _finish(axes, title)
+    axes.set_xlabel("seconds")
+    path = run_dir / "run.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=8)
+
+
+def _rows(path: Path) -> Sequence[dict[str, float]]:
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # cut by a crash
+            continue
+    return rows
