@@ -140,7 +140,8 @@ class EpisodeRunner:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 
     async def _until_durable(self, job: Job) -> None:
-        """Tools may change the world: the turn that calls them must survive a crash first."""
+        """Tools may change the world: the turn that calls them must survive a crash first. The wait ends with
+        the ack, the episode's deadline or the worker's lease."""
         if job.durable is not None:
             with self.waits.named("acks: turns that are not yet durable"):
                 await job.durable

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.engines.base import Engine, engines
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.rewards import load_reward
+from asyncrl.roles.scoring import Scorer
 from asyncrl.rollout.chat import Chat
 from asyncrl.rollout.episode import Limits, Rules
 from asyncrl.rollout.parsers import parsers
@@ -18,8 +21,25 @@ from asyncrl.tools import Tool, load_tool
 BUILT_IN = {"torch": "asyncrl.engines.torch"}  # imported only by the workers that use it
 
 
+@dataclass(frozen=True)
+class Parts:
+    """`build` makes an engine with the initial weights; it may be called from a thread."""
+
+    build: Callable[[], Engine]
+    rules: Rules
+    tools: dict[str, Tool]
+    scorer: Scorer
+
+
+def prepare(config: RunConfig) -> Parts:
+    """Everything that can be wrong with a name or a file is found here."""
+    tools = load_tools(config.rollout)
+    scorer = Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout)
+    return Parts(engine_factory(config), load_rules(config, tools), tools, scorer)
+
+
 def engine_factory(config: RunConfig) -> Callable[[], Engine]:
-    """Builds an engine with the initial weights; it may be called from a thread."""
+    """See `Parts.build`."""
     if config.engine.name in BUILT_IN:
         importlib.import_module(BUILT_IN[config.engine.name])
     factory = engines.load(config.engine.name)

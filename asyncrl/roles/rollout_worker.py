@@ -15,7 +15,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
 from asyncrl.observe.timeline import Timeline
-from asyncrl.rewards import load_reward
 from asyncrl.roles.episode_runner import EpisodeRunner
 from asyncrl.roles.lanes import Lane
 from asyncrl.roles.lease import Contact, Lease
 from asyncrl.roles.meter import Meter
-from asyncrl.roles.rollout_setup import engine_factory, load_rules, load_tools
-from asyncrl.roles.scoring import Scorer
+from asyncrl.roles.rollout_setup import Parts, prepare
 from asyncrl.roles.waits import Waits
-from asyncrl.rollout.episode import Rules
-from asyncrl.tools import Tool
 from asyncrl.transport.messages import (
     Ack,
     Assign,
@@ -56,20 +53,19 @@ from asyncrl.transport.sockets import AsyncLink, Endpoints, identity
 log = logging.getLogger("asyncrl.worker")
 
 FLUSH = 2.0  # seconds for the last records to become durable when stopping
+SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights must not wait for those
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
     """Be a rollout worker until told to stop. Returns 0, or 1 when left alone or with a broken engine."""
     torch.set_num_threads(config.rollout.threads)
-    tools = load_tools(config.rollout)
-    rules, build = load_rules(config, tools), engine_factory(config)
-    scorer = Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout)
-    engine = build()
+    parts = prepare(config)
+    engine = parts.build()
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
     try:
-        worker = Worker(config, endpoints, index, incarnation, engine, build, rules, tools, scorer)
-        return loop.run_until_complete(worker.serve())
+        return loop.run_until_complete(Worker(config, endpoints, index, incarnation, parts, engine).serve())
     except ConfigError:
         raise
     except AsyncrlError as error:
@@ -88,25 +84,28 @@ class Worker:
         endpoints: Endpoints,
         index: int,
         incarnation: str,
+        parts: Parts,
         engine: Engine,
-        build: Callable[[], Engine],
-        rules: Rules,
-        tools: dict[str, Tool],
-        scorer: Scorer,
     ) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
         self.waits, self.meter = Waits(), Meter(self.timeline)
-        parts = (build, self.waits, self.meter, self.timeline, config.weights.deadline)
+        shared = (parts.build, self.waits, self.meter, self.timeline, config.weights.deadline)
         self.lanes = {
-            "train": Lane("train", *parts, engine=engine),
-            "eval": Lane("eval", *parts, pinned=True),
+            "train": Lane("train", *shared, engine=engine),
+            "eval": Lane("eval", *shared, pinned=True),
         }
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         self.runner = EpisodeRunner(
-            config.rollout, rules, tools, scorer, self.outbox, self.waits, oldest=lambda: self._oldest
+            config.rollout,
+            parts.rules,
+            parts.tools,
+            parts.scorer,
+            self.outbox,
+            self.waits,
+            oldest=lambda: self._oldest,
         )
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = self._beats = 0

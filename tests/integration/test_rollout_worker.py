@@ -7,15 +7,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from transformers import AutoModelForCausalLM
 
+from asyncrl.config import RunConfig
+from asyncrl.data.parquet import load_samples
 from asyncrl.transport.messages import (
     Ack,
     Cancel,
     Clock,
+    Failed,
     Fenced,
     Finished,
     Generated,
@@ -33,6 +38,7 @@ from tests.fakes.coordinator import FakeCoordinator
 from tests.fakes.worker import WorkerThread, sample
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "multiturn" / "calculator"
 
 
 @pytest.fixture(scope="module")
@@ -222,22 +228,27 @@ sys.exit(run(config, Endpoints(sys.argv[2], sys.argv[3]), 0, "process"))
 """
 
 
-def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    config = fake.config(
-        model_path,
-        tmp_path,
-        engine={"name": "torch"},
-        rollout={"max_new_tokens": 24, "max_tokens": 200},
-        launch={"lease": 5.0},
-    )
+@contextmanager
+def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[subprocess.Popen]:
+    """A joined worker process; killed afterwards if it still runs."""
     text = msgspec.json.encode(config).decode()
     command = [sys.executable, "-c", CHILD, text, hub.endpoints.control, hub.endpoints.bulk]
     child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    hub.deadline = 60.0
     try:
-        hub.deadline = 60.0
         hub.join()
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> None:
+    rollout = {"max_new_tokens": 24, "max_tokens": 200}
+    config = fake.config(
+        model_path, tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 5.0}
+    )
+    with process(hub, config) as child:
         hub.assign("a", sample())
         first = hub.expect(Generated)
         turn = msgspec.msgpack.decode(hub.frames[first.seq][0], type=Turn)
@@ -256,7 +267,20 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.expect(Finished)
         child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
-    finally:
-        child.kill()
-        child.wait()
     assert '"decode"' in (tmp_path / "t" / "timeline" / "rollout-0.jsonl").read_text()
+
+
+@pytest.mark.skipif(not (EXAMPLE / "model" / "config.json").exists(), reason="the example has no model yet")
+def test_the_examples_model_uses_its_tool(hub: FakeCoordinator, tmp_path: Path) -> None:
+    rollout = {"tools": ["calculator"], "slots": 16, "max_tokens": 512}
+    config = fake.config(
+        str(EXAMPLE / "model"), tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 5.0}
+    )
+    samples = load_samples(str(EXAMPLE / "data" / "test.parquet"))[:16]
+    with process(hub, config):
+        for index, row in enumerate(samples):
+            hub.assign(f"e{index}", row)
+        ends = [hub.expect(Finished) for _ in samples]
+    assert sum(end.tool_calls for end in ends) > 0
+    assert sum(end.reward for end in ends) > 0
+    assert hub.seen(Failed) == []
