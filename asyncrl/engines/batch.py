@@ -79,8 +79,6 @@ class Batcher:
         """From the next step on, tokens are sampled by other weights."""
         self.version = version
         for run in self.runs.values():
-            if run.marks[-1][0] == self._sampled(run):
-                run.marks.pop()
             run.marks.append((self._sampled(run), version))
 
     @torch.inference_mode()

@@ -93,7 +93,7 @@ class Board:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def wipe(self, row: int) -> None:
-        """Zero a row, and every scratch cell, after values that are not finite: a mask does not stop a NaN."""
+        """Zero a row and all scratch cells after values that are not finite: no mask stops a NaN."""
         for pool in (*self.keys.values(), *self.values.values()):
             pool[row].zero_()
             pool[:, :, self.scratch].zero_()

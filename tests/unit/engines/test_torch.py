@@ -197,6 +197,19 @@ def test_idle_sessions_are_evicted_and_prefilled_again():
     asyncio.run(main())
 
 
+def test_padding_near_max_len_stays_in_its_row():
+    async def main() -> None:
+        engine, ids = serve(slots=2, max_len=40), prompt(20)
+        ids += (await engine.generate(ask(ids, 14, "low"))).ids
+        wide, narrow = ask(prompt(16, 1), 20, "high"), ask(ids + prompt(4), 20, "low")
+        answers = await asyncio.gather(engine.generate(wide), engine.generate(narrow))
+        for request, generation in zip((wide, narrow), answers, strict=True):
+            assert_logprobs(tiny(), request, generation)
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_broken_engine_fails_everything_and_hangs_nothing():
     async def main() -> None:
         model = tiny()

@@ -113,9 +113,11 @@ def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
 
 def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_path: Path):
     async def main() -> None:
-        engine, request = serve(slots=3), ask(prompt(5), 80)
-        others = [asyncio.create_task(engine.generate(ask(prompt(4), 80, str(i)))) for i in range(2)]
-        await generated(engine, 6)
+        engine, request = serve(slots=4), ask(prompt(5), 80)
+        lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
+        others = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
+        await others.pop(1)
+        await generated(engine, 7)
         await engine.load(nan)
         for outcome in await asyncio.gather(*others, engine.generate(request), return_exceptions=True):
             assert isinstance(outcome, EngineError) and "not finite" in str(outcome)
