@@ -14,6 +14,7 @@ from torch import Tensor
 from asyncrl.algorithms.correction import Correction
 
 SEQUENCE_LOG_LIMIT = 8.0  # a single episode may not rule the effective sample size
+NOTHING = float("-inf")  # the maximum over no token
 LAGS = 17  # log rho is reported by lag 0..15; older tokens share the last place
 
 
@@ -54,12 +55,11 @@ def token_sums(state: TokenState) -> TokenSums:
     """Reduce one micro-batch; the only transfer from the device."""
     fresh, ratio, log_ratio = state.fresh, state.correction.ratio, state.prox - state.mu
     kept = fresh & ~state.correction.masked
-    drift = state.prox - state.logp
+    episodes, episode_ess = _episode_weights(state)
 
     def over(where: Tensor, value: Tensor) -> Tensor:
         return torch.where(where, value, 0).sum(dtype=torch.float64)
 
-    episodes, episode_ess = _episode_weights(state)
     sums = {
         "loss": over(kept, state.loss),
         "tokens": state.counted.sum(),
@@ -73,7 +73,7 @@ def token_sums(state: TokenState) -> TokenSums:
         "rho2": over(fresh, ratio**2),
         "k1": over(fresh, -log_ratio),
         "k3": over(fresh, ratio - 1 - log_ratio),
-        "drift": over(fresh, drift),
+        "drift": over(fresh, state.prox - state.logp),
         "entropy": over(state.counted, state.entropy.nan_to_num(0.0)),
         "episodes": episodes,
         "episode_w": episode_ess[0],
@@ -82,9 +82,9 @@ def token_sums(state: TokenState) -> TokenSums:
         "exact_diff": over(state.exact & fresh, log_ratio.abs()),
     }
     extremes = {
-        "rho": torch.where(fresh, ratio, -torch.inf).max(),
-        "-rho": torch.where(fresh, -ratio, -torch.inf).max(),
-        "exact_diff": torch.where(state.exact & fresh, log_ratio.abs(), -torch.inf).max(),
+        "rho": torch.where(fresh, ratio, NOTHING).max(),
+        "-rho": torch.where(fresh, -ratio, NOTHING).max(),
+        "exact_diff": torch.where(state.exact & fresh, log_ratio.abs(), NOTHING).max(),
     }
     return _collect(sums, extremes, _by_lag(state.lag, log_ratio, fresh))
 
@@ -111,7 +111,7 @@ def _collect(sums: dict[str, Tensor], extremes: dict[str, Tensor], by_lag: Tenso
     flat = torch.cat([scalars, by_lag.flatten()]).tolist()
     added, flat = dict(zip(sums, flat, strict=False)), flat[len(sums) :]
     peaks, flat = dict(zip(extremes, flat, strict=False)), flat[len(extremes) :]
-    peaks = {name: value for name, value in peaks.items() if value != float("-inf")}
+    peaks = {name: value for name, value in peaks.items() if value != NOTHING}
     return TokenSums(
         sums=added,
         highest={name: value for name, value in peaks.items() if not name.startswith("-")},

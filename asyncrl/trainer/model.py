@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.trainer.world import World
@@ -86,6 +87,7 @@ def load_policy(path: str, dtype: str, world: World) -> Policy:
     Only rank 0 reads the weights; the others build an empty model and are sent their shards.
     Raises ConfigError when the directory holds no causal language model.
     """
+    transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
     master = torch.float64 if dtype == "float64" else torch.float32  # float64: for exact tests
     try:
         lm = _skeleton(path, master)

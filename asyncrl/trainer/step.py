@@ -49,6 +49,7 @@ class Learner:
             self.policy.parameters(), lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
         self.step = 0
+        self.averaging = world.size  # what FSDP2 divides gradients by
         self.bound = config.buffer.max_staleness
         self.dtype = next(self.policy.parameters()).dtype
         self._loss = select_loss(config.algorithm)
@@ -82,7 +83,7 @@ class Learner:
         """One forward and backward. Gradients add up, undivided; counts go to `tally`."""
         micro = collate(examples, self.bound, self.dtype).to(self.world.device)
         loss, state = self._forward(micro)
-        (loss * (self.world.size / self._expected)).backward()
+        (loss * (self.averaging / self._expected)).backward()
         denominator = math.fsum(e.denominator for e in examples)
         tally.total("_D", denominator)
         tally_tokens(tally, token_sums(state), denominator)

@@ -30,7 +30,14 @@ def save_tiny_model(path: Path) -> str:
     """
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, n_positions=64, vocab_size=VOCABULARY, initializer_range=0.3
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        vocab_size=VOCABULARY,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     GPT2LMHeadModel(config).save_pretrained(path)
     return str(path)

@@ -1,0 +1,103 @@
+"""The number of ranks is a matter of speed only; and a checkpoint does not remember it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.buffer.packing import pack
+from asyncrl.trainer import checkpoint
+from asyncrl.trainer.model import full_state
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import (
+    Episode,
+    Recorder,
+    make_learner,
+    plain_model,
+    run_batch,
+    save_tiny_qwen,
+    tiny_config,
+)
+
+STEPS, SAVED_AT = 5, 3
+COMPARED = ("actor/pg_loss", "actor/grad_norm", "rollout_corr/rollout_is_mean", "trainer/kept_tokens")
+
+
+class Runs:
+    """The same recorded batches on any number of ranks, each run once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: dict[int, dict[str, Any]] = {}
+        path = save_tiny_qwen(folder / "model")
+        model = plain_model(path, torch.float32)
+        batches = [
+            Recorder(model, seed=step, noise=0.2).groups(4, 4, [max(step - 1, 0), step])
+            for step in range(STEPS)
+        ]
+        torch.save((path, batches), folder / "recorded.pt")
+
+    def on(self, ranks: int) -> dict[str, Any]:
+        if ranks not in self.done:
+            self.done[ranks] = run_ranks(ranks, work, self.folder / f"{ranks}-ranks")
+        return self.done[ranks]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("ranks"))
+
+
+def train(learner: Learner, batches: list[list[Episode]]) -> list[dict[str, float]]:
+    """AdamW with clipping, float32, micro-batches packed as in a run."""
+    curve = []
+    for batch in batches:
+        micros = pack([row.tokens for row, _ in batch], learner.world.size, budget=150)
+        cut = [[[batch[i] for i in rows] for rows in micro] for micro in micros]
+        metrics = run_batch(learner, cut)
+        curve.append({name: metrics[name] for name in COMPARED})
+    return curve
+
+
+def work(world: World, place: Path) -> dict[str, Any]:
+    path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
+    learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
+    curve = train(learner, batches[:SAVED_AT])
+    manifest = checkpoint.CheckpointManifest(step=SAVED_AT, trainer_epoch=0, config_digest="", lineage="")
+    checkpoint.save(place / "checkpoints", learner, manifest, hf=False)
+    curve += train(learner, batches[SAVED_AT:])
+    return {"curve": curve, "weights": full_state(learner.policy)}
+
+
+def resume(world: World, place: Path) -> dict[str, Any]:
+    """Continue a checkpoint that two ranks have written."""
+    path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
+    learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
+    newest = checkpoint.newest(place.parent / "2-ranks" / "checkpoints")
+    assert newest is not None
+    checkpoint.load(newest, learner)
+    return {"curve": train(learner, batches[learner.step :]), "weights": full_state(learner.policy)}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Within the noise of float32 sums in another order."""
+    for now, then in zip(found["curve"], wanted["curve"], strict=True):
+        assert now == pytest.approx(then, rel=1e-3, abs=1e-5)
+    for name, tensor in wanted["weights"].items():
+        assert torch.allclose(found["weights"][name], tensor, atol=1e-3), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_loss_curve_is_that_of_one_rank(runs: Runs, ranks: int) -> None:
+    assert_same(runs.on(ranks), runs.on(1))
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Runs) -> None:
+    wanted = runs.on(2)
+    found = run_ranks(1, resume, runs.folder / "resumed")
+    assert_same(found, {"curve": wanted["curve"][SAVED_AT:], "weights": wanted["weights"]})

@@ -1,0 +1,111 @@
+"""Sync is a special case: with max_staleness=0 the gradients are those of a plain synchronous loop.
+
+The loop below knows nothing of versions, ratios, micro-batches or ranks: it samples with the current
+weights, takes the policy gradient of the whole batch, steps. Its recorded trajectories then go through
+the learner on 1, 2 and 4 ranks, cut at random. Compared are gradients, in float64 and before Adam,
+which would hide a wrong scale.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.trainer.world import World
+from tests.fakes.ranks import run_ranks
+from tests.fakes.reference import advantage, token_log_probs
+from tests.fakes.training import (
+    Episode,
+    Recorder,
+    difference,
+    final_gradients,
+    make_learner,
+    plain_model,
+    random_cut,
+    run_batch,
+    save_tiny_model,
+    tiny_config,
+)
+
+STEPS, LR, CUTS, TOLERANCE = 3, 0.3, 3, 1e-8
+Gradients = dict[str, Tensor]
+
+
+def synchronous_loop(path: str) -> tuple[list[list[Episode]], list[Gradients]]:
+    """Sample, train, repeat. Returns each step's trajectories and gradients."""
+    model, batches, gradients = plain_model(path), [], []
+    for step in range(STEPS):
+        batch = Recorder(model, seed=step, temperature=0.8).groups(4, 4, [step])
+        scores = [
+            (advantage("dr_grpo", e[0].reward, e[0].siblings), token_log_probs(model, e)) for e in batch
+        ]
+        tokens = sum(len(log_probs) for _, log_probs in scores)
+        loss = -sum((a * logp for a, log_probs in scores for logp, *_ in log_probs), torch.zeros(())) / tokens
+        model.zero_grad()
+        loss.backward()
+        batches.append(batch)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+    return batches, gradients
+
+
+def replay(world: World, folder: Path) -> list[list[Gradients]]:
+    """The learner on the recorded trajectories: gradients by step and cut. Runs on every rank."""
+    path, batches = torch.load(folder.parent / "recorded.pt", weights_only=False)
+    learner = make_learner(tiny_config(path, buffer={"max_staleness": 0}, trainer={"lr": LR}), world)
+    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=LR)
+    found = []
+    for batch in batches:
+        cuts = [random_cut(batch, world.size, micros, seed=micros) for micros in range(1, CUTS + 1)]
+        found.append([final_gradients(learner, cut) for cut in cuts])
+        run_batch(learner, cuts[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Gradients]]:
+    folder = tmp_path_factory.mktemp("sync")
+    path = save_tiny_model(folder / "model")
+    batches, gradients = synchronous_loop(path)
+    torch.save((path, batches), folder / "recorded.pt")
+    return folder, gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_are_those_of_the_synchronous_loop(
+    recorded: tuple[Path, list[Gradients]], ranks: int
+) -> None:
+    folder, wanted = recorded
+    found = run_ranks(ranks, replay, folder / f"{ranks}-ranks")
+    for step in range(STEPS):
+        for cut in range(CUTS):
+            assert difference(found[step][cut], wanted[step]) < TOLERANCE, (step, cut)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 0.25, -1.0, 1 + 1e-6])
+def test_the_comparison_has_power(recorded: tuple[Path, list[Gradients]], factor: float) -> None:
+    """A wrong scale, a division by the ranks or a wrong sign would be seen."""
+    for wanted in recorded[1]:
+        mutated = {name: gradient * factor for name, gradient in wanted.items()}
+        assert difference(mutated, wanted) > TOLERANCE
+
+
+def without_world_factor(world: World, folder: Path) -> Any:
+    """A learner that forgets that FSDP2 averages over ranks."""
+    path, batches = torch.load(folder.parent / "recorded.pt", weights_only=False)
+    learner = make_learner(tiny_config(path, buffer={"max_staleness": 0}), world)
+    learner.averaging = 1
+    return final_gradients(learner, random_cut(batches[0], world.size, 2, seed=0))
+
+
+def test_forgetting_the_average_over_ranks_is_caught(recorded: tuple[Path, list[Gradients]]) -> None:
+    folder, wanted = recorded
+    found = run_ranks(2, without_world_factor, folder / "mutant")
+    assert difference(found, wanted[0]) > TOLERANCE
+    assert difference({name: 2 * g for name, g in found.items()}, wanted[0]) < TOLERANCE
