@@ -62,6 +62,7 @@ def environment(place: Place) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",  # progress bars make a log unreadable
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -28,9 +28,6 @@ class ProcessHandle(Protocol):
 
     name: str
 
-    @property
-    def pid(self) -> int: ...
-
     def poll(self) -> int | None: ...
 
     def terminate(self) -> None: ...

@@ -137,6 +137,7 @@ class Session:
                     message.phase, message.step, message.total_steps, message.gauges, message.waits
                 )
             case StepReport():
+                self._running = True
                 self._view.step(message.step, message.metrics)
                 self._on_step(message.step, message.metrics)
             case RunEnd():

@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch import placement, preflight
 from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.process import COMPLETED, Spawn
+from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.console import Console, open_console, print_summary
@@ -102,9 +102,9 @@ def _remove_shared_weights(config: RunConfig, run_dir: Path) -> None:
 
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
-    """Say how it ended, and draw it."""
+    """Say how it ended, and draw it. Who interrupts a run does not want to wait for a picture."""
     summary = read_summary(run_dir)
-    if summary and config.observe.plot:
+    if summary and config.observe.plot and code != INTERRUPTED:
         from asyncrl.observe.plot import draw
 
         draw(run_dir)

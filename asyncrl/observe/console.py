@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -77,7 +77,7 @@ class Console:
     def note(self, text: str) -> None:
         """An event worth a line in every mode but off."""
         if self.mode != "off":
-            self.terminal.print(escape(text), highlight=False, soft_wrap=True)
+            self._print(text)
 
     def fail(self, text: str) -> None:
         """Why the run failed, on standard error, in every mode."""
@@ -90,6 +90,11 @@ class Console:
     def _line(self, text: str) -> None:
         if self.mode == "plain":
             self._line_at = time.monotonic()
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """A reader that has gone away (`asyncrl train | head`) must not end a run."""
+        with suppress(OSError):
             self.terminal.print(escape(text), highlight=False, soft_wrap=True)
 
 
@@ -151,8 +156,12 @@ def plain_line(picture: Picture) -> str:
         for label, name, form in FIGURES
         if (value := picture.get(name)) is not None and not name.startswith("val-core/")
     ]
-    waits = f" | waits: {'; '.join(picture.waits[:3])}" if picture.waits else ""
-    return f"[{picture.phase}] step {picture.step}/{picture.total} | {', '.join(known)}{waits}"
+    parts = [f"[{picture.phase}] step {picture.step}/{picture.total}"]
+    if known and picture.phase != "starting":
+        parts.append(", ".join(known))
+    if picture.waits:
+        parts.append(f"waits: {'; '.join(picture.waits[:3])}")
+    return " | ".join(parts)
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
