@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import zmq
+
 from asyncrl.transport.messages import (
     Ack,
     Assign,
@@ -45,8 +47,9 @@ class FakeCoordinator:
         self._open()
 
     def _open(self) -> None:
-        self.control = Hub(self.endpoints.control, ToCoordinatorControl)
-        self.bulk = Hub(self.endpoints.bulk, ToCoordinatorBulk)
+        self._context = zmq.Context()
+        self.control = Hub(self.endpoints.control, ToCoordinatorControl, self._context)
+        self.bulk = Hub(self.endpoints.bulk, ToCoordinatorBulk, self._context)
         self.poller = Poller(self.control, self.bulk)
 
     def restart(self) -> None:
@@ -56,8 +59,8 @@ class FakeCoordinator:
         self._open()
 
     def close(self) -> None:
-        for hub in (self.control, self.bulk):
-            hub.socket.close(linger=0)
+        """Returns when the ports are free again."""
+        self._context.destroy(linger=0)
 
     # -- sending -----------------------------------------------------------------------------------
 
