@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.tools import Tool, call_tool, load_tool, tool, unknown_tool
+from asyncrl.types import ToolCall, ToolReply
+
+
+def run(subject: Tool, arguments: str, timeout: float = 5.0) -> ToolReply:
+    return asyncio.run(call_tool(subject, ToolCall(subject.name, arguments), timeout))
+
+
+@tool
+def lookup(word: str, kind: Literal["noun", "verb"] = "noun", limit: int = 3) -> list[str]:
+    """Look a word up.
+
+    Longer explanation that the model is spared.
+
+    Args:
+        word: what to look up
+        limit (int): how many
+    """
+    return [f"{kind} {word}"] * limit
+
+
+def test_schema_comes_from_signature_and_docstring() -> None:
+    assert lookup.name == "lookup"
+    assert lookup.schema == {
+        "type": "function",
+        "function": {
+            "name": "lookup",
+            "description": "Look a word up.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "word": {"description": "what to look up", "type": "string"},
+                    "kind": {"enum": ["noun", "verb"], "default": "noun"},
+                    "limit": {"description": "how many", "type": "integer", "default": 3},
+                },
+                "required": ["word"],
+            },
+        },
+    }
+
+
+def test_results_are_text_or_json() -> None:
+    assert run(lookup, '{"word": "run", "limit": "2"}').content == '["noun run", "noun run"]'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("{}", "missing required field `word`"),
+        ('{"word": 3}', "Expected `str`"),
+        ('{"word": "a", "kind": "verse"}', "Invalid enum value 'verse'"),
+        ('{"word": "a", "wrod": "b"}', "unknown field `wrod`"),
+        ("nonsense", "malformed"),
+    ],
+)
+def test_bad_arguments_are_a_reply(arguments: str, complaint: str) -> None:
+    reply = run(lookup, arguments)
+    assert reply.error is not None
+    assert complaint in reply.error
+    assert reply.content == f"error: {reply.error}"
+
+
+def test_an_exception_is_a_reply() -> None:
+    @tool
+    async def broken() -> str:
+        raise RuntimeError("out of\npaper")
+
+    assert run(broken, "{}").error == "RuntimeError: out of paper"
+
+
+def test_the_tools_own_timeout_error_is_not_the_deadline() -> None:
+    @tool
+    def impatient() -> str:
+        raise TimeoutError("remote host")
+
+    assert run(impatient, "{}").error == "TimeoutError: remote host"
+
+
+def test_deadline_of_the_tool_wins_over_the_default() -> None:
+    @tool(timeout=0.01)
+    async def forever() -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    assert run(forever, "{}", timeout=100).error == "no reply within 0.01 s"
+
+
+def test_deadline_abandons_a_blocking_tool() -> None:
+    release = threading.Event()
+
+    @tool(blocking=True)
+    def stuck() -> str:
+        release.wait(30)
+        return "late"
+
+    async def main() -> ToolReply:
+        try:
+            return await call_tool(stuck, ToolCall("stuck", "{}"), 0.01)
+        finally:
+            release.set()  # or the loop would wait for its threads
+
+    assert asyncio.run(main()).error == "no reply within 0.01 s"
+
+
+def test_cancellation_travels_on() -> None:
+    @tool
+    async def forever() -> str:
+        await asyncio.Event().wait()
+        return "never"
+
+    async def main() -> None:
+        task = asyncio.create_task(call_tool(forever, ToolCall("forever", "{}")))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+
+
+def test_replies_are_bounded() -> None:
+    @tool(max_chars=60)
+    def verbose(size: int) -> str:
+        return "x" * size
+
+    assert run(verbose, '{"size": 60}').content == "x" * 60
+    long = run(verbose, '{"size": 61}').content
+    assert len(long) == 60
+    assert long.endswith("x [cut: 61 characters]")
+
+
+def test_unknown_tools_are_answered_with_the_known_ones() -> None:
+    reply = unknown_tool(ToolCall("add", "{}"), ["sub", "mul"])
+    assert reply.content == "error: unknown tool 'add'; there are: mul, sub"
+    assert reply.error
+
+
+def test_load_from_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from asyncrl.tools import Tool, tool\n"
+        "@tool(replay='no')\n"
+        "def ready(x: int) -> int: return x + 1\n"
+        "def scaled(by: int = 2) -> Tool:\n"
+        "    @tool\n"
+        "    def scale(x: int) -> int: return by * x\n"
+        "    return scale\n"
+        "def plain(x: int) -> int: return x\n"
+    )
+    assert load_tool(f"{file}:ready").replay == "no"
+    assert run(load_tool(f"{file}:scaled", by=5), '{"x": 3}').content == "15"
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("plain", {}, "decorate it"),
+        ("scaled", {"bye": 1}, "unexpected keyword"),
+        ("ready", {"by": 1}, "takes no arguments"),
+        ("raedy", {}, "did you mean ready"),
+    ]
+    for name, arguments, complaint in refused:
+        with pytest.raises(ConfigError, match=complaint):
+            load_tool(f"{file}:{name}", **arguments)
+
+
+def test_tools_need_annotations_and_named_parameters() -> None:
+    with pytest.raises(ConfigError, match="'x' needs a type annotation"):
+        tool(lambda x: x)
+    with pytest.raises(ConfigError, match="cannot be passed by name"):
+
+        @tool
+        def variadic(*numbers: int) -> int:
+            return sum(numbers)

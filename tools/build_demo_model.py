@@ -1,0 +1,274 @@
+"""Build the start checkpoint of the calculator example from nothing: a tokenizer and a tiny Qwen2.
+
+    python tools/build_demo_model.py --out examples/multiturn/calculator/model
+
+Two supervised stages. First clean demonstrations, from one operation to six, until the loss says that
+copying digits and counting operations have formed: they form suddenly and depend on the seed, so an
+attempt that does not get there is given up for another seed. Then a short noisy stage in which each
+decision to call the calculator is, at random, replaced by a guessed answer: the model stays able to use
+the tool but is tempted not to. Undoing that is what is left for reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from demo_task import CALCULATOR, GUESS, IGNORE, Encoder, build_tokenizer
+from prepare_chain_math import SHARES, Chain, make_chain
+from torch.nn.functional import cross_entropy
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.rewards import final_number
+from asyncrl.rollout.parsers import hermes
+from asyncrl.tools import call_tool
+
+STARTED = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and gates of one build. Losses are moving averages over model tokens, in nats."""
+
+    longest: int = 6  # operations
+    vocabulary: int = 640
+    width: int = 64
+    layers: int = 4
+    heads: int = 4
+    batch: int = 32
+    rate: float = 2e-3
+    advance: float = 0.05  # loss at which chains get one operation longer
+    formed: float = 0.03  # loss at the full length at which the learning rate starts to decay
+    settle: int = 1500  # steps of that decay
+    patience: int = 6000  # steps without forming after which an attempt is given up
+    attempts: int = 4
+    clean_success: float = 0.95  # sampled, for every number of operations
+    noisy_steps: int = 200
+    noisy_rate: float = 1e-3
+    least_success: float = 0.2  # under this RL has too little to start from: no model is written
+    episodes: int = 256  # of each evaluation
+
+
+def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=plan.width,
+            intermediate_size=2 * plan.width,
+            num_hidden_layers=plan.layers,
+            num_attention_heads=plan.heads,
+            num_key_value_heads=plan.heads,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def train(
+    model: Qwen2ForCausalLM,
+    data: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    optimizer: torch.optim.Optimizer,
+    rates: Iterable[float],
+) -> Iterator[float]:
+    """One step per learning rate; yields each step's loss over the model's tokens."""
+    model.train()
+    for rate, (ids, labels) in zip(rates, data, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        kept = labels[:, 1:] != IGNORE  # the head is the widest layer: only where it is needed
+        loss = cross_entropy(model.lm_head(hidden[kept]), labels[:, 1:][kept])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield loss.item()
+
+
+class Average:
+    """Moving average of the last ~50 losses."""
+
+    def __init__(self, start: float = 5.0) -> None:
+        self.value = start
+        self.count = 0
+
+    def add(self, loss: float) -> float:
+        self.count += 1
+        self.value += (loss - self.value) / min(self.count, 50)
+        return self.value
+
+
+def clean_stage(plan: Plan, encoder: Encoder, model: Qwen2ForCausalLM, seed: int) -> bool:
+    """Learn the task. False: it did not form within the plan's patience."""
+    rng = random.Random(seed)
+    optimizer = _adam(model)
+    step = 0
+    for longest in range(1, plan.longest + 1):
+        data = encoder.batches(rng, list(range(1, longest + 1)), {}, plan.batch)
+        average = Average()
+        gate = plan.advance if longest < plan.longest else plan.formed
+        rates = (plan.rate * min(1.0, at / 100) for at in itertools.count(step + 1))
+        for loss in train(model, data, optimizer, rates):
+            step += 1
+            average.add(loss)
+            if step % 250 == 0:
+                log(f"step {step}: chains up to {longest}, loss {average.value:.4f}")
+            if step >= plan.patience:
+                return False
+            if average.count >= 50 and average.value < gate:
+                break
+        log(f"step {step}: chains up to {longest} formed, loss {average.value:.4f}")
+    for loss in train(model, data, optimizer, _decay(plan.rate, plan.settle)):
+        average.add(loss)
+    log(f"settled after {plan.settle} more steps, loss {average.value:.5f}")
+    return True
+
+
+def noisy_stage(plan: Plan, encoder: Encoder, model: Qwen2ForCausalLM, seed: int) -> None:
+    """Learn the temptation: see GUESS."""
+    lengths = list(range(1, plan.longest + 1))
+    data = encoder.batches(random.Random(-seed - 1), lengths, GUESS, plan.batch)
+    losses = list(train(model, data, _adam(model), _decay(plan.noisy_rate, plan.noisy_steps)))
+    log(f"noisy stage: {plan.noisy_steps} steps, loss {sum(losses[-50:]) / 50:.3f}")
+
+
+@torch.inference_mode()
+def evaluate(
+    model: Qwen2ForCausalLM, encoder: Encoder, chains: list[Chain], *, greedy: bool, seed: int = 0
+) -> dict[int, float]:
+    """Success by number of operations, in real episodes: the model's text is parsed, the tool is run."""
+    torch.manual_seed(seed)
+    model.eval()
+    texts = [encoder.prompt(chain) for chain in chains]
+    answers = [""] * len(chains)
+    live = list(range(len(chains)))
+    for _ in range(max(len(chain.values) for chain in chains) + 2):
+        turns = _generate(model, encoder, [texts[row] for row in live], greedy)
+        calling = []
+        for row, turn in zip(live, turns, strict=True):
+            answers[row] = encoder.chat.decode(turn)
+            calls = hermes(answers[row]).calls
+            if calls and turn[-1] in encoder.chat.stop_ids:
+                reply = asyncio.run(call_tool(CALCULATOR, calls[0]))
+                texts[row] += [*turn, *encoder.reply(reply.content, reply.call)]
+                calling.append(row)
+        live = calling
+        if not live:
+            break
+    scores = defaultdict(list)
+    for chain, answer in zip(chains, answers, strict=True):
+        scores[len(chain.values)].append(final_number("chain_math", answer, str(chain.values[-1])))
+    return {length: sum(found) / len(found) for length, found in sorted(scores.items())}
+
+
+def _generate(
+    model: Qwen2ForCausalLM, encoder: Encoder, texts: list[list[int]], greedy: bool
+) -> list[list[int]]:
+    """The model's next turn for each text, at temperature 1, cut after its stop id."""
+    width = max(map(len, texts))
+    pad = encoder.tokenizer.pad_token_id
+    ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    options = {"do_sample": not greedy, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=32, pad_token_id=pad, eos_token_id=list(encoder.chat.stop_ids), **options
+    )
+    out = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    return [_until(turn, encoder.chat.stop_ids) for turn in out]
+
+
+def report(title: str, success: dict[int, float]) -> float:
+    """Print success by number of operations; the mean weighted by the task's SHARES."""
+    weights = [SHARES[length] for length in success]
+    mean = sum(s * w for s, w in zip(success.values(), weights, strict=True)) / sum(weights)
+    log(f"{title}: {mean:.3f}  " + "  ".join(f"{length} ops {s:.3f}" for length, s in success.items()))
+    return mean
+
+
+def attempt(plan: Plan, encoder: Encoder, seed: int) -> Qwen2ForCausalLM | None:
+    """A start checkpoint, or None if this seed did not lead to one."""
+    model = build_model(plan, encoder.tokenizer, seed)
+    if not clean_stage(plan, encoder, model, seed):
+        log(f"seed {seed} did not form within {plan.patience} steps")
+        return None
+    rng = random.Random(0)
+    lengths = range(1, plan.longest + 1)
+    chains = [make_chain(rng, length) for length in lengths for _ in range(plan.episodes // plan.longest)]
+    clean = evaluate(model, encoder, chains, greedy=False)
+    report("clean, sampled", clean)
+    if min(clean.values()) < plan.clean_success:
+        log(f"seed {seed}: success under {plan.clean_success} somewhere")
+        return None
+    noisy_stage(plan, encoder, model, seed)
+    sampled = report("start, sampled", evaluate(model, encoder, chains, greedy=False))
+    report("start, greedy", evaluate(model, encoder, chains, greedy=True))
+    if sampled < plan.least_success:
+        log(f"seed {seed}: sampled success {sampled:.3f} is under {plan.least_success}")
+        return None
+    return model
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+
+
+def log(line: str) -> None:
+    print(f"[{time.perf_counter() - STARTED:6.0f} s] {line}", flush=True)
+
+
+def _adam(model: Qwen2ForCausalLM) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+
+
+def _decay(rate: float, steps: int) -> Iterator[float]:
+    """Linear, from `rate` to nearly 0."""
+    return (rate * (1 - step / steps) for step in range(steps))
+
+
+def _until(turn: list[int], stops: tuple[int, ...]) -> list[int]:
+    ends = [at for at, token in enumerate(turn) if token in stops]
+    return turn[: ends[0] + 1] if ends else turn
+
+
+def main() -> int:
+    defaults = Plan()
+    parser = argparse.ArgumentParser(description="Build the start checkpoint of the calculator example.")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="of the first attempt")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads")
+    for field in fields(Plan):
+        default = getattr(defaults, field.name)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(default), default=default)
+    args = vars(parser.parse_args())
+    torch.set_num_threads(args["threads"])
+    plan = Plan(**{field.name: args[field.name] for field in fields(Plan)})
+    encoder = Encoder(build_tokenizer(plan.vocabulary))
+    log(f"tokenizer: {len(encoder.tokenizer)} tokens")
+    for seed in range(args["seed"], args["seed"] + plan.attempts):
+        if model := attempt(plan, encoder, seed):
+            save(model, encoder.tokenizer, args["out"])
+            log(f"wrote {args['out']} ({model.num_parameters():,} parameters, seed {seed})")
+            return 0
+    print("no attempt succeeded: nothing was written; try other seeds or more patience", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
