@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 import re
+import threading
 import time
 import typing
 from collections.abc import Callable
@@ -90,7 +91,7 @@ async def call_tool(tool: Tool, call: ToolCall, default_timeout: float = 30.0) -
             content = _text(await _run(tool, call.arguments))
     except msgspec.MsgspecError as problem:
         error = content = f"bad arguments for {tool.name}: {one_line(problem)}"
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         late = isinstance(problem, TimeoutError) and deadline.expired()
         error = content = f"no reply within {limit:g} s" if late else one_line(problem)
     if error is not None:
@@ -127,9 +128,38 @@ async def _run(tool: Tool, arguments: str) -> Any:
     checked = msgspec.json.decode(arguments or "{}", type=tool.arguments, strict=False)
     keywords = msgspec.structs.asdict(checked)
     if tool.blocking:
-        return await asyncio.to_thread(tool.function, **keywords)
+        return await _in_thread(lambda: tool.function(**keywords))
     result = tool.function(**keywords)
     return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Run in a thread of its own: one that never returns costs that thread, neither a place in a pool nor
+    the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():  # abandoned at the deadline
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as problem:
+            error = problem
+        except BaseException as problem:  # a SystemExit ends this thread only
+            error = RuntimeError(one_line(problem))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True, name="tool").start()
+    return await future
 
 
 def _text(value: Any) -> str:

@@ -103,13 +103,26 @@ def test_deadline_abandons_a_blocking_tool() -> None:
         release.wait(30)
         return "late"
 
-    async def main() -> ToolReply:
-        try:
-            return await call_tool(stuck, ToolCall("stuck", "{}"), 0.01)
-        finally:
-            release.set()  # or the loop would wait for its threads
+    assert run(stuck, "{}", timeout=0.01).error == "no reply within 0.01 s"
+    release.set()
 
-    assert asyncio.run(main()).error == "no reply within 0.01 s"
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_tool_cannot_end_the_worker(blocking: bool) -> None:
+    @tool(blocking=blocking)
+    def quitter() -> str:
+        raise SystemExit(3)
+
+    assert "SystemExit: 3" in (run(quitter, "{}").error or "")
+
+
+def test_a_blocking_tool_gives_back_its_result_or_its_error() -> None:
+    @tool(blocking=True)
+    def half(x: int) -> float:
+        return 1 / x
+
+    assert run(half, '{"x": 2}').content == "0.5"
+    assert run(half, '{"x": 0}').error == "ZeroDivisionError: division by zero"
 
 
 def test_cancellation_travels_on() -> None:
