@@ -11,7 +11,7 @@ from asyncrl.engines.base import Sampling
 from asyncrl.engines.sampler import Params, mixed
 from asyncrl.engines.slots import Board, Group, Layout, reach
 
-_SPARSE = 2  # rows are read in place up to the highest one, unless fewer than 1/2 of those decode
+_SPARSE = 2  # rows are read in place up to the highest one, if at least 1/2 of those decode
 
 
 class Chunk(NamedTuple):
@@ -81,15 +81,15 @@ class Knobs:
 def build(board: Board, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]) -> Plan:
     """One token for every live row (`live` [slots] is 1), and the chunks. `lengths` [slots] counts the known
     ids of live rows; the last of them is the one to forward."""
-    rows, in_place = _decode_rows(live)
+    rows = _decode_rows(live)
     active = live[rows]
-    spans = [(rows, np.where(active == 1, lengths[rows] - 1, board.scratch)[:, None], in_place)]
+    spans = [(rows, np.where(active == 1, lengths[rows] - 1, board.scratch)[:, None])]
     last = [chunk for chunk in chunks if chunk.last]
     samples = np.concatenate([rows, np.array([chunk.row for chunk in last], dtype=np.int64)])
     keep = None
     if chunks:
         filling = _fill_positions(chunks, board.scratch)
-        spans.append((np.array([chunk.row for chunk in chunks]), filling, False))
+        spans.append((np.array([chunk.row for chunk in chunks]), filling))
         width = filling.shape[1]
         ends = [len(rows) + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
         keep = _tensor(np.array([*range(len(rows)), *ends], dtype=np.int64), board.device)
@@ -104,12 +104,12 @@ def build(board: Board, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chu
     )
 
 
-def _decode_rows(live: np.ndarray) -> tuple[np.ndarray, bool]:
-    """The rows to decode and whether they are read in place. Reading in place saves a copy of the KV, and
-    pays for the rows in between that sit out."""
+def _decode_rows(live: np.ndarray) -> np.ndarray:
+    """The live rows, filled up with the rows below the highest one: that saves a copy of the KV, and pays for
+    the rows that sit out."""
     rows = np.flatnonzero(live)
     top = int(rows[-1]) + 1 if len(rows) else 0
-    return (np.arange(top), True) if top <= _SPARSE * len(rows) else (rows, False)
+    return np.arange(top) if top <= _SPARSE * len(rows) else rows
 
 
 def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
@@ -120,13 +120,14 @@ def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
     return np.where(positions < end, positions, scratch)
 
 
-def _layout(board: Board, spans: list[tuple[np.ndarray, np.ndarray, bool]]) -> Layout:
-    """Pack (rows [r], positions [r, width], read in place) one after another."""
-    flat = _tensor(np.concatenate([at.reshape(-1) for _, at, _ in spans]), board.device)
-    cells = np.concatenate([(rows[:, None] * board.columns + at).reshape(-1) for rows, at, _ in spans])
+def _layout(board: Board, spans: list[tuple[np.ndarray, np.ndarray]]) -> Layout:
+    """Pack (rows [r], positions [r, width]) one after another. Adjacent rows are read in place."""
+    flat = _tensor(np.concatenate([at.reshape(-1) for _, at in spans]), board.device)
+    cells = np.concatenate([(rows[:, None] * board.columns + at).reshape(-1) for rows, at in spans])
     groups, start = [], 0
-    for rows, positions, in_place in spans:
-        index = slice(0, len(rows)) if in_place else _tensor(rows, board.device)
+    for rows, positions in spans:
+        adjacent = bool((np.diff(rows) == 1).all())
+        index = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else _tensor(rows, board.device)
         longest = int(positions[positions < board.scratch].max()) + 1
         at = flat[start : start + positions.size].view(positions.shape)
         groups.append(Group(start, index, at, reach(longest, board.max_len)))

@@ -1,6 +1,6 @@
 """Throughput of the embedded engine on one thread: generated tokens per second, median of repeats.
 
-    python tools/bench/engine.py [--repeats 5] [--hidden 128] [--layers 4] [--continuous]
+    python tools/bench/engine.py [--repeats 5] [--hidden 128] [--layers 4] [--kv-heads 4] [--continuous]
 
 Compared with `model.generate` at equal lengths (which flatters it: its rows neither join nor leave) and, with
 --continuous, with transformers' continuous batching. Time is CPU time of this process: other jobs on the
@@ -31,7 +31,7 @@ PROMPT, NEW = 64, 128
 TURNS, DELTA, TURN_NEW = 6, 12, 30
 
 
-def build(hidden: int, layers: int) -> LlamaForCausalLM:
+def build(hidden: int, layers: int, kv_heads: int) -> LlamaForCausalLM:
     """A random Llama: 0.85M parameters with the defaults."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -39,7 +39,7 @@ def build(hidden: int, layers: int) -> LlamaForCausalLM:
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=4,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
@@ -127,12 +127,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--kv-heads", type=int, default=4, help="of 4 heads; fewer read less memory per token"
+    )
     parser.add_argument("--continuous", action="store_true", help="also transformers' continuous batching")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    plain = build(args.hidden, args.layers)
+    shape = (args.hidden, args.layers, args.kv_heads)
+    plain = build(*shape)
     loop = asyncio.new_event_loop()
-    engine = TorchEngine(build(args.hidden, args.layers), slots=64, max_len=512, max_batch_tokens=4096)
+    engine = TorchEngine(build(*shape), slots=64, max_len=512, max_batch_tokens=4096)
     size = sum(parameter.numel() for parameter in plain.parameters()) / 1e6
     print(f"{size:.2f}M parameters, {PROMPT} prompt + {NEW} new tokens")
 
