@@ -1,0 +1,120 @@
+"""Write docs/configuration.md from asyncrl/config.py: the string under a field is its documentation.
+
+python tools/make_config_docs.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl import config
+from asyncrl.config import RunConfig
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+HEAD = """\
+# Configuration
+
+Generated from `asyncrl/config.py` by `make docs`; do not edit. Set a key with `key=value` on the command
+line, for example `asyncrl train buffer.max_staleness=2`, or in a file of a group in `configs/`. An unknown
+key or a value out of bounds ends the command with exit code 2 before any process starts.
+"""
+BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
+    text = render()
+    if parser.parse_args().check:
+        if TARGET.exists() and TARGET.read_text() == text:
+            return 0
+        print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
+        return 1
+    TARGET.write_text(text)
+    return 0
+
+
+def render() -> str:
+    """The whole document."""
+    sections = [("The run", RunConfig, "")]
+    for field in msgspec.structs.fields(RunConfig):
+        if _is_section(field.type):
+            sections.append((f"`{field.name}`", field.type, f"{field.name}."))
+    count = sum(len(_plain_fields(kind)) for _, kind, _ in sections)
+    parts = [HEAD, f"{count} keys.\n", *(_section(*section) for section in sections)]
+    return "\n".join(parts)
+
+
+def _section(title: str, kind: type[msgspec.Struct], prefix: str) -> str:
+    docs, hints = field_docs(kind), typing.get_type_hints(kind, include_extras=True)
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in _plain_fields(kind):
+        cells = (f"`{prefix}{field.name}`", type_text(hints[field.name]), _default(field), docs[field.name])
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return f"## {title}\n\n{inspect.getdoc(kind)}\n\n" + "\n".join(rows) + "\n"
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string literal after each annotated field. KeyError later on for a field that has none."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, after in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+            assert isinstance(field.target, ast.Name) and isinstance(after.value, ast.Constant)
+            docs[field.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def type_text(hint: Any) -> str:
+    """A type with its bounds, as a person writes it: `int ≥ 1`, `"mask" | "hold"`, `list of str`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        meta = arguments[1]
+        bounds = [text.format(getattr(meta, name)) for name, text in BOUNDS.items() if _set(meta, name)]
+        if _set(meta, "min_length"):
+            bounds.append("not empty")
+        return f"{type_text(arguments[0])} {', '.join(bounds)}"
+    if origin is typing.Literal:
+        return " | ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("null" if part is type(None) else type_text(part) for part in arguments)
+    if origin is list:
+        return f"list of {type_text(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(type_text, arguments))}]"
+    if origin is dict:
+        return f"mapping of {type_text(arguments[1])}"
+    return hint.__name__
+
+
+def _plain_fields(kind: type[msgspec.Struct]) -> list[msgspec.structs.FieldInfo]:
+    return [field for field in msgspec.structs.fields(kind) if not _is_section(field.type)]
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, config.Section)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+def _set(meta: msgspec.Meta, name: str) -> bool:
+    return getattr(meta, name) is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
