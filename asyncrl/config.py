@@ -92,6 +92,8 @@ class EngineConfig(Section, frozen=True):
 
     name: Text = "torch"
     """Registered engine. `torch` is embedded in the rollout worker."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the embedded engine computes."""
     max_batch_tokens: Positive = 4096
     """Prompt tokens that the embedded engine prefills at most between two decode steps."""
 

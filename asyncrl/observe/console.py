@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.summary import GREEDY, SAMPLED, identity_line
+from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, identity_line
 
 LINE_EVERY = 5.0  # seconds between plain lines
 
@@ -114,7 +114,7 @@ def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, tota
 # -- what is shown ---------------------------------------------------------------------------------
 
 FIGURES = (
-    ("reward", "critic/score/mean", ".3f"),
+    ("reward", REWARD, ".3f"),
     ("success (sampled)", SAMPLED, ".1%"),
     ("success (greedy)", GREEDY, ".1%"),
     ("tool calls/episode", "tool_call_counts/mean", ".2f"),

@@ -14,7 +14,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "reward and held-out success",
         (
-            ("critic/score/mean", "reward (trained)", "-"),
+            ("rollout/score/mean", "reward (all landed)", "-"),
             (SAMPLED, "success, sampled", "o-"),
             (GREEDY, "success, greedy", "s--"),
         ),

@@ -13,6 +13,7 @@ Row = Mapping[str, float]
 
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
 SAMPLED, GREEDY = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
+REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 VALIDATED = "val-aux/policy_version"
 
 
@@ -28,8 +29,8 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     return {
         "steps": int(steps[-1]["training/step"]) if steps else 0,
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
-        "reward_first": _mean(steps[:edge], "critic/score/mean"),
-        "reward_last": _mean(steps[-edge:], "critic/score/mean"),
+        "reward_first": _mean(steps[:edge], REWARD),
+        "reward_last": _mean(steps[-edge:], REWARD),
         "success_before": _edge(validations, SAMPLED, 0),
         "success_after": sampled[-1] if len(sampled) > 1 else None,
         "greedy_before": _edge(validations, GREEDY, 0),
@@ -48,6 +49,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
         "flow": dict(flow),
         "conserved": conserved,
+        "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),
     }
 
 

@@ -99,7 +99,12 @@ class Coordinator:
         self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
         self.core = build_core(config, self.run_dir, Outbox(self.control, self.bulk))
         self.validation: Validation
-        self.workers = WorkerDesk(self.core, self._landed, lambda w, m: self.validation.record(w, m))
+        self.workers = WorkerDesk(
+            self.core,
+            self._landed,
+            on_eval=lambda worker, message: self.validation.record(worker, message),
+            eval_wanted=lambda attempt: self.validation.wanted(attempt),
+        )
         self.trainer = TrainerDesk(self.core, self._committed)
         test = load_samples(config.data.test) if config.data.test else []
         self.validation = Validation(self.core, self.workers, test)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig, RunConfig
@@ -42,13 +43,16 @@ def engine_factory(config: RunConfig) -> Callable[[], Engine]:
     """See `Parts.build`."""
     if config.engine.name in BUILT_IN:
         importlib.import_module(BUILT_IN[config.engine.name])
-    factory = engines.load(config.engine.name)
+    factory, device = engines.load(config.engine.name), config.engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return lambda: factory(
         model_path=config.model.path,
         dtype=config.model.dtype,
         slots=config.rollout.slots,
         max_len=config.rollout.max_tokens,
         max_batch_tokens=config.engine.max_batch_tokens,
+        device=device,
     )
 
 

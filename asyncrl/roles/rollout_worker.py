@@ -225,7 +225,8 @@ class Worker:
     async def _hello(self) -> None:
         self.outbox.pause()
         slots, version = self.config.rollout.slots, self.lanes["train"].version
-        await self._control.send(WorkerHello(self.index, self.incarnation, slots, version, os.getpid()))
+        hello = WorkerHello(self.index, self.incarnation, slots, version, os.getpid(), self.outbox.acked)
+        await self._control.send(hello)
 
     def _heartbeat(self) -> Heartbeat:
         """Attempts whose records are on their way are still held: nobody else may start them."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -329,8 +328,6 @@ class TrainerRank:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close(self.config.launch.stop_timeout / 2)
-            if self._publisher.directory.parent != self.run_dir:
-                shutil.rmtree(self._publisher.directory, ignore_errors=True)
         self.timeline.close()
         self.control.close()
         self.bulk.close()

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.roles.core import Core, log
-from asyncrl.roles.worker_desk import Record, Worker, WorkerDesk, sampling_key
-from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, LoadWeights
+from asyncrl.roles.worker_desk import EVAL, Record, Worker, WorkerDesk, sampling_key
+from asyncrl.transport.messages import Assign, Attempt, Cancel, Failed, Finished, LoadWeights
 from asyncrl.types import Sample
 from asyncrl.weights.manifest import WeightsRef
 
@@ -32,12 +32,10 @@ class Session:
     final: bool
     queue: list[str]
     deadline: float
-    running: dict[str, bytes] = field(default_factory=dict)
+    running: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # uid -> (worker, assign seq)
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     scores: dict[str, Finished] = field(default_factory=dict)
     failed: int = 0
-    loading: set[bytes] = field(default_factory=set)
-    transcripts: list[tuple[str, Finished]] = field(default_factory=list)
 
 
 class Validation:
@@ -53,7 +51,7 @@ class Validation:
         count = min(count, len(self.samples))
         if self.session is not None or self.core.latest is None or count == 0:
             return False
-        queue = [f"val{step}/{mode}/{row}" for row in range(count) for mode in MODES]
+        queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
         queue.reverse()
         ref = self._pin(self.core.latest)
         deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
@@ -74,7 +72,7 @@ class Validation:
             return
         for worker in self.desk.workers.values():
             if worker.eval_version != session.ref.order:
-                self._load(session, worker)
+                self._load(session, worker, now)
                 continue
             share = 1.0 if exclusive else self.core.config.validation.max_share
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
@@ -102,18 +100,28 @@ class Validation:
     def busy(self) -> bool:
         return self.session is not None
 
-    def _load(self, session: Session, worker: Worker) -> None:
-        if worker.peer not in session.loading:
-            session.loading.add(worker.peer)
+    def wanted(self, attempt: Attempt) -> bool:
+        """True for an attempt of the session under way."""
+        session = self.session
+        return (
+            session is not None
+            and attempt.uid in session.running
+            and session.attempts[attempt.uid] == attempt.attempt
+        )
+
+    def _load(self, session: Session, worker: Worker, now: float) -> None:
+        """Send the pinned version; again after a refusal or a long silence."""
+        if now - worker.eval_asked > self.core.config.weights.deadline:
+            worker.eval_asked = now
             self.core.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
 
     def _give(self, session: Session, worker: Worker) -> None:
         uid = session.queue.pop()
         _, mode, row = uid.split("/")
         attempt = session.attempts[uid]
-        session.running[uid] = worker.peer
         worker.eval_running += 1
         self.desk.assign_seq += 1
+        session.running[uid] = worker.peer, self.desk.assign_seq
         temperature = self.core.config.validation.temperature if mode == "sampled" else 0.0
         self.core.outbox.to_control(
             worker.peer,
@@ -129,15 +137,29 @@ class Validation:
 
     def _recover(self, session: Session) -> None:
         """Episodes of workers that are gone, or no longer hold them, are issued again."""
-        for uid, peer in list(session.running.items()):
+        for uid, (peer, seq) in list(session.running.items()):
             worker = self.desk.workers.get(peer)
-            if worker is None:
+            beat = worker.beat if worker is not None else None
+            dropped = (
+                beat is not None
+                and beat.assigned >= seq
+                and Attempt(uid, session.attempts[uid]) not in beat.held
+            )
+            if worker is None or dropped:
+                if worker is not None:
+                    worker.eval_running -= 1
                 del session.running[uid]
                 session.attempts[uid] += 1
                 session.queue.append(uid)
 
     def _end(self, session: Session) -> None:
         self.session = None
+        for uid, (peer, _) in session.running.items():  # an abandoned session's
+            if (worker := self.desk.workers.get(peer)) is not None:
+                worker.eval_running -= 1
+                self.core.outbox.to_control(peer, Cancel(Attempt(uid, session.attempts[uid])))
+        for worker in self.desk.workers.values():
+            worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session)))
         self._save(session)
         shutil.rmtree(session.ref.path, ignore_errors=True)

@@ -34,6 +34,7 @@ from asyncrl.transport.messages import (
 )
 from asyncrl.types import FailReason
 
+EVAL = "val"  # uids of validation episodes begin with it
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
 
 Record = Generated | Replied | Finished | Failed
@@ -46,10 +47,11 @@ class Worker:
     peer: bytes
     hello: WorkerHello
     seen: float
+    seq: int  # highest bulk record processed
     running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
-    seq: int | None = None  # highest bulk message processed
     beat: Heartbeat | None = None
     eval_version: tuple[int, int] | None = None
+    eval_asked: float = 0.0  # when its eval lane was last sent a version
     eval_running: int = 0
     quarantined: bool = False
 
@@ -63,18 +65,19 @@ class Worker:
 
 
 class WorkerDesk:
-    """Leases, assignments and records. `on_landed` is told of each finished episode,
-    `on_eval` of each record of a validation episode."""
+    """Leases, assignments and records. `on_landed` is told of each finished episode, `on_eval` of each
+    record of a validation episode; `eval_wanted` says whether such an attempt is current."""
 
     def __init__(
         self,
         core: Core,
         on_landed: Callable[[Episode, Finished], None],
         on_eval: Callable[[Worker, Record], None],
+        eval_wanted: Callable[[Attempt], bool],
     ) -> None:
-        self.core, self.on_landed, self.on_eval = core, on_landed, on_eval
+        self.core, self.on_landed, self.on_eval, self.eval_wanted = core, on_landed, on_eval, eval_wanted
         self.workers: dict[bytes, Worker] = {}
-        self.assign_seq = 0
+        self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
         self._acks: set[bytes] = set()
 
@@ -86,7 +89,7 @@ class WorkerDesk:
             self.lose(old, "replaced by a new process", now)
         if peer not in self.workers:
             log.info("worker %d joined with %d slots", message.index, message.slots)
-            self.workers[peer] = Worker(peer, message, now)
+            self.workers[peer] = Worker(peer, message, now, message.acked)
             self.core.ledger.join(peer.decode())
             self._adopt(self.workers[peer], now)
         self.workers[peer].seen = now
@@ -113,6 +116,20 @@ class WorkerDesk:
             overdue = now - sent > self.core.config.launch.lease
             if uid not in held and (arrived or overdue):
                 self._lose_episode(worker, uid, now)
+        for attempt in message.held:
+            if not self._wanted(worker, attempt):
+                self.core.outbox.to_control(peer, Cancel(attempt))
+
+    def _wanted(self, worker: Worker, attempt: Attempt) -> bool:
+        """False for an attempt that was given to somebody else, or given up, in the worker's absence."""
+        if attempt.uid.startswith(EVAL):
+            return self.eval_wanted(attempt)
+        episode = self.core.buffer.episodes.get(attempt.uid)
+        return (
+            episode is not None
+            and episode.attempt == attempt.attempt
+            and episode.worker == worker.hello.incarnation
+        )
 
     def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
         worker = self.workers.get(peer)
@@ -122,6 +139,8 @@ class WorkerDesk:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version, message.error)
             if message.lane == "train":
                 self.core.ledger.resend(peer.decode(), now + LOAD_RETRY)
+            else:
+                worker.eval_asked = 0.0
         elif message.lane == "eval":
             worker.eval_version = message.ref.order
         else:
@@ -150,14 +169,14 @@ class WorkerDesk:
         if worker is None:
             return  # unacknowledged: it is sent again after the hello
         worker.seen = now
-        if worker.seq is not None and message.seq > worker.seq + 1:
+        if message.seq > worker.seq + 1:
             return  # something in between was lost: wait for the resend
         self._acks.add(peer)
-        if worker.seq is not None and message.seq <= worker.seq:
+        if message.seq <= worker.seq:
             return
         worker.seq = message.seq
         self.core.progress(now)
-        if message.attempt.uid.startswith("val"):
+        if message.attempt.uid.startswith(EVAL):
             self.on_eval(worker, message)
             return
         episode = self.core.buffer.current(message.attempt.uid, message.attempt.attempt)
@@ -333,7 +352,7 @@ class WorkerDesk:
         """One cumulative ack per worker heard in this turn of the loop; it leaves after the commit."""
         for peer in self._acks:
             worker = self.workers.get(peer)
-            if worker is not None and worker.seq is not None:
+            if worker is not None:
                 self.core.outbox.to_bulk(peer, Ack(worker.seq))
         self._acks = set()
 

@@ -27,13 +27,15 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerHello(Message, frozen=True):
-    """First message of a worker process, repeated until welcomed."""
+    """First message of a worker process, repeated until welcomed, and after silence. `acked` is its highest
+    acknowledged bulk record: the next one to be sent follows it."""
 
     index: int
     incarnation: str
     slots: int
     version: int
     pid: int
+    acked: int = 0
 
 
 class Heartbeat(Message, frozen=True):

@@ -2,8 +2,9 @@
 
     python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
 
-Prints one row per run: success on held-out episodes before and after (sampled and greedy, with the lower end of
-the 95% Wilson interval), training time, lag, share of multi-version trajectories, and whether the flow added up.
+Prints one row per run: success on held-out episodes before and after (sampled and greedy, with the lower end
+of the 95% Wilson interval), training time, lag, share of multi-version trajectories, and whether the flow
+added up.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/bench/soak.py --minutes 30
 
-Samples the resident memory of every process twice a minute and compares the median of the minutes right after the
-warm-up with the median of the last ones.
+Samples the resident memory of every process and compares the median of the minutes right after the warm-up
+with the median of the last ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,164 @@
+"""Real runs of `asyncrl train` for the integration tests: small, with their processes in view."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from asyncrl.buffer.batches import Batch
+from asyncrl.trainer.checkpoint import CheckpointManifest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "buffer.groups_per_batch=4",
+    "buffer.episodes_per_group=4",
+    "rollout.slots=32",
+    "validation.final_samples=8",
+    "trainer.checkpoint_every=3",
+    "launch.lease=4",
+    "observe.plot=false",
+    "observe.console=plain",
+]
+
+
+class Run:
+    """One launch. Use as a context: whatever is left at the end is killed, by pid."""
+
+    def __init__(self, run_dir: Path, *overrides: str, name: str = "run") -> None:
+        self.path = run_dir / name
+        self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
+        command = [sys.executable, "-m", "asyncrl.cli", "train", f"name={name}", f"run_dir={run_dir}"]
+        with self.out.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*command, *SMALL, *overrides],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        children = self.children()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        for child in children.values():
+            if child.is_running():
+                child.kill()
+
+    def wait(self, seconds: float = 150.0) -> int:
+        """Exit code; the output is in the error when it takes too long."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"not over after {seconds} s:\n{self.text()[-3000:]}\n{self.logs()}"
+            ) from None
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+        """Wait for an event of the run, with a deadline."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.text()[-3000:]}\n{self.logs()}"
+            assert time.monotonic() < deadline, (
+                f"no {what} within {seconds} s:\n{self.text()[-3000:]}\n{self.logs()}"
+            )
+            try:
+                self.process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step >= step, f"step {step}")
+
+    @property
+    def step(self) -> int:
+        return max((int(row["training/step"]) for row in self.rows() if "timing_s/step" in row), default=0)
+
+    def children(self) -> dict[str, psutil.Process]:
+        """Role processes by `role-index`."""
+        found = {}
+        try:
+            everyone = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return {}
+        for child in everyone:
+            try:
+                argv = child.cmdline()
+            except psutil.Error:
+                continue
+            if "asyncrl.launch.child" in argv:
+                role = argv[argv.index("asyncrl.launch.child") + 1]
+                found[f"{role}-{argv[argv.index('--index') + 1]}"] = child
+        return found
+
+    def kill(self, name: str) -> None:
+        """kill -9 a role."""
+        os.kill(self.children()[name].pid, signal.SIGKILL)
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def logs(self) -> str:
+        logs = sorted((self.path / "logs").glob("*.log"))
+        return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in logs)
+
+    def rows(self) -> list[dict[str, float]]:
+        path = self.path / "metrics.jsonl"
+        found = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        path = self.path / "summary.json"
+        assert path.exists(), f"no summary:\n{self.text()[-3000:]}\n{self.logs()}"
+        return json.loads(path.read_text())
+
+    def completed(self, steps: int) -> dict[str, Any]:
+        """The summary of a run that must have completed with everything accounted for."""
+        code = self.wait()
+        summary = self.summary()
+        assert code == 0, f"{self.text()[-3000:]}\n{self.logs()}"
+        assert summary["outcome"] == "completed" and summary["steps"] == steps
+        assert summary["conserved"], summary["flow"]
+        flow = summary["flow"]
+        assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
+        return summary
+
+
+def trained_uids(run: Path) -> Counter[str]:
+    """How often each episode is in a batch of the lineage: checkpoints' manifests, then the plans after."""
+    trained: Counter[str] = Counter()
+    with sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True) as db:
+        committed = {step - 1 for (step,) in db.execute("SELECT step FROM commits")}
+        for (record,) in db.execute("SELECT record FROM plans"):
+            batch = msgspec.msgpack.decode(record, type=Batch)
+            if batch.step in committed:
+                trained.update(batch.uids)
+    return trained
+
+
+def manifests(run: Path) -> list[CheckpointManifest]:
+    return [
+        msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+        for path in sorted((run / "checkpoints").glob("step-*/manifest.json"))
+    ]

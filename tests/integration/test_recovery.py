@@ -1,0 +1,73 @@
+"""kill -9 any process in mid-run, or interrupt the run: it completes, and each trajectory is trained once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import Run, manifests, trained_uids
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("victim", ["rollout-0", "trainer-0", "coordinator-0"])
+def test_kill_9(tmp_path: Path, victim: str) -> None:
+    with Run(tmp_path, "total_steps=12", "rollout.workers=2", "data.test=''") as run:
+        run.until_step(4)
+        run.kill(victim)
+        summary = run.completed(12)
+        assert "restarted" in run.text()
+    assert summary["flow"]["trained"] == 12 * 16
+    once(run.path, 12)
+
+
+def test_killing_a_rank_ends_them_all_and_the_run_goes_on(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=8", "trainer.ranks=2", "data.test=''") as run:
+        run.until_step(4)
+        run.kill("trainer-1")
+        run.completed(8)
+    once(run.path, 8)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_in_time_and_resumes(tmp_path: Path, number: signal.Signals) -> None:
+    with Run(tmp_path, "total_steps=10", "data.test=''") as run:
+        run.until_step(4)
+        begin = time.monotonic()
+        run.process.send_signal(number)
+        code = run.wait(30)
+        seconds = time.monotonic() - begin
+        assert code == 130, f"{run.text()}\n{run.logs()}"
+        assert seconds < 10
+        assert not run.children()
+    stopped = run.summary()
+    assert stopped["outcome"] == "stopped" and stopped["conserved"]
+    assert max(m.step for m in manifests(run.path)) == stopped["steps"], "the checkpoint is of the last step"
+    with Run(tmp_path, "total_steps=10", "data.test=''", "resume=auto") as again:
+        summary = again.completed(10)
+    assert summary["flow"]["trained"] == 10 * 16
+    once(run.path, 10)
+
+
+def test_kill_9_of_everything_resumes(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=9", "data.test=''") as run:
+        run.until_step(5)
+        children = run.children()
+        run.process.kill()
+        run.process.wait(10)
+        for child in children.values():
+            child.wait(10)  # no orphan outlives the launcher
+    with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must") as again:
+        again.completed(9)
+    once(run.path, 9)
+
+
+def once(run: Path, steps: int) -> None:
+    """No trajectory is in two batches; the last checkpoint counts as many as the batches held."""
+    assert max(trained_uids(run).values(), default=1) == 1
+    last = max(manifests(run), key=lambda manifest: manifest.step)
+    assert last.step == steps and last.trained_total == steps * 16
+    assert len(set(last.trained)) == len(last.trained)

@@ -1,0 +1,91 @@
+"""The whole pipeline: real processes, real sockets, the real engine and trainer, the demo's task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.observe.timeline import overlap
+from tests.integration.runs import Run
+
+
+def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=6") as run:
+        summary = run.completed(6)
+    flow = summary["flow"]
+    assert flow["trained"] == 6 * 16
+    assert flow["issued"] == sum(flow.values()) - flow["issued"]
+    assert 0 <= summary["lag_max"] <= 4 and summary["masked_token_frac"] == 0
+    assert summary["logprob_diff_max_same_version"] <= 1e-4 and summary["logprob_tokens_compared"] > 0
+    assert summary["policy_version"] == 6 and summary["tokens_trained"] > 0
+    assert None not in (summary["success_before"], summary["success_after"], summary["greedy_after"])
+    rows = run.rows()
+    for name in ("critic/score/mean", "staleness/lag/p95", "async/trainer_idle_frac", "weights/stall_s",
+                 "num_turns/mean", "perf/throughput", "actor/grad_norm", "response_length/mean"):  # fmt: skip
+        assert any(name in row for row in rows), name
+    assert (run.path / "config.yaml").exists() and (run.path / "checkpoints" / "step-6" / "hf").is_dir()
+    assert list((run.path / "segments").glob("*.seg")) and (run.path / "logs" / "trainer-0.log").exists()
+    transcripts = (run.path / "validation" / "step-6.jsonl").read_text().splitlines()
+    assert "<|im_start|>" in json.loads(transcripts[0])["text"]
+    shares = overlap(run.path)
+    assert shares.trainer > 0 and shares.rollout > 0 and shares.both > 0
+    assert "issued" in run.text() and not run.children()
+
+
+def test_two_workers_two_ranks(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=4", "rollout.workers=2", "trainer.ranks=2", "data.test=''") as run:
+        summary = run.completed(4)
+    assert summary["flow"]["trained"] == 4 * 16
+
+
+def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=4", "buffer.max_staleness=0", "data.test=''") as run:
+        summary = run.completed(4)
+    assert summary["lag_max"] == 0 and summary["trajectories_multi_version"] == 0
+    assert summary["logprob_diff_max_same_version"] <= 1e-4
+    assert summary["logprob_tokens_compared"] == summary["tokens_trained"]
+
+
+MODES = {
+    "hold": ["buffer.on_stale=hold"],
+    "drop": ["buffer.on_stale=drop"],
+    "partial": ["buffer.group_policy=partial", "buffer.group_deadline=0.3"],
+    "several steps per batch": ["algorithm=decoupled_ppo"],
+    "rloo, sequence means": ["algorithm.advantage=rloo", "algorithm.aggregation=seq_mean_token_mean"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(tmp_path: Path, mode: str) -> None:
+    with Run(tmp_path, "total_steps=4", "data.test=''", "buffer.max_staleness=2", *MODES[mode]) as run:
+        summary = run.completed(4)
+    assert summary["lag_max"] <= 2
+
+
+@pytest.mark.slow
+def test_the_bound_holds_under_a_slow_worker(tmp_path: Path) -> None:
+    """A tool with a heavy tail makes stragglers whose first tokens are old by the time they land."""
+    slow = "rollout.tool_args.calculator={latency_mean: 0.3, latency_sigma: 1.5}"
+    with Run(tmp_path, "total_steps=12", "buffer.max_staleness=1", "data.test=''", slow) as run:
+        summary = run.completed(12)
+    rows = [row for row in run.rows() if "timing_s/step" in row]
+    assert summary["lag_max"] <= 1
+    taken = max(row["staleness/lag_taken/max"] for row in rows)
+    assert taken > 1, "nothing was over the bound: this run proves nothing"
+    assert summary["masked_token_frac"] > 0
+
+
+@pytest.mark.slow
+def test_ray_runs_the_same_roles(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=3", "launch=ray", "data.test=''") as run:
+        summary = run.completed(3)
+    assert summary["flow"]["trained"] == 3 * 16
+
+
+def test_memory_is_not_left_in_dev_shm(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=1", "weights.directory=shm", "data.test=''") as run:
+        run.completed(1)
+    assert not list(Path("/dev/shm").glob("asyncrl-run-*"))
