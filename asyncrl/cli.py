@@ -173,7 +173,9 @@ def _open(override: str) -> str:
 
 def _explain(error: Exception) -> str:
     """Hydra's complaint on one line; for an unknown key or choice, with the nearest known ones."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(" See https://")[0]
+    if override := getattr(error, "override", None):
+        return f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     known = list(_keys(defaults(RunConfig)))
     if text.startswith("Could not override") and key and key not in known:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +178,26 @@ def check_data(config: RunConfig) -> None:
     """The data sets load, and hold at least a batch."""
     from asyncrl.data import load_samples
 
-    samples = load_samples(config.data.train)
+    with quiet():
+        samples = load_samples(config.data.train)
+        if config.data.test:
+            load_samples(config.data.test)
     needed = config.buffer.groups_per_batch
     if len(samples) < needed:
         raise ConfigError(
             f"{config.data.train}: {len(samples)} samples are less than one batch; lower "
             f"buffer.groups_per_batch ({needed}) or add samples"
         )
-    if config.data.test:
-        load_samples(config.data.test)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Libraries that log what they also raise would say everything twice."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def check_installed(

@@ -1,0 +1,212 @@
+"""Role functions for tests of the launcher, and a parent to kill. What they do is told over a datagram
+socket, so that a test waits for an event and not for a while.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+from asyncrl.launch import placement
+from asyncrl.launch.local import LocalSpawner
+from asyncrl.launch.session import Session
+from asyncrl.launch.start import prepared
+from asyncrl.launch.supervisor import Supervisor
+from asyncrl.transport.messages import (
+    ObserverHello,
+    RunEnd,
+    Status,
+    Stop,
+    ToCoordinatorControl,
+    Welcome,
+)
+from asyncrl.transport.sockets import Endpoints, Hub, Poller, choose_endpoints
+
+DEADLINE = 60.0
+
+
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
+    """Answers an observer; ends on Stop."""
+    return _coordinate(config, endpoints, incarnation, obey=True)
+
+
+def deaf_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
+    """Answers an observer; Stop means nothing to it."""
+    return _coordinate(config, endpoints, incarnation, obey=False)
+
+
+def failing_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
+    """Its verdict on the run is: failed."""
+    return 1
+
+
+def worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    tell(config, "rollout", index, incarnation)
+    return _wait()
+
+
+def stubborn_worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    """SIGTERM means nothing to it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(config, "rollout", index, incarnation)
+    return _wait()
+
+
+def crashing_worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    raise RuntimeError("the worker's own reason")
+
+
+def refusing_worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    raise ConfigError("$.rollout.tools: found late; correct it")
+
+
+def rank(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, rendezvous: str) -> int:
+    tell(config, "trainer", index, incarnation, rendezvous)
+    return _wait()
+
+
+def tell(config: RunConfig, *words: Any) -> None:
+    """One datagram: the words and our pid."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect(str(Path(config.run_dir) / "events"))
+        sock.send(" ".join(map(str, [*words, os.getpid()])).encode())
+
+
+def _wait() -> int:
+    threading.Event().wait(DEADLINE)
+    return 70
+
+
+def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey: bool) -> int:
+    hub = Hub(endpoints.control, ToCoordinatorControl)
+    poller = Poller(hub)
+    tell(config, "coordinator", 0, incarnation)
+    told = False
+    while True:
+        poller.wait(DEADLINE)
+        received = hub.receive()
+        if received is None:
+            return 70
+        peer, message, _ = received
+        match message:
+            case ObserverHello():
+                hub.send(peer, Welcome(1, 1, 0))
+                hub.send(peer, Status("running", 1, 10, {}, ()))
+                if not told:
+                    tell(config, "observed", 0, incarnation)
+                told = True
+            case Stop():
+                tell(config, "stop", 0, message.reason)
+                if obey:
+                    hub.send(peer, RunEnd("stopped"))
+                    hub.close()
+                    return 0
+
+
+# -- the test's side -------------------------------------------------------------------------------
+
+
+class Events:
+    """The other end of `tell`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(run_dir / "events"))
+        self._socket.settimeout(DEADLINE)
+
+    def next(self) -> list[str]:
+        return self._socket.recv(4096).decode().split()
+
+    def wait_for(self, *names: str) -> dict[str, list[str]]:
+        """One event of each name, e.g. `rollout`; a later event of a name replaces the earlier."""
+        found: dict[str, list[str]] = {}
+        while not set(names) <= found.keys():
+            event = self.next()
+            found[event[0]] = event
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def config(run_dir: Path, **launch: Any) -> RunConfig:
+    return parse(
+        {
+            "name": "run",
+            "run_dir": str(run_dir),
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "launch": launch,
+        }
+    )
+
+
+def units(**targets: str) -> tuple[placement.Unit, ...]:
+    """A coordinator, a worker and the trainer's ranks (`ranks`: how many)."""
+    ranks = int(targets.pop("ranks", "1"))
+    roles = {
+        "coordinator": [targets.get("coordinator", "coordinator")],
+        "rollout": [targets.get("rollout", "worker")],
+        "trainer": ["rank"] * ranks,
+    }
+    return tuple(
+        placement.Unit(
+            role,
+            tuple(
+                placement.Place(role, i, 1, f"tests.fakes.launching:{name}") for i, name in enumerate(names)
+            ),
+        )
+        for role, names in roles.items()
+    )
+
+
+def only(role: str, **targets: str) -> tuple[placement.Unit, ...]:
+    return tuple(unit for unit in units(**targets) if unit.role == role)
+
+
+def gone(pids: list[int], seconds: float = 10.0) -> bool:
+    """All processes have ended by then. Not for our own children: it would take their exit codes."""
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return not psutil.wait_procs(running, timeout=seconds)[1]
+
+
+class Silent:
+    """A view that shows nothing."""
+
+    def status(self, *arguments: Any) -> None: ...
+
+    def step(self, *arguments: Any) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def parent(run_dir: Path, *pairs: str) -> int:
+    """A launcher process: a whole session over fake roles."""
+    targets = dict(pair.split("=") for pair in pairs)
+    settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
+    where = run_dir / settings.name
+    with prepared(where, settings):
+        endpoints = choose_endpoints("127.0.0.1", 0)
+        spawner = LocalSpawner(where, endpoints)
+        supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)
+        session = Session(settings.launch, where, endpoints, supervisor, Silent(), lambda *_: None)
+        ending = session.run()
+    print(ending.error)
+    return ending.code
+
+
+if __name__ == "__main__":
+    sys.exit(parent(Path(sys.argv[1]), *sys.argv[2:]))

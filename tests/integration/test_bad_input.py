@@ -1,0 +1,248 @@
+"""Bad input through the real command line: exit code 2, one line that helps, nothing started."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.weights.disk import SHARED_MEMORY
+from tests.fakes.chatml import save_tiny_chat_model
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "ASYNCRL_TEST_MARK"
+
+
+class Inputs:
+    """A good run's inputs, for a case to spoil."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, folder / "model"
+        shutil.copytree(model, self.model)
+        self.train = folder / "train.parquet"
+        self.write(rows(20))
+        self.runs = folder / "runs"
+
+    def write(self, table: list[dict[str, object]]) -> None:
+        pq.write_table(pa.Table.from_pylist(table), self.train)
+
+    def edit(self, name: str, **values: object) -> None:
+        path = self.model / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    @property
+    def overrides(self) -> list[str]:
+        return [
+            *("experiment=none", "name=x", f"run_dir={self.runs}", f"model.path={self.model}"),
+            *(f"data.train={self.train}", "rollout.max_tokens=300", "rollout.max_new_tokens=16"),
+        ]
+
+
+def rows(count: int, **more: object) -> list[dict[str, object]]:
+    row: dict[str, object] = {
+        "data_source": "d",
+        "prompt": [{"role": "user", "content": "1 + 1?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    return [row | more for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_tiny_chat_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, model: Path) -> Inputs:
+    return Inputs(tmp_path, model)
+
+
+def train(*arguments: str, cwd: Path | None = None) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+    """`asyncrl train`, and what it left running."""
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "train", *arguments],
+        cwd=cwd or ROOT,
+        env=os.environ | {MARK: mark},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done, [p.pid for p in psutil.process_iter() if _environment(p).get(MARK) == mark]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def refused(done: subprocess.CompletedProcess[str], left: list[int], *says: str) -> None:
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1 and lines[0].startswith("asyncrl: "), done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not left
+    for text in says:
+        assert text in lines[0]
+
+
+Spoil = Callable[[Inputs], list[str]]
+
+
+def removing(name: str) -> Spoil:
+    def spoil(inputs: Inputs) -> list[str]:
+        (inputs.model / name).unlink()
+        return []
+
+    return spoil
+
+
+def data(table: list[dict[str, object]]) -> Spoil:
+    def spoil(inputs: Inputs) -> list[str]:
+        inputs.write(table)
+        return []
+
+    return spoil
+
+
+def garbage(inputs: Inputs) -> list[str]:
+    inputs.train.write_bytes(b"PAR1 no, not really")
+    return []
+
+
+def empty(inputs: Inputs) -> list[str]:
+    pq.write_table(pq.read_table(inputs.train).slice(0, 0), inputs.train)
+    return []
+
+
+def existing(inputs: Inputs) -> list[str]:
+    (inputs.runs / "x").mkdir(parents=True)
+    (inputs.runs / "x" / "config.yaml").write_text("{}")
+    return []
+
+
+def under_a_file(inputs: Inputs) -> list[str]:
+    inputs.runs.write_text("a file")
+    return []
+
+
+def short_context(inputs: Inputs) -> list[str]:
+    inputs.edit("config.json", max_position_embeddings=64)
+    return []
+
+
+def broken_config(inputs: Inputs) -> list[str]:
+    (inputs.model / "config.json").write_text("{")
+    return []
+
+
+def raising_reward(inputs: Inputs) -> list[str]:
+    (inputs.folder / "reward.py").write_text("raise RuntimeError('import fails')")
+    return [f"rollout.reward={inputs.folder / 'reward.py'}:f"]
+
+
+def no_room(inputs: Inputs) -> list[str]:
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    with (inputs.model / "more.safetensors").open("wb") as sparse:
+        sparse.truncate(free + 1)
+    return ["weights.directory=shm"]
+
+
+def setting(*overrides: str) -> Spoil:
+    return lambda inputs: list(overrides)
+
+
+CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "unknown key": (setting("trainer.lrr=1"), ("unknown key trainer.lrr", "trainer.lr")),
+    "out of bounds": (setting("buffer.max_staleness=-1"), ("$.buffer.max_staleness",)),
+    "wrong type": (setting("total_steps=many"), ("$.total_steps",)),
+    "bad combination": (setting("algorithm.correction=none"), ("max_staleness=0",)),
+    "unknown choice": (setting("algorithm=drgpo"), ("algorithm", "dr_grpo")),
+    "bad syntax": (setting("rollout.tools=[calculator"), ("rollout.tools",)),
+    "missing value": (setting("model.path=???"), ("model.path",)),
+    "no model": (setting("model.path=nowhere"), ("$.model.path", "nowhere")),
+    "no config": (removing("config.json"), ("config.json",)),
+    "broken config": (broken_config, ("config.json", "JSON")),
+    "no weights": (removing("model.safetensors"), ("safetensors",)),
+    "no tokenizer": (removing("tokenizer.json"), ("tokenizer.json",)),
+    "no chat template": (removing("chat_template.jinja"), ("chat template",)),
+    "short context": (short_context, ("$.rollout.max_tokens", "64")),
+    "no data": (setting("data.train=nowhere.parquet"), ("nowhere.parquet",)),
+    "malformed data": (garbage, ("train.parquet", "not readable as parquet")),
+    "missing column": (data([{"data_source": "d", "text": "q"}]), ("no column prompt, reward_model",)),
+    "plain prompt": (data(rows(20, prompt="1 + 1?")), ("row 0", "prompt")),
+    "empty data": (empty, ("empty",)),
+    "less than a batch": (data(rows(15)), ("15 samples", "groups_per_batch (16)")),
+    "no test data": (setting("data.test=nowhere.parquet"), ("nowhere.parquet",)),
+    "unknown tool": (setting("rollout.tools=[calculatr]"), ("unknown tool", "calculator")),
+    "unknown tool argument": (
+        setting("rollout.tools=[calculator]", "rollout.tool_args.calculator.speed=3"),
+        ("calculator", "speed"),
+    ),
+    "arguments of no tool": (setting("rollout.tool_args.calculator.latency_mean=1"), ("rollout.tools",)),
+    "unknown reward": (setting("rollout.reward=final_numbr"), ("unknown reward", "final_number")),
+    "raising reward": (raising_reward, ("import fails",)),
+    "missing function": (setting("rollout.reward=json:lodas"), ("lodas", "loads")),
+    "unknown parser": (setting("rollout.parser=hermse"), ("hermes",)),
+    "unknown engine": (setting("engine.name=troch"), ("unknown engine", "torch")),
+    "unknown advantage": (setting("algorithm.advantage=gprpo"), ("unknown advantage", "grpo")),
+    "unknown loss": (setting("algorithm.loss=reinforced"), ("unknown loss", "reinforce")),
+    "uninstalled tracker": (setting("observe.trackers=[swanlab]"), ("asyncrl[swanlab]",)),
+    "existing run": (existing, ("resume=auto",)),
+    "nothing to resume": (setting("resume=must"), ("resume=must",)),
+    "unwritable run directory": (under_a_file, ("run_dir",)),
+    "no such place": (setting("run_dir=/proc/asyncrl"), ("run_dir",)),
+    "name with a slash": (setting("name=a/b"), ("$.name",)),
+    "no shared memory": (no_room, ("weights.directory=run",)),
+    "no configuration directory": (setting("--config-dir=nowhere"), ("nowhere",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_refused_in_one_line(inputs: Inputs, case: str) -> None:
+    spoil, says = CASES[case]
+    if case == "uninstalled tracker" and importlib.util.find_spec("swanlab"):
+        pytest.skip("swanlab is installed here")
+    done, left = train(*inputs.overrides, *spoil(inputs))
+    refused(done, left, *says)
+    assert not (inputs.runs / "x" / "logs").exists()
+
+
+def test_a_port_in_use(inputs: Inputs) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(*train(*inputs.overrides, f"launch.port={port}"), str(port), "launch.port=0")
+
+
+def test_a_run_in_use(inputs: Inputs) -> None:
+    run = inputs.runs / "x"
+    run.mkdir(parents=True)
+    with (run / "lock").open("w") as lock:
+        lock.write("4711")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(*train(*inputs.overrides), "4711")
+
+
+def test_a_dry_run_starts_nothing_and_writes_nothing(inputs: Inputs) -> None:
+    done, left = train(*inputs.overrides, "--dry-run", "rollout.workers=2", cwd=inputs.folder)
+    assert done.returncode == 0 and not left and not inputs.runs.exists()
+    assert "max_staleness: 4" in done.stdout
+    assert any(line.split()[:3] == ["rollout", "2", "1"] for line in done.stdout.splitlines())
