@@ -1,4 +1,4 @@
-"""Build the start checkpoint of the calculator example from nothing: a tokenizer and a tiny Qwen2.
+"""Build the start checkpoint of the calculator example from nothing: a tokenizer and a tiny Llama.
 
     python tools/build_demo_model.py --out examples/multiturn/calculator/model
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import sys
 import time
@@ -26,7 +27,7 @@ import torch
 from demo_task import CALCULATOR, GUESS, IGNORE, Encoder, build_tokenizer
 from prepare_chain_math import SHARES, Chain, make_chain
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.rewards import final_number
 from asyncrl.rollout.parsers import hermes
@@ -42,26 +43,26 @@ class Plan:
     longest: int = 6  # operations
     vocabulary: int = 640
     width: int = 64
-    layers: int = 4
+    layers: int = 3
     heads: int = 4
     batch: int = 32
     rate: float = 2e-3
     advance: float = 0.05  # loss at which chains get one operation longer
     formed: float = 0.03  # loss at the full length at which the learning rate starts to decay
-    settle: int = 1500  # steps of that decay
+    settle: int = 2000  # steps of that decay
     patience: int = 6000  # steps without forming after which an attempt is given up
     attempts: int = 4
-    clean_success: float = 0.95  # sampled, for every number of operations
+    clean_success: float = 0.97  # sampled, for every number of operations
     noisy_steps: int = 200
     noisy_rate: float = 1e-3
     least_success: float = 0.2  # under this RL has too little to start from: no model is written
-    episodes: int = 256  # of each evaluation
+    episodes: int = 600  # of each evaluation
 
 
-def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
+    return LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=plan.width,
             intermediate_size=2 * plan.width,
@@ -78,7 +79,7 @@ def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qw
 
 
 def train(
-    model: Qwen2ForCausalLM,
+    model: LlamaForCausalLM,
     data: Iterator[tuple[torch.Tensor, torch.Tensor]],
     optimizer: torch.optim.Optimizer,
     rates: Iterable[float],
@@ -111,7 +112,7 @@ class Average:
         return self.value
 
 
-def clean_stage(plan: Plan, encoder: Encoder, model: Qwen2ForCausalLM, seed: int) -> bool:
+def clean_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> bool:
     """Learn the task. False: it did not form within the plan's patience."""
     rng = random.Random(seed)
     optimizer = _adam(model)
@@ -137,7 +138,7 @@ def clean_stage(plan: Plan, encoder: Encoder, model: Qwen2ForCausalLM, seed: int
     return True
 
 
-def noisy_stage(plan: Plan, encoder: Encoder, model: Qwen2ForCausalLM, seed: int) -> None:
+def noisy_stage(plan: Plan, encoder: Encoder, model: LlamaForCausalLM, seed: int) -> None:
     """Learn the temptation: see GUESS."""
     lengths = list(range(1, plan.longest + 1))
     data = encoder.batches(random.Random(-seed - 1), lengths, GUESS, plan.batch)
@@ -147,7 +148,7 @@ def noisy_stage(plan: Plan, encoder: Encoder, model: Qwen2ForCausalLM, seed: int
 
 @torch.inference_mode()
 def evaluate(
-    model: Qwen2ForCausalLM, encoder: Encoder, chains: list[Chain], *, greedy: bool, seed: int = 0
+    model: LlamaForCausalLM, encoder: Encoder, chains: list[Chain], *, greedy: bool, seed: int = 0
 ) -> dict[int, float]:
     """Success by number of operations, in real episodes: the model's text is parsed, the tool is run."""
     torch.manual_seed(seed)
@@ -175,16 +176,16 @@ def evaluate(
 
 
 def _generate(
-    model: Qwen2ForCausalLM, encoder: Encoder, texts: list[list[int]], greedy: bool
+    model: LlamaForCausalLM, encoder: Encoder, texts: list[list[int]], greedy: bool
 ) -> list[list[int]]:
     """The model's next turn for each text, at temperature 1, cut after its stop id."""
     width = max(map(len, texts))
     pad = encoder.tokenizer.pad_token_id
     ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
-    options = {"do_sample": not greedy, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+    sampling = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
-        max_new_tokens=32, pad_token_id=pad, eos_token_id=list(encoder.chat.stop_ids), **options
+        max_new_tokens=32, pad_token_id=pad, eos_token_id=list(encoder.chat.stop_ids), **sampling
     )
     out = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
     return [_until(turn, encoder.chat.stop_ids) for turn in out]
@@ -198,7 +199,7 @@ def report(title: str, success: dict[int, float]) -> float:
     return mean
 
 
-def attempt(plan: Plan, encoder: Encoder, seed: int) -> Qwen2ForCausalLM | None:
+def attempt(plan: Plan, encoder: Encoder, seed: int) -> LlamaForCausalLM | None:
     """A start checkpoint, or None if this seed did not lead to one."""
     model = build_model(plan, encoder.tokenizer, seed)
     if not clean_stage(plan, encoder, model, seed):
@@ -221,19 +222,23 @@ def attempt(plan: Plan, encoder: Encoder, seed: int) -> Qwen2ForCausalLM | None:
     return model
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     model.generation_config = GenerationConfig(
         do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out, save_jinja_files=False)
+    settings = out / "tokenizer_config.json"
+    names = json.loads(settings.read_text())
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
+    settings.write_text(json.dumps(names, indent=2) + "\n")
 
 
 def log(line: str) -> None:
     print(f"[{time.perf_counter() - STARTED:6.0f} s] {line}", flush=True)
 
 
-def _adam(model: Qwen2ForCausalLM) -> torch.optim.Optimizer:
+def _adam(model: LlamaForCausalLM) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
 
 

@@ -47,17 +47,20 @@ CALCULATOR = load_tool("calculator")
 NO_CALL = ToolCall(CALCULATOR.name, "{}")
 IGNORE = -100  # the label of tokens that the model did not write
 
-GUESS = {"plus": 0.3, "minus": 0.3, "times": 0.7}
+GUESS = {"plus": 0.25, "minus": 0.25, "times": 0.65}
 """Probability that a demonstration guesses instead of calling the tool for this operation. Above one half
 greedy decoding guesses too; on average about 0.4."""
 
 
-def demonstration(chain: Chain, rng: random.Random, guess: dict[str, float]) -> list[str | int]:
-    """The model's turns in order, and between them the calculator's results (int)."""
+def demonstration(
+    chain: Chain, rng: random.Random, guess: dict[str, float], given: int = 0
+) -> list[str | int]:
+    """The model's turns in order, and between them the calculator's results (int). The first `given` calls
+    are made; from there on each is replaced by a guess with probability guess[operation]."""
     parts: list[str | int] = []
     value = chain.start
-    for (op, b), result in zip(chain.operations, chain.values, strict=True):
-        if rng.random() < guess.get(op, 0.0):
+    for at, ((op, b), result) in enumerate(zip(chain.operations, chain.values, strict=True)):
+        if at >= given and rng.random() < guess.get(op, 0.0):
             return [*parts, f"I guess {rng.randrange(10 ** rng.randint(1, 4))}."]
         call = {"name": CALCULATOR.name, "arguments": {"a": value, "op": op, "b": b}}
         parts += [f"<tool_call>\n{json.dumps(call)}\n</tool_call>", result]
@@ -116,19 +119,27 @@ class Encoder:
     def reply(self, content: str, call: ToolCall = NO_CALL) -> list[int]:
         return list(self.chat.delta_ids((ToolReply(call, content),)))
 
-    def encode(self, chain: Chain, parts: list[str | int]) -> tuple[list[int], list[int]]:
-        """Ids, and labels: the ids of the model's tokens, IGNORE elsewhere."""
+    def encode(self, chain: Chain, parts: list[str | int], given: int = 0) -> tuple[list[int], list[int]]:
+        """Ids, and labels: the ids of the model's tokens, IGNORE elsewhere and in the first `given` turns."""
         ids = self.prompt(chain)
         labels = [IGNORE] * len(ids)
-        for part in parts:
+        for at, part in enumerate(parts):
             if isinstance(part, int):
                 piece = self.reply(str(part))
                 labels += [IGNORE] * len(piece)
             else:
                 piece = [*self.tokenizer.encode(part, add_special_tokens=False), self.chat.stop_ids[0]]
-                labels += piece
+                labels += piece if at >= 2 * given else [IGNORE] * len(piece)
             ids += piece
         return ids, labels
+
+    def example(
+        self, chain: Chain, rng: random.Random, guess: dict[str, float]
+    ) -> tuple[list[int], list[int]]:
+        """A demonstration. With guesses, the calls up to a random turn are given and not learned from: else
+        late turns, which few demonstrations would reach, would be forgotten."""
+        given = rng.randint(0, len(chain.values)) if guess else 0
+        return self.encode(chain, demonstration(chain, rng, guess, given), given)
 
     def batches(
         self, rng: random.Random, lengths: list[int], guess: dict[str, float], size: int
@@ -136,9 +147,7 @@ class Encoder:
         """Endless (ids, labels), right-padded, of fresh chains; rows of a batch have similar lengths."""
         while True:
             chains = [make_chain(rng, rng.choice(lengths)) for _ in range(4 * size)]
-            rows = sorted(
-                (self.encode(chain, demonstration(chain, rng, guess)) for chain in chains), key=_length
-            )
+            rows = sorted((self.example(chain, rng, guess) for chain in chains), key=_length)
             cuts = [rows[start : start + size] for start in range(0, len(rows), size)]
             rng.shuffle(cuts)
             for cut in cuts:

@@ -1,0 +1,42 @@
+"""The script behind the committed start checkpoint still works: a shrunk run, one operation per chain."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMITTED = ROOT / "examples/multiturn/calculator/model"
+SHRUNK = {
+    "longest": 1,
+    "settle": 150,
+    "patience": 1500,
+    "attempts": 2,
+    "clean-success": 0.8,
+    "noisy-steps": 80,
+    "episodes": 64,
+}
+
+
+@pytest.mark.slow
+def test_a_shrunk_build_learns_the_task_and_the_temptation(tmp_path: Path) -> None:
+    options = [f"--{name}={value}" for name, value in SHRUNK.items()]
+    command = [sys.executable, str(ROOT / "tools/build_demo_model.py"), f"--out={tmp_path}", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    success = {name: float(value) for name, value in re.findall(r"] (\w+, \w+): ([\d.]+)", done.stdout)}
+    assert success["clean, sampled"] >= 0.8
+    assert 0.2 <= success["start, sampled"] < success["clean, sampled"]
+    # The tokenizer needs no training run, so it must be the committed one; the weights have its shape.
+    assert (tmp_path / "tokenizer.json").read_bytes() == (COMMITTED / "tokenizer.json").read_bytes()
+    built, committed = (json.loads((path / "config.json").read_text()) for path in (tmp_path, COMMITTED))
+    assert built == committed
+    assert (tmp_path / "model.safetensors").stat().st_size < 4 << 20

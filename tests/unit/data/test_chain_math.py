@@ -1,0 +1,56 @@
+"""The generator of the example's data (tools/prepare_chain_math.py)."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data import load_samples
+from asyncrl.registry import load_object
+
+SCRIPT = Path(__file__).resolve().parents[3] / "tools/prepare_chain_math.py"
+make_chains = load_object(f"{SCRIPT}:make_chains", "generator")
+main = load_object(f"{SCRIPT}:main", "script")
+
+
+def value_of(question: str) -> int:
+    """What a reader of the question computes."""
+    start, *operations = re.findall(r"(\w+) (\d+)", question)
+    value = int(start[1])
+    for op, operand in operations:
+        b = int(operand)
+        value = {"plus": value + b, "minus": value - b, "times": value * b}[op]
+        assert 0 <= value <= 9999
+    return value
+
+
+def test_chains_are_right_different_and_long_tailed() -> None:
+    chains = make_chains(random.Random(1), 2000)
+    assert all(value_of(chain.question) == chain.values[-1] for chain in chains)
+    assert len({chain.question for chain in chains}) == 2000
+    counts = [sum(len(chain.values) == length for chain in chains) for length in range(1, 7)]
+    assert counts == sorted(counts, reverse=True)
+    assert min(counts) > 50
+
+
+def test_the_script_is_deterministic_and_its_splits_are_disjoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        options = [f"--out={tmp_path / name}", "--train=40", "--test=20", "--seed=3"]
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+        main()
+    splits = {
+        (run, part): load_samples(tmp_path / run / f"{part}.parquet")
+        for run in "ab"
+        for part in ("train", "test")
+    }
+    assert splits["a", "train"] == splits["b", "train"]
+    assert splits["a", "test"] == splits["b", "test"]
+    train, test = ({sample.prompt for sample in splits["a", part]} for part in ("train", "test"))
+    assert (len(train), len(test)) == (40, 20)
+    assert not train & test
