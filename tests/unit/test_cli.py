@@ -1,0 +1,137 @@
+"""The command line: fast help, composition, one-line errors. Torch stays out of parsing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.config import parse
+from asyncrl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED = ["name=x", "experiment=none", "model.path=m", "data.train=t"]
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def test_parsing_imports_no_torch() -> None:
+    heavy = "{'torch', 'transformers', 'datasets', 'ray', 'matplotlib', 'zmq'} & sys.modules.keys()"
+    code = f"import sys; from asyncrl import cli; cli.compose({NAMED!r}); print({heavy})"
+    assert python(code).strip() == "set()"
+
+
+def test_help_is_fast_and_imports_neither_torch_nor_hydra() -> None:
+    code = (
+        "import sys\nfrom asyncrl import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: print({'torch', 'hydra', 'omegaconf'} & sys.modules.keys())"
+    )
+    assert python(code).strip().endswith("set()")
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, check=True)
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) < 0.5
+
+
+def test_help_of_train_has_flags_keys_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for word in (
+        "--dry-run",
+        "--config-dir",
+        "buffer.max_staleness=0",
+        "launch=ray",
+        "docs/configuration.md",
+    ):
+        assert word in text
+
+
+def test_defaults_come_from_the_config_module() -> None:
+    mapping = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}}
+    assert cli.compose(NAMED) == parse(mapping)
+
+
+def test_the_default_experiment_is_the_demo_wherever_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = cli.compose([])
+    assert config.name.startswith("calculator-") and config.rollout.tools == ["calculator"]
+    assert Path(config.data.train).is_file()
+    assert Path(config.model.path).is_absolute()
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "grpo", "rloo", "decoupled_ppo"])
+@pytest.mark.parametrize("launch", ["local", "ray"])
+def test_every_choice_composes(algorithm: str, launch: str) -> None:
+    config = cli.compose([*NAMED, f"algorithm={algorithm}", f"launch={launch}"])
+    assert config.launch.kind == launch
+
+
+def test_every_experiment_composes() -> None:
+    for path in (ROOT / "configs" / "experiment").glob("*.yaml"):
+        cli.compose([*NAMED, f"experiment={path.stem}"])
+
+
+def test_overrides_win_over_an_experiment() -> None:
+    config = cli.compose(["trainer.lr=1e-5", "algorithm=rloo", "buffer.max_staleness=0"])
+    assert (config.trainer.lr, config.algorithm.advantage, config.buffer.max_staleness) == (1e-5, "rloo", 0)
+
+
+def test_arguments_of_tools_need_no_plus_sign() -> None:
+    config = cli.compose([*NAMED, "rollout.tool_args.calculator.latency_mean=0.3"])
+    assert config.rollout.tool_args == {"calculator": {"latency_mean": 0.3}}
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_experiments_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    experiment = tmp_path / "configs" / "experiment" / "maze.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\nname: maze\nmodel: {path: m}\ndata: {train: t}\n")
+    if not flag:
+        monkeypatch.chdir(tmp_path)
+    config = cli.compose(["experiment=maze"], tmp_path / "configs" if flag else None)
+    assert config.name == "maze"
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("trainer.lrr=1", "unknown key trainer.lrr; did you mean .*trainer.lr"),
+        ("nonsense=1", "unknown key nonsense"),
+        ("+trainer.lrr=1", "lrr"),
+        ("algorithm=nothing", "dr_grpo"),
+        ("model.path=???", "model.path has no value; give model.path="),
+        ("rollout.tools=[a", "cannot read the override"),
+    ],
+)
+def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        cli.compose([*NAMED, override])
+    assert cli.main(["train", *NAMED, override]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_runs_are_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "first"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    assert cli.main(["runs", "list", "--run-dir", str(tmp_path)]) == 0
+    assert "first" in capsys.readouterr().out
+    assert cli.main(["runs", "show", "--run-dir", str(tmp_path)]) == 2
+    assert cli.main(["runs", "show", "other", "--run-dir", str(tmp_path)]) == 2
+    assert "there are: first" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""Validation of a configuration, and what keeps the file honest: documentation, size, no dead keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import RunConfig, Section, parse
+from asyncrl.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMUM: dict[str, Any] = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}}
+
+
+def with_keys(**keys: Any) -> dict[str, Any]:
+    """The least configuration, plus dotted keys written with double underscores."""
+    tree: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in MINIMUM.items()}
+    for name, value in keys.items():
+        *path, last = name.split("__")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return tree
+
+
+def sections(kind: type[msgspec.Struct] = RunConfig, prefix: str = "") -> dict[str, type[msgspec.Struct]]:
+    found = {prefix: kind}
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            found |= sections(field.type, f"{prefix}{field.name}.")
+    return found
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = parse(MINIMUM)
+    assert (
+        config.buffer.batch_size == 128 and config.buffer.target == 1 and config.buffer.max_live_groups == 32
+    )
+    with pytest.raises(AttributeError):
+        config.name = "y"  # type: ignore[misc]
+
+
+def test_text_from_the_command_line_is_converted() -> None:
+    assert parse(with_keys(trainer__lr="1e-3")).trainer.lr == 1e-3
+
+
+def test_synchronous_runs_admit_nothing_ahead() -> None:
+    assert parse(with_keys(buffer__max_staleness=0)).buffer.target == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"trainer__lrr": 1}, r"`lrr`.*\$\.trainer"),
+        ({"trainer__lr": 0}, r"\$\.trainer\.lr"),
+        ({"name": ""}, r"\$\.name"),
+        ({"total_steps": "many"}, r"\$\.total_steps"),
+        ({"buffer__on_stale": "wait"}, r"\$\.buffer\.on_stale"),
+        ({"observe__trackers": ["mlflow"]}, r"\$\.observe\.trackers"),
+        ({"buffer__target_staleness": 5}, "target_staleness"),
+        ({"buffer__min_group": 9}, "min_group"),
+        ({"algorithm__correction": "none"}, "stale data would be trained uncorrected"),
+        ({"algorithm__mask_low": 6}, "mask_low"),
+        ({"algorithm__loss": "decoupled_ppo"}, "never clips"),
+        ({"algorithm__steps_per_batch": 2}, "no trust region"),
+        (
+            {"algorithm__loss": "decoupled_ppo", "algorithm__steps_per_batch": 17},
+            "a step would have no group",
+        ),
+        ({"algorithm__advantage": "grpo", "buffer__group_policy": "partial"}, "biased"),
+        ({"rollout__max_new_tokens": 2000}, "exceeds max_tokens"),
+        ({"trainer__micro_batch_tokens": 100}, "would not fit"),
+    ],
+)
+def test_refusals_name_the_key(keys: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        parse(with_keys(**keys))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="`path`"):
+        parse({**MINIMUM, "model": {}})
+
+
+def test_it_survives_the_file_that_children_read() -> None:
+    config = parse(with_keys(rollout__tool_args={"a": {"b": 1.5}}, buffer__target_staleness=0))
+    assert msgspec.yaml.decode(msgspec.yaml.encode(config), type=RunConfig) == config
+
+
+def test_there_are_few_keys_and_no_dead_ones() -> None:
+    code = "\n".join(
+        path.read_text() for path in (ROOT / "asyncrl").rglob("*.py") if path.name != "config.py"
+    )
+    own = (ROOT / "asyncrl" / "config.py").read_text()
+    keys = [
+        prefix + field.name
+        for prefix, kind in sections().items()
+        for field in msgspec.structs.fields(kind)
+        if not (isinstance(field.type, type) and issubclass(field.type, Section))
+    ]
+    assert len(keys) < 120
+    dead = [key for key in keys if not re.search(rf"\.{key.rpartition('.')[2]}\b", code + own)]
+    assert not dead
