@@ -23,6 +23,14 @@ from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, identity_line
 LINE_EVERY = 5.0  # seconds between plain lines
 
 
+class Sturdy(Terminal):
+    """A reader that has gone away (`asyncrl train | head`) must not end a run: rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()  # writes to nowhere from here on
+
+
 @dataclass
 class Picture:
     """The newest of everything."""
@@ -93,15 +101,13 @@ class Console:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        """A reader that has gone away (`asyncrl train | head`) must not end a run."""
-        with suppress(OSError):
-            self.terminal.print(escape(text), highlight=False, soft_wrap=True)
+        self.terminal.print(escape(text), highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, total: int) -> Iterator[Console]:
     """A console; a live one gives the terminal back at the end."""
-    terminal = Terminal()
+    terminal = Sturdy()
     chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
     console = Console(chosen, Picture(title, total), terminal)
     live = Live(
@@ -166,7 +172,7 @@ def plain_line(picture: Picture) -> str:
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
     """The table before and after, the conservation identity, and where the run is."""
-    terminal = terminal or Terminal()
+    terminal = terminal or Sturdy()
     table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
     table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
     table.add_row("success, sampled (held out)", *_pair(summary, "success_before", "success_after", ".1%"))

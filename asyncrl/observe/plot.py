@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observe.summary import GREEDY, SAMPLED
+from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED
 
 # Panels: title, (metric, label, line style).
 PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "reward and held-out success",
         (
-            ("rollout/score/mean", "reward (all landed)", "-"),
+            (REWARD, "reward (all landed)", "-"),
             (SAMPLED, "success, sampled", "o-"),
             (GREEDY, "success, greedy", "s--"),
         ),

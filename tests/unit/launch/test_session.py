@@ -1,0 +1,173 @@
+"""How a session ends, over a real socket and processes that obey the test."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import LaunchConfig
+from asyncrl.launch.placement import Place, Unit
+from asyncrl.launch.process import Order
+from asyncrl.launch.session import Session
+from asyncrl.launch.supervisor import Ending, Supervisor
+from asyncrl.transport.messages import (
+    ObserverHello,
+    RunEnd,
+    Status,
+    StepReport,
+    Stop,
+    ToCoordinatorControl,
+)
+from asyncrl.transport.sockets import Hub, Poller, choose_endpoints
+
+DEADLINE = 20.0
+
+
+class Process:
+    def __init__(self, name: str) -> None:
+        self.name, self.code = name, None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.code = -15 if self.code is None else self.code
+
+    def kill(self) -> None:
+        self.code = -9 if self.code is None else self.code
+
+
+class Play:
+    """A session in this thread; the coordinator's part is played by another."""
+
+    def __init__(self, run_dir: Path, **launch: Any) -> None:
+        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self.hub = Hub(self.endpoints.control, ToCoordinatorControl)
+        self.processes: dict[str, Process] = {}
+        self.shown: list[tuple[Any, ...]] = []
+        units = [Unit(role, (Place(role, 0, 1, "t"),)) for role in ("coordinator", "rollout")]
+        supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
+        self.session = Session(
+            LaunchConfig(**launch), run_dir, self.endpoints, supervisor, self, self.on_step
+        )
+        self.tracked: list[int] = []
+
+    def spawn(self, order: Order) -> Process:
+        return self.processes.setdefault(order.place.name, Process(order.place.name))
+
+    def status(self, *arguments: Any) -> None:
+        self.shown.append(arguments)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.shown.append(("step", step))
+
+    def note(self, text: str) -> None:
+        self.shown.append(("note", text))
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.tracked.append(step)
+
+    # -- the coordinator's side, in a thread -----------------------------------------------------------
+
+    def hear(self, kind: type) -> tuple[bytes, Any]:
+        poller = Poller(self.hub)
+        while True:
+            received = self.hub.receive()
+            if received is None:
+                poller.wait(DEADLINE)
+            elif isinstance(received[1], kind):
+                return received[0], received[1]
+
+    def run(self, part: Any) -> Ending:
+        errors: list[BaseException] = []
+
+        def act() -> None:
+            try:
+                part()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        ending = self.session.run()
+        thread.join(DEADLINE)
+        assert not errors
+        return ending
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Play]:
+    play = Play(tmp_path)
+    yield play
+    play.hub.close()
+
+
+def test_what_the_coordinator_tells_is_shown_and_its_end_is_the_end(play: Play) -> None:
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {"a": 1.0}, ("x waits for y",)))
+        play.hub.send(peer, StepReport(1, {"b": 2.0}))
+        play.hub.send(peer, RunEnd("completed"))
+        play.processes["rollout-0"].code = 0
+        play.processes["coordinator-0"].code = 0
+
+    assert play.run(part) == Ending(0)
+    assert play.shown == [("running", 1, 9, {"a": 1.0}, ("x waits for y",)), ("step", 1)]
+    assert play.tracked == [1]
+
+
+def test_a_failed_run_gives_the_coordinators_reason(play: Play) -> None:
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, RunEnd("failed", "ProtocolError: nothing has moved"))
+        play.processes["coordinator-0"].code = 1
+
+    assert play.run(part) == Ending(1, "ProtocolError: nothing has moved")
+    assert play.processes["rollout-0"].code == -15
+
+
+def test_a_lost_role_lets_the_coordinator_write_down_where_it_was(play: Play) -> None:
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {}, ()))
+        play.processes["rollout-0"].code = 70
+        _, stop = play.hear(Stop)
+        assert "rollout-0 ended with exit code 70" in stop.reason
+        play.processes["coordinator-0"].code = 0
+
+    ending = play.run(part)
+    assert ending.code == 1 and "launch.restarts" in ending.error
+
+
+def test_an_interrupt_before_the_run_began_waits_for_nobody(play: Play) -> None:
+    def part() -> None:
+        play.hear(ObserverHello)
+        signal.raise_signal(signal.SIGTERM)  # handlers run in the main thread
+
+    assert play.run(part).code == 130
+    assert {process.code for process in play.processes.values()} == {-15}
+
+
+def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
+    play = Play(tmp_path, start_timeout=0.01)
+    ending = play.run(lambda: None)
+    assert ending.code == 1 and "the coordinator's first status" in ending.error
+    play.hub.close()
+
+
+def test_a_silent_coordinator_is_replaced(tmp_path: Path) -> None:
+    play = Play(tmp_path, stall_timeout=0.3)
+
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {}, ()))
+
+    ending = play.run(part)  # with a budget of no restarts
+    assert play.processes["coordinator-0"].code == -9
+    assert ending.code == 1 and "coordinator-0 was killed" in ending.error
+    play.hub.close()

@@ -1,0 +1,161 @@
+"""Supervision on a clock of the test's, with processes that die on command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch.placement import Place, Unit
+from asyncrl.launch.process import Order
+from asyncrl.launch.supervisor import BACKOFF_MAX, Supervisor, describe_exit
+
+
+class Fake:
+    """A process; `kill` takes effect at once unless it `lingers`."""
+
+    def __init__(self, order: Order) -> None:
+        self.name, self.order, self.code, self.lingers = order.place.name, order, None, False
+        self.killed = False
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        self.killed = True
+        if not self.lingers and self.code is None:
+            self.code = -9
+
+
+class World:
+    def __init__(self, run_dir: Path, restarts: int = 2) -> None:
+        self.started: list[Fake] = []
+        self.notes: list[str] = []
+        units = [
+            Unit("coordinator", (Place("coordinator", 0, 1, "t"),)),
+            Unit("rollout", (Place("rollout", 0, 1, "t"),)),
+            Unit("trainer", (Place("trainer", 0, 1, "t"), Place("trainer", 1, 1, "t"))),
+        ]
+        self.supervisor = Supervisor(
+            units, self.spawn, run_dir, restarts, lambda unit, name: f"at-{name}", self.notes.append
+        )
+        self.supervisor.start()
+
+    def spawn(self, order: Order) -> Fake:
+        self.started.append(Fake(order))
+        return self.started[-1]
+
+    def newest(self, name: str) -> Fake:
+        return [process for process in self.started if process.name == name][-1]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_nothing_happens_while_all_run(world: World) -> None:
+    assert world.supervisor.tick(0) is None and len(world.started) == 4
+
+
+def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) -> None:
+    dead = world.newest("rollout-0")
+    dead.code = -9
+    world.supervisor.tick(0)
+    world.supervisor.tick(0.4)
+    assert world.newest("rollout-0") is dead
+    world.supervisor.tick(0.6)
+    assert world.newest("rollout-0").order.incarnation != dead.order.incarnation
+    assert not world.newest("trainer-0").killed
+    assert world.notes == ["rollout-0 was killed by SIGKILL; rollout-0 is restarted in 0.5 s (1 of 2)"]
+
+
+def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) -> None:
+    first, second = world.newest("trainer-0"), world.newest("trainer-1")
+    first.lingers = True
+    second.code = 1
+    world.supervisor.tick(0)
+    assert first.killed
+    world.supervisor.tick(100)
+    assert world.newest("trainer-0") is first  # still there, in the old rendezvous
+    first.code = -9
+    world.supervisor.tick(101)
+    orders = [world.newest(f"trainer-{rank}").order for rank in (0, 1)]
+    assert orders[0].incarnation == orders[1].incarnation != first.order.incarnation
+    assert orders[0].rendezvous == orders[1].rendezvous != first.order.rendezvous
+
+
+def test_a_crashed_coordinator_comes_back_under_its_name(world: World) -> None:
+    dead = world.newest("coordinator-0")
+    dead.code = 70
+    assert world.supervisor.tick(0) is None
+    world.supervisor.tick(10)
+    assert world.newest("coordinator-0") is not dead
+    assert world.newest("coordinator-0").order.incarnation == dead.order.incarnation
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_coordinators_own_word_ends_the_run(world: World, code: int) -> None:
+    world.newest("coordinator-0").code = code
+    ending = world.supervisor.tick(0)
+    assert ending is not None and ending.code == code
+
+
+def test_a_role_that_ends_in_order_is_left_alone(world: World) -> None:
+    world.newest("rollout-0").code = 0
+    assert world.supervisor.tick(0) is None
+    world.supervisor.tick(1000)
+    assert len(world.started) == 4 and not world.notes
+
+
+def test_the_budget_is_each_units_own_and_its_end_shows_the_log(tmp_path: Path) -> None:
+    world = World(tmp_path, restarts=1)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rollout-0.log").write_text("what went wrong\n")
+    world.newest("trainer-0").code = 70
+    world.newest("rollout-0").code = 70
+    assert world.supervisor.tick(0) is None
+    assert world.supervisor.tick(1) is None
+    world.newest("rollout-0").code = 70
+    ending = world.supervisor.tick(2)
+    assert ending is not None and ending.code == 1
+    assert "launch.restarts" in ending.error and "what went wrong" in ending.error
+
+
+def test_the_back_off_grows_up_to_its_limit(tmp_path: Path) -> None:
+    world = World(tmp_path, restarts=9)
+    now = 0.0
+    for _ in range(9):
+        world.newest("rollout-0").code = 70
+        world.supervisor.tick(now)
+        now += 100
+        world.supervisor.tick(now)
+    delays = [float(note.split(" in ")[1].split()[0]) for note in world.notes]
+    assert delays[:4] == [0.5, 1, 2, 4] and set(delays[4:]) == {BACKOFF_MAX}
+
+
+def test_bad_input_is_not_tried_again(world: World) -> None:
+    world.newest("trainer-1").code = 2
+    ending = world.supervisor.tick(0)
+    assert ending is not None and ending.code == 2
+
+
+def test_nobody_is_restarted_while_stopping(world: World) -> None:
+    world.newest("rollout-0").code = -9
+    world.supervisor.tick(0)
+    world.supervisor.stopping = True
+    world.newest("trainer-0").code = -9
+    assert world.supervisor.tick(100) is None
+    assert len(world.started) == 4
+    world.newest("coordinator-0").code = -9
+    ending = world.supervisor.tick(101)
+    assert ending is not None and ending.code == 1 and "while stopping" in ending.error
+
+
+def test_exits_are_described() -> None:
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-99) == "was killed by signal 99"
+    assert describe_exit(3) == "ended with exit code 3"

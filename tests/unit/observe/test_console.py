@@ -1,0 +1,97 @@
+"""What a person sees, as text."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+
+from asyncrl.observe.console import Console, Picture, open_console, plain_line, print_summary, render
+from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, summarize
+
+GAUGES = {"async/ready": 12.0, "async/running": 64.0, "weights/pushed": 5.0, "weights/acked": 4.0}
+METRICS = {REWARD: 0.5, "tool_call_counts/mean": 2.25, "staleness/lag/p95": 2.0}
+
+
+def console(mode: str = "plain") -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(mode, Picture("demo", 10), Terminal(file=out, width=120)), out  # type: ignore[arg-type]
+
+
+def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
+    shown, out = console()
+    shown.status("running", 1, 10, GAUGES, ("trainer 0: trajectories of step 1",))
+    shown.step(1, METRICS)
+    line = out.getvalue().splitlines()[-1]
+    assert line.startswith("[running] step 1/10")
+    for part in ("reward 0.500", "tool calls/episode 2.25", "lag p95 2", "ready 12", "version acked 4"):
+        assert part in line
+    assert line.endswith("waits: trainer 0: trajectories of step 1")
+
+
+def test_lines_are_few_but_validations_and_ends_are_never_left_out() -> None:
+    shown, out = console()
+    for step in range(1, 11):
+        shown.step(step, METRICS)
+    shown.step(10, {SAMPLED: 0.5, GREEDY: 0.25})
+    lines = out.getvalue().splitlines()
+    assert [line.split()[2] for line in lines[:-1]] == ["1/10", "10/10"]
+    assert lines[-1] == "validation at step 10: sampled 50.0%, greedy 25.0%"
+
+
+def test_off_says_nothing_but_why_a_run_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown, out = console("off")
+    shown.status("running", 1, 10, GAUGES, ())
+    shown.step(1, METRICS)
+    shown.note("restarted")
+    shown.fail("no reason")
+    assert out.getvalue() == "" and capsys.readouterr().err == "asyncrl: no reason\n"
+
+
+def test_a_reader_that_has_gone_away_does_not_matter() -> None:
+    code = (
+        "import sys\nfrom asyncrl.observe.console import open_console\n"
+        "with open_console('plain', 'demo', 10) as shown:\n"
+        "    sys.stdin.read()\n"
+        "    for step in range(1, 11): shown.note('hello')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin and process.stdout
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(60) == 0
+
+
+def test_the_live_view_has_a_bar_figures_and_waits() -> None:
+    picture = Picture("demo", 10, "running", 5, GAUGES, METRICS, {SAMPLED: 0.5}, ("x waits for [y]",))
+    out = io.StringIO()
+    Terminal(file=out, width=120).print(render(picture))
+    for part in ("step 5/10", "running", "0.500", "50.0%", "x waits for [y]"):
+        assert part in out.getvalue()
+
+
+def test_a_stranger_to_terminals_gets_plain_lines() -> None:
+    with open_console("auto", "demo", 10) as shown:
+        assert shown.mode == "plain"
+
+
+def test_unknown_figures_are_left_out() -> None:
+    assert plain_line(Picture("demo", 10)) == "[starting] step 0/10"
+
+
+def test_the_final_table(tmp_path: Path) -> None:
+    rows = [
+        {"training/step": 0, "time_s": 0.0, SAMPLED: 0.25, GREEDY: 0.0},
+        {"training/step": 1, "time_s": 2.0, "timing_s/step": 2.0, REWARD: 0.5},
+        {"training/step": 1, "time_s": 3.0, SAMPLED: 0.75, GREEDY: 1.0},
+    ]
+    flow = {"issued": 8, "trained": 8}
+    out = io.StringIO()
+    print_summary(summarize(rows, flow, True), tmp_path, Terminal(file=out, width=200))
+    text = out.getvalue()
+    for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
+        assert part in text

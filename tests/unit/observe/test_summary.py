@@ -1,0 +1,90 @@
+"""The summary, against rows small enough to do by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.observe.summary import GREEDY, SAMPLED, identity_line, summarize
+
+FLOW = {
+    "issued": 12,
+    "trained": 4,
+    "filtered": 3,
+    "dropped": 1,
+    "failed": 1,
+    "taken": 1,
+    "ready": 1,
+    "in_flight": 1,
+}
+KEYS = (
+    "steps seconds reward_first reward_last success_before success_after greedy_after policy_version "
+    "tokens_trained tokens_per_s lag_mean lag_max masked_token_frac trajectories_multi_version "
+    "trainer_idle_frac rollout_idle_frac weights_stall_s_mean logprob_diff_max_same_version "
+    "logprob_tokens_compared flow conserved"
+)
+
+
+def step(number: int, **more: float) -> dict[str, float]:
+    names = {name.replace("__", "/"): value for name, value in more.items()}
+    return {"training/step": number, "timing_s/step": 2.0, "time_s": 2.0 * number} | names
+
+
+def test_every_promised_key_is_there_even_for_a_run_without_steps() -> None:
+    summary = summarize([], FLOW, True)
+    assert set(KEYS.split()) <= summary.keys()
+    assert summary["steps"] == 0 and summary["reward_first"] is None and summary["tokens_trained"] == 0
+
+
+def test_numbers_are_weighted_as_they_should_be() -> None:
+    rows = [
+        {"training/step": 0, "time_s": 1.0, SAMPLED: 0.2, GREEDY: 0.0},
+        step(1, rollout__score__mean=0.25, staleness__lag__mean=0.0, trainer__model_tokens=100),
+        step(2, rollout__score__mean=0.75, staleness__lag__mean=2.0, trainer__model_tokens=300),
+        {"training/step": 2, "time_s": 9.0, SAMPLED: 0.9, GREEDY: 0.8, "val-aux/policy_version": 2},
+    ]
+    summary = summarize(rows, FLOW, False)
+    assert summary["steps"] == 2 and summary["seconds"] == 9.0
+    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
+    assert (summary["success_before"], summary["success_after"]) == (0.2, 0.9)
+    assert (summary["greedy_before"], summary["greedy_after"]) == (0.0, 0.8)
+    assert summary["lag_mean"] == pytest.approx(1.5)  # by tokens, not by steps
+    assert summary["tokens_trained"] == 400 and summary["tokens_per_s"] == 100
+    assert summary["policy_version"] == 2 and summary["conserved"] is False
+
+
+def test_rewards_at_the_ends_are_means_over_a_tenth_of_the_steps() -> None:
+    rows = [step(n, rollout__score__mean=float(n)) for n in range(1, 21)]
+    summary = summarize(rows, FLOW, True)
+    assert (summary["reward_first"], summary["reward_last"]) == (1.5, 19.5)
+
+
+def test_a_step_repeated_after_a_crash_counts_once() -> None:
+    rows = [
+        step(1, trainer__model_tokens=5),
+        step(2, trainer__model_tokens=7),
+        step(2, trainer__model_tokens=9),
+    ]
+    summary = summarize(rows, FLOW, True)
+    assert summary["steps"] == 2 and summary["tokens_trained"] == 14
+
+
+def test_one_validation_is_before_and_not_after() -> None:
+    summary = summarize([{"training/step": 0, "time_s": 0.0, SAMPLED: 0.5}], FLOW, True)
+    assert summary["success_before"] == 0.5 and summary["success_after"] is None
+
+
+def test_extremes_are_of_the_whole_run() -> None:
+    rows = [
+        step(1, staleness__lag__max=3.0, rollout_corr__logprob_diff_max=1e-3),
+        step(2, staleness__lag__max=1.0, rollout_corr__logprob_diff_tokens=10.0),
+    ]
+    summary = summarize(rows, FLOW, True)
+    assert summary["lag_max"] == 3 and summary["logprob_diff_max_same_version"] == 1e-3
+    assert summary["logprob_tokens_compared"] == 10
+
+
+def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
+    line = identity_line(FLOW, True)
+    assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")
+    assert line.endswith("1 in flight ✓")
+    assert "NOT CONSERVED" in identity_line(FLOW, False)
