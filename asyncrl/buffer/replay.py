@@ -233,6 +233,7 @@ class ReplayBuffer:
         members = [self.episodes[uid] for uid in group.members]
         if all(episode.state.over for episode in members):
             del self.live[group.id]
+            self._dirty_groups[group.id] = group  # written as over
             for episode in members:
                 self.left[episode.state] += 1
                 del self.episodes[episode.uid]

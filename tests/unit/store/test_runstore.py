@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.buffer.records import State
+from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.store.runstore import RunStore
 from tests.unit.buffer.machine import admit, land, make, train
 
@@ -22,6 +23,13 @@ for turn in range(1000):
 """
 
 
+def persist(store: RunStore, buffer: ReplayBuffer) -> None:
+    groups, episodes = buffer.changes()
+    store.put_groups(groups, buffer.live)
+    store.put_episodes(episodes)
+    store.commit()
+
+
 def test_everything_comes_back(tmp_path: Path) -> None:
     buffer, batches = make()
     store = RunStore(tmp_path)
@@ -29,10 +37,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     for uid in ("0.0", "0.1", "1.0", "1.1", "2.0"):
         land(buffer, uid)
         store.put_frame(uid, 0, "generated", uid.encode())
+    persist(store, buffer)
     train(batches, 0)
-    groups, episodes = buffer.changes()
-    store.put_groups(groups, buffer.live)
-    store.put_episodes(episodes)
+    persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
     store.put_batches(batches.changes())
     store.put_commit(1, 1, batches.batches[0].plan_hash)
     store.put_version(1, 1, "somewhere")
