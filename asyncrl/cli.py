@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import site
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +135,8 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
 
 def config_root() -> Path:
     """Where `configs/` is: the checkout, or what an installation put beside the packages."""
-    for root in (Path(asyncrl.__file__).resolve().parents[1], Path(sys.prefix) / "share" / "asyncrl"):
+    installed = [Path(base) / "share" / "asyncrl" for base in (sys.prefix, site.getuserbase())]
+    for root in (Path(asyncrl.__file__).resolve().parents[1], *installed):
         if (root / "configs" / "config.yaml").is_file():
             return root
     raise ConfigError(
