@@ -54,6 +54,9 @@ class Engine(Protocol):
         """Swap in a published version without draining; returns its checksum. Raises WeightsError and
         keeps the old weights when the files are missing or damaged."""
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probs of ids[1:] under the weights in use, at temperature 1."""
+
     async def close(self) -> None: ...
 
 

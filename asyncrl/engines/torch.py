@@ -82,6 +82,12 @@ class TorchEngine:
             self._batcher.mark(ref.version)
         return manifest.checksum
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        with torch.inference_mode():
+            tokens = torch.tensor([ids], device=self._model.device)
+            logprobs = self._model(tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            return tuple(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+
     async def close(self) -> None:
         self._break(EngineError("the engine was closed"))
         if self._task is not None:

@@ -47,6 +47,8 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "weights_stall_s_mean": _mean(steps, "weights/stall_s"),
         "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
         "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
+        "probe_logprob_diff_max": _max(steps, "weights/probe_logprob_diff_max"),
+        "probe_tokens_compared": int(_last(steps, "weights/probe_tokens") or 0),
         "flow": dict(flow),
         "conserved": conserved,
         "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),

@@ -19,7 +19,8 @@ from asyncrl.roles.meter import Meter, Recorder
 from asyncrl.roles.waits import Changed, Waits
 from asyncrl.transport.messages import Loaded
 from asyncrl.types import Generation
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.disk import read_manifest
+from asyncrl.weights.manifest import WeightsError, WeightsRef
 
 BROKEN = 8  # failed turns in a row that tell a broken engine from bad requests
 
@@ -112,12 +113,26 @@ class Lane:
             await self.engine.close()
 
     async def _load(self, ref: WeightsRef) -> Loaded:
-        start, wall, checksum = time.monotonic(), time.time(), ""
+        start, wall, checksum, gap, tokens = time.monotonic(), time.time(), "", 0.0, 0
         with recorded() as failure:
             async with asyncio.timeout(self.deadline):
                 checksum = await self._swap(ref)
+                gap, tokens = await self._probe(ref)
         self.timeline.record("load_weights", wall, time.time())
-        return Loaded(ref, self.name, checksum, time.monotonic() - start, failure.line)
+        seconds = time.monotonic() - start
+        return Loaded(ref, self.name, checksum, seconds, failure.line, gap, tokens)
+
+    async def _probe(self, ref: WeightsRef) -> tuple[float, int]:
+        """(largest gap, tokens) between this engine's log-probs of the version's probe and the trainer's."""
+        assert self.engine is not None
+        try:
+            probe = read_manifest(ref).probe
+        except WeightsError:  # pruned since: the swap itself has succeeded
+            return 0.0, 0
+        if probe is None or self.engine.version != ref.version:
+            return 0.0, 0
+        own = await self.engine.score(probe.ids)
+        return max(abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)), len(own)
 
     async def _swap(self, ref: WeightsRef) -> str:
         """Load a version; one that is already in use is only confirmed again."""

@@ -93,6 +93,8 @@ class Reporter:
             "weights/acked_lag": float(core.ledger.acked_lag),
             "weights/stall_s": published.snapshot_s if published else 0.0,
             "weights/push_s": published.write_s if published else 0.0,
+            "weights/probe_logprob_diff_max": self.workers.probe_gap,
+            "weights/probe_tokens": float(self.workers.probe_tokens),
             "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
         }
 

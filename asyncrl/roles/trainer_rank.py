@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.trainer import checkpoint, world
-from asyncrl.trainer.model import full_state
+from asyncrl.trainer.model import full_state, score
 from asyncrl.trainer.step import Learner
 from asyncrl.transport.messages import (
     Checkpointed,
@@ -49,13 +50,14 @@ from asyncrl.transport.messages import (
 from asyncrl.transport.sockets import Endpoints, Link, Poller, identity
 from asyncrl.types import Turn
 from asyncrl.weights.disk import weights_directory
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.weights.publisher import Publisher, Snapshot
 
 log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
+PROBE_TOKENS = 65
 _turns = msgspec.msgpack.Decoder(Turn)
 
 
@@ -90,6 +92,7 @@ class TrainerRank:
         self.rank, self.first = mesh.rank, mesh.rank == 0
         self.learner = Learner(config, mesh)
         self.checkpoints = self.run_dir / "checkpoints"
+        self.probe_ids = probe_ids(self.learner.policy.lm.config.vocab_size)
         self.trained: list[str] = []  # since the last checkpoint
         self.trained_total, self.parent = 0, -1
         self._resume()
@@ -279,9 +282,11 @@ class TrainerRank:
         start = time.monotonic()
         with self.timeline.span("snapshot"):
             tensors = full_state(self.learner.policy)
+            probe = Probe(self.probe_ids, score(self.learner.policy, self.probe_ids, self.mesh.device))
         if self._publisher is not None:
             seconds = time.monotonic() - start
-            self._publisher.submit(Snapshot(tensors, self.trainer_epoch, self.learner.step, seconds))
+            step = self.learner.step
+            self._publisher.submit(Snapshot(tensors, self.trainer_epoch, step, seconds, probe))
 
     def _announcer(self, endpoints: Endpoints) -> Callable[[WeightsRef, float, float], None]:
         """Published goes out from the publisher's own thread, over its own socket."""
@@ -341,6 +346,11 @@ def decode_rows(rows: tuple[Row, ...], frames: list[bytes]) -> Iterator[tuple[Ro
     for row in rows:
         yield row, [_turns.decode(frame) for frame in frames[position : position + row.frames]]
         position += row.frames
+
+
+def probe_ids(vocabulary: int) -> tuple[int, ...]:
+    """The fixed text that trainer and engines score at each publish; any ids do."""
+    return tuple(random.Random(0).choices(range(vocabulary), k=PROBE_TOKENS))
 
 
 def resident_gb() -> float:

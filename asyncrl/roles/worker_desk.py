@@ -79,6 +79,7 @@ class WorkerDesk:
         self.workers: dict[bytes, Worker] = {}
         self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
+        self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self._acks: set[bytes] = set()
 
     # -- control -------------------------------------------------------------------------------------
@@ -141,7 +142,10 @@ class WorkerDesk:
                 self.core.ledger.resend(peer.decode(), now + LOAD_RETRY)
             else:
                 worker.eval_asked = 0.0
-        elif message.lane == "eval":
+            return
+        self.probe_gap = max(self.probe_gap, message.probe_gap)
+        self.probe_tokens += message.probe_tokens
+        if message.lane == "eval":
             worker.eval_version = message.ref.order
         else:
             self.core.ledger.ack(peer.decode(), message.ref.order)

@@ -141,6 +141,16 @@ def _fill(policy: Policy, source: nn.Module | None, world: World) -> Policy:
 
 
 @torch.no_grad()
+def score(policy: Policy, ids: tuple[int, ...], device: torch.device) -> tuple[float, ...]:
+    """Log-probs of ids[1:] at temperature 1. A collective."""
+    position = torch.arange(1, len(ids), device=device)
+    row = torch.zeros_like(position)
+    batch = torch.tensor([ids], device=device)
+    scores = policy(Selected(batch, row, position, torch.ones(len(position), device=device)))
+    return tuple(scores.logp.tolist())
+
+
+@torch.no_grad()
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """The whole weights on rank 0, on the CPU, in the configured dtype; {} on other ranks. A collective.
 

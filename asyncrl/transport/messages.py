@@ -52,13 +52,16 @@ class Heartbeat(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """An engine swapped in a version, or could not."""
+    """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
+    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens."""
 
     ref: WeightsRef
     lane: str
     checksum: str
     seconds: float
     error: str = ""
+    probe_gap: float = 0.0
+    probe_tokens: int = 0
 
 
 # -- control: coordinator -> worker ----------------------------------------------------------------

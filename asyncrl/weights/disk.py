@@ -21,7 +21,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef, overall_checksum, xxh3
+from asyncrl.weights.manifest import (
+    Manifest,
+    Probe,
+    TensorEntry,
+    WeightsError,
+    WeightsRef,
+    overall_checksum,
+    xxh3,
+)
 
 PAYLOAD = "model.safetensors"
 MANIFEST = "manifest.json"
@@ -30,7 +38,11 @@ _TEMPORARY = ".writing-"
 
 
 def publish(
-    tensors: Mapping[str, torch.Tensor], directory: Path, trainer_epoch: int, version: int
+    tensors: Mapping[str, torch.Tensor],
+    directory: Path,
+    trainer_epoch: int,
+    version: int,
+    probe: Probe | None = None,
 ) -> WeightsRef:
     """Write one version, whole or not at all. Of tensors that share their storage (tied weights) the first
     name is written. Publishing a version again replaces it. Raises OSError if it does not fit."""
@@ -42,7 +54,7 @@ def publish(
     try:
         payload = _untied(tensors)
         save_file(payload, work / PAYLOAD)
-        manifest = _describe(payload, trainer_epoch, version)
+        manifest = _describe(payload, trainer_epoch, version, probe)
         (work / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         if target.exists():
             target.rename(_temporary(directory))
@@ -63,7 +75,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
         found = f"epoch {manifest.trainer_epoch}, version {manifest.version}"
         wanted = f"epoch {ref.trainer_epoch}, version {ref.version}"
         raise WeightsError(f"weights {ref.path}: expected {wanted}; found {found}")
-    if manifest.checksum != overall_checksum(manifest.tensors):
+    if manifest.checksum != overall_checksum(manifest.tensors, manifest.probe):
         raise WeightsError(f"weights {ref.path}: {MANIFEST} does not match its own checksum")
     return manifest
 
@@ -134,9 +146,11 @@ def _untied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return kept
 
 
-def _describe(tensors: Mapping[str, torch.Tensor], trainer_epoch: int, version: int) -> Manifest:
+def _describe(
+    tensors: Mapping[str, torch.Tensor], trainer_epoch: int, version: int, probe: Probe | None
+) -> Manifest:
     entries = tuple(_entry(name, tensor) for name, tensor in tensors.items())
-    return Manifest(trainer_epoch, version, entries, overall_checksum(entries))
+    return Manifest(trainer_epoch, version, entries, overall_checksum(entries, probe), probe)
 
 
 def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:

@@ -36,13 +36,22 @@ class TensorEntry(msgspec.Struct, frozen=True):
     xxh3: str
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries."""
+class Probe(msgspec.Struct, frozen=True):
+    """A fixed text as the trainer scored it: `logprobs[i]` is that of `ids[i + 1]`, at temperature 1. An
+    engine that loaded the version must agree; whatever is wrong with it shows before it samples a token."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries and the probe."""
 
     trainer_epoch: int
     version: int
     tensors: tuple[TensorEntry, ...]
     checksum: str
+    probe: Probe | None = None
 
 
 def xxh3(data: Any) -> str:
@@ -50,6 +59,6 @@ def xxh3(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
-    """One checksum over the names, shapes, types and checksums of all tensors, in order."""
-    return xxh3(msgspec.json.encode(tuple(tensors)))
+def overall_checksum(tensors: Iterable[TensorEntry], probe: Probe | None) -> str:
+    """One checksum over the names, shapes, types and checksums of all tensors, in order, and the probe."""
+    return xxh3(msgspec.json.encode((tuple(tensors), probe)))

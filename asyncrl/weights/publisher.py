@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.weights.disk import prune, publish
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 
 log = logging.getLogger("asyncrl.weights")
 
@@ -25,6 +25,7 @@ class Snapshot:
     trainer_epoch: int
     version: int
     seconds: float
+    probe: Probe | None = None
 
 
 class Publisher:
@@ -77,6 +78,8 @@ class Publisher:
 
     def _write(self, snapshot: Snapshot) -> None:
         start = time.monotonic()
-        ref = publish(snapshot.tensors, self.directory, snapshot.trainer_epoch, snapshot.version)
+        ref = publish(
+            snapshot.tensors, self.directory, snapshot.trainer_epoch, snapshot.version, snapshot.probe
+        )
         self._announce(ref, snapshot.seconds, time.monotonic() - start)
         prune(self.directory, self.keep, in_use=[ref])

@@ -59,5 +59,8 @@ class ScriptedEngine:
         self._version = ref.version
         return f"sum-{ref.version}"
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(-1.0 for _ in ids[1:])
+
     async def close(self) -> None:
         self.closed = True
