@@ -26,24 +26,26 @@ def load_samples(path: str | Path) -> list[Sample]:
         )
     names = list(columns)
     rows = zip(*columns.values(), strict=True)
-    samples = [_sample(path, index, dict(zip(names, row, strict=True))) for index, row in enumerate(rows)]
-    if not samples:
-        raise ConfigError(f"{path}: the data set is empty; it needs at least one row")
-    return samples
+    return [_sample(path, index, dict(zip(names, row, strict=True))) for index, row in enumerate(rows)]
 
 
 def _read(path: Path) -> dict[str, list[Any]]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; write one with tools/prepare_*.py, or correct the path")
     import datasets  # pyarrow and pandas come with it: a second that `--help` should not pay
+    import pyarrow.parquet
 
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
         # The cache that `datasets` insists on is temporary: nothing is left in the user's home.
         with tempfile.TemporaryDirectory(prefix="asyncrl-data-") as cache:
+            if not pyarrow.parquet.read_metadata(path).num_rows:
+                raise ConfigError(f"{path}: the data set is empty; it needs at least one row")
             table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
             return table.to_dict()  # type: ignore[union-attr,return-value]
+    except ConfigError:
+        raise
     except Exception as error:
         cause = error.__cause__ or error
         raise ConfigError(f"{path}: not readable as parquet ({one_line(cause)}); write it anew") from error

@@ -24,7 +24,7 @@ class Lease:
 
     def __init__(self, seconds: float, give_up: float, now: float) -> None:
         self.seconds, self.give_up = seconds, max(give_up, seconds)
-        self.interval = min(seconds / 5, 1.0)
+        self.interval = min(seconds / 5, 0.5)
         self.welcomed = False
         self._heard = self._ticked = now
 

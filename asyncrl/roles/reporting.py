@@ -38,7 +38,7 @@ class Reporter:
         self.core, self.workers, self.trainer = core, workers, trainer
         self.landed, self.last = Landed(), Landed()
         self.started = self.row_at = time.monotonic()
-        self.finished = self.multi_version = self.tokens = 0
+        self.finished = self.multi_version = self.tokens = 0  # totals of this process
         self._path = core.run_dir / "metrics.jsonl"
         earlier = read_rows(self._path)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
@@ -116,33 +116,33 @@ class Reporter:
         row["rollout/landed"] = float(len(landed.rewards))
         return row
 
-    def _totals(self) -> dict[str, tuple[float, float, int]]:
-        """(busy s, idle s, tokens) by process, since each began."""
+    def _totals(self) -> dict[str, tuple[float, float]]:
+        """(busy s, idle s) by process, since each began."""
         totals = {
-            worker.hello.incarnation: (worker.beat.busy_s, worker.beat.idle_s, worker.beat.tokens)
+            worker.hello.incarnation: (worker.beat.busy_s, worker.beat.idle_s)
             for worker in self.workers.workers.values()
             if worker.beat
         }
         for rank, beat in self.trainer.ranks.beats.items():
-            totals[f"trainer/{self.trainer.ranks.incarnation}/{rank}"] = (beat.busy_s, beat.idle_s, 0)
+            totals[f"trainer/{self.trainer.ranks.incarnation}/{rank}"] = (beat.busy_s, beat.idle_s)
         return totals
 
     def _shares(self, seconds: float) -> dict[str, float]:
         """Idle shares and throughput since the last row."""
         before, self._busy = self._busy, self._totals()
         busy = {"trainer": 0.0, "rollout": 0.0}
-        idle, tokens = dict(busy), 0
-        for name, (b, i, t) in self._busy.items():
-            b0, i0, t0 = before.get(name, (0.0, 0.0, 0))
+        idle = dict(busy)
+        for name, (b, i) in self._busy.items():
+            b0, i0 = before.get(name, (0.0, 0.0))
             role = "trainer" if name.startswith("trainer/") else "rollout"
             busy[role] += b - b0
             idle[role] += i - i0
-            tokens += t - t0
         shares = {
             f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
             for role in ("trainer", "rollout")
             if busy[role] + idle[role] > 0
         }
+        tokens, self.tokens = self.workers.tokens - self.tokens, self.workers.tokens
         return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
 
     def audit(self, trainer_count: float | None) -> tuple[Flow, bool]:

@@ -79,6 +79,7 @@ class WorkerDesk:
         self.workers: dict[bytes, Worker] = {}
         self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
+        self.tokens = 0  # model tokens of durable turns
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self._acks: set[bytes] = set()
 
@@ -227,6 +228,7 @@ class WorkerDesk:
             self._give_up(worker, episode, FailReason.ENGINE_ERROR, now)
             return
         self.core.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
+        self.tokens += message.model_tokens
         self.core.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
 
     # -- losing --------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
     python tools/bench/async_ratio.py --steps 50 --latency 0.3
 
-Both runs are the same program and the same work per step; only `buffer.max_staleness` differs. T is wall time
-per step. g and t are the seconds per step that the rollout engines and the trainer were busy computing in the
-synchronous run: the limit T_sync/(g + t) is for roles that share all machines, T_sync/max(g, t) for roles that
-have their own.
+Both runs are the same program and the same work per step; only `buffer.max_staleness` differs. T is wall
+time per step. g and t are the seconds per step that the rollout engines and the trainer were busy computing
+in the synchronous run: the limit T_sync/(g + t) is for roles that share all machines, T_sync/max(g, t) for
+roles that have their own.
 """
 
 from __future__ import annotations
