@@ -317,8 +317,8 @@ def _check_combinations(config: RunConfig) -> None:
         f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
         > buffer.groups_per_batch,
-        "$.algorithm.advantage grpo with group_policy=partial is biased; use dr_grpo or rloo": (
-            algorithm.advantage == "grpo" and buffer.group_policy == "partial"
+        f"$.algorithm.advantage {algorithm.advantage} is biased with group_policy=partial; use rloo": (
+            algorithm.advantage != "rloo" and buffer.group_policy == "partial"
         ),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,

@@ -51,9 +51,9 @@ def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
 MODES = {
     "hold": ["buffer.on_stale=hold"],
     "drop": ["buffer.on_stale=drop"],
-    "partial": ["buffer.group_policy=partial", "buffer.group_deadline=0.3"],
+    "partial": ["buffer.group_policy=partial", "buffer.group_deadline=0.3", "algorithm=rloo"],
     "several steps per batch": ["algorithm=decoupled_ppo"],
-    "rloo, sequence means": ["algorithm.advantage=rloo", "algorithm.aggregation=seq_mean_token_mean"],
+    "rloo, sequence means": ["algorithm=rloo", "algorithm.aggregation=seq_mean_token_mean"],
 }
 
 
