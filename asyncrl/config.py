@@ -320,6 +320,9 @@ def _check_combinations(config: RunConfig) -> None:
         f"$.algorithm.advantage {algorithm.advantage} is biased with group_policy=partial; use rloo": (
             algorithm.advantage != "rloo" and buffer.group_policy == "partial"
         ),
+        "$.algorithm.aggregation prompt_mean needs whole groups; use token_mean with group_policy=partial": (
+            algorithm.aggregation == "prompt_mean" and buffer.group_policy == "partial"
+        ),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
         f"$.trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "

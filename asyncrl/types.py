@@ -26,10 +26,11 @@ class EpisodeEnd(enum.StrEnum):
     LENGTH = "length"  # token budget of the turn or the episode
     MAX_TURNS = "max_turns"
     BAD_CALLS = "bad_calls"  # too many malformed tool calls in a row
+    TIMEOUT = "timeout"  # the episode's wall-clock limit, after at least one turn
 
     @property
     def truncated(self) -> bool:
-        return self in (EpisodeEnd.LENGTH, EpisodeEnd.MAX_TURNS)
+        return self in (EpisodeEnd.LENGTH, EpisodeEnd.MAX_TURNS, EpisodeEnd.TIMEOUT)
 
 
 class FailReason(enum.StrEnum):
@@ -39,7 +40,7 @@ class FailReason(enum.StrEnum):
     ENGINE_ERROR = "engine_error"
     EPISODE_ERROR = "episode_error"
     PROMPT_TOO_LONG = "prompt_too_long"
-    DEADLINE = "deadline"  # the episode's own wall-clock limit
+    DEADLINE = "deadline"  # the episode's wall-clock limit, before its first turn was done
     WORKER_LOST = "worker_lost"
 
 

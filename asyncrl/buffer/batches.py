@@ -89,7 +89,8 @@ class Batches:
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add the next micro-batch, as soon as there is one worth running."""
         pool, groups = self._pool(batch)
-        full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch or self._last(groups)
+        full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
+        full = full or self._last(batch, groups)
         if not pool:
             return self._close(batch) if full else None
         enough = sum(episode.tokens for episode in pool) >= self.micro_tokens * ranks
@@ -123,10 +124,11 @@ class Batches:
         self._dirty.add(batch.step)
         return []
 
-    def _last(self, groups: set[int]) -> bool:
-        """No group but these can ever become ready: the data is over, a short batch is flushed."""
+    def _last(self, batch: Batch, groups: set[int]) -> bool:
+        """No group but these can ever become ready: the data is over. What was already taken is trained as a
+        short batch in any case; a batch that has not begun, if it is to be flushed."""
         return (
-            self.flush
+            (self.flush or bool(batch.micros))
             and self.buffer.data_over
             and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
         )

@@ -17,21 +17,16 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.ledger import VersionLedger
-from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import Flow
-from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
 from asyncrl.errors import AsyncrlError, ProtocolError, one_line
 from asyncrl.observe.summary import summarize
-from asyncrl.roles.core import Core, Outbox, log
+from asyncrl.roles.core import Answers, build_core, log
 from asyncrl.roles.reporting import Reporter
 from asyncrl.roles.trainer_desk import TrainerDesk
 from asyncrl.roles.validation import Validation
 from asyncrl.roles.worker_desk import WorkerDesk
-from asyncrl.store.runstore import RunStore
 from asyncrl.transport.messages import (
     Checkpointed,
     Commit,
@@ -59,12 +54,10 @@ from asyncrl.transport.messages import (
 )
 from asyncrl.transport.sockets import Endpoints, Hub, Poller
 from asyncrl.types import DropReason
-from asyncrl.weights.manifest import WeightsRef
 
 TICK = 0.05
 DRAIN = 256  # messages per socket and turn of the loop
 STATUS_EVERY = 0.5
-BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
 
 
 class Phase(enum.StrEnum):
@@ -97,7 +90,7 @@ class Coordinator:
         self.run_dir = Path(config.run_dir) / config.name
         self.control = Hub(endpoints.control, ToCoordinatorControl)
         self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
-        self.core = build_core(config, self.run_dir, Outbox(self.control, self.bulk))
+        self.core = build_core(config, self.run_dir, Answers(self.control, self.bulk))
         self.validation: Validation
         self.workers = WorkerDesk(
             self.core,
@@ -112,7 +105,6 @@ class Coordinator:
         self.phase, self.error, self.outcome = Phase.STARTING, "", ""
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
-        self.trained_count: float | None = None
         self._status_at = 0.0
         self._reported = 0
         self._adopt(incarnation)
@@ -299,7 +291,9 @@ class Coordinator:
         """Write the summary, tell everyone, close."""
         self.outcome, self.phase = outcome, Phase.CLOSED
         self.core.persist()
-        flow, conserved = self.reporter.audit(self.trained_count)
+        now = {"training/step": float(self.core.batches.committed), "time_s": self.reporter.seconds}
+        self.reporter.write(now | self.reporter.gauges())
+        flow, conserved = self.reporter.audit()
         self._write_summary(flow, conserved)
         self.workers.stop(outcome)
         self.trainer.stop(outcome)
@@ -323,7 +317,6 @@ class Coordinator:
         self.reporter.on_landed(episode, message)
 
     def _committed(self, message: Commit) -> None:
-        self.trained_count = message.metrics.get("trainer/trajectories_total")
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
         self._tell(StepReport(message.step, row))
@@ -365,39 +358,3 @@ class Coordinator:
         self.core.store.close()
         self.control.close()
         self.bulk.close()
-
-
-def build_core(config: RunConfig, run_dir: Path, outbox: Outbox) -> Core:
-    """Samples, buffer and store, as the store says they were."""
-    samples = load_samples(config.data.train)
-    data, buffer = config.data, config.buffer
-    store = RunStore(run_dir)
-    replay = ReplayBuffer(
-        buffer,
-        Prompts(len(samples), config.seed, data.shuffle, data.epochs),
-        total_groups=config.total_steps * buffer.groups_per_batch,
-        retries=config.rollout.retries,
-        group_bytes=buffer.episodes_per_group * config.rollout.max_tokens * BYTES_PER_TOKEN,
-    )
-    batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
-    held = store.load()
-    replay.restore(held.groups, held.episodes, held.left)
-    replay.next_group = held.next_group
-    replay.trained_groups = held.committed * buffer.groups_per_batch
-    batches.restore(held.batches, held.taken, held.committed)
-    ledger, latest = VersionLedger(), store.latest_version()
-    if latest is not None:
-        ledger.publish(latest[:2])
-    return Core(
-        config=config,
-        run_dir=run_dir,
-        samples=samples,
-        buffer=replay,
-        batches=batches,
-        ledger=ledger,
-        store=store,
-        outbox=outbox,
-        coordinator_epoch=int(store.meta("coordinator_epoch", "0")) + 1,
-        trainer_epoch=int(store.meta("trainer_epoch", "0")),
-        latest=WeightsRef(*latest) if latest and Path(latest[2]).is_dir() else None,
-    )

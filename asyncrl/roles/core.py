@@ -10,9 +10,11 @@ from pathlib import Path
 
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.ledger import VersionLedger
+from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import OVER, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
+from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.transport.messages import Message
 from asyncrl.transport.sockets import Hub
@@ -23,7 +25,7 @@ log = logging.getLogger("asyncrl.coordinator")
 
 
 @dataclass
-class Outbox:
+class Answers:
     """Messages that may leave only after the store's commit: nobody hears of what could still be lost."""
 
     control: Hub
@@ -55,7 +57,7 @@ class Core:
     batches: Batches
     ledger: VersionLedger
     store: RunStore
-    outbox: Outbox
+    outbox: Answers
     coordinator_epoch: int
     trainer_epoch: int = 0
     latest: WeightsRef | None = None
@@ -77,3 +79,44 @@ class Core:
                 self.store.forget_frames(episode.uid)
         self.store.commit()
         self.outbox.flush()
+
+
+BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
+
+
+def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
+    """Samples, buffer and store, as the store says they were."""
+    samples = load_samples(config.data.train)
+    data, buffer = config.data, config.buffer
+    store = RunStore(run_dir)
+    replay = ReplayBuffer(
+        buffer,
+        Prompts(len(samples), config.seed, data.shuffle, data.epochs),
+        total_groups=config.total_steps * buffer.groups_per_batch,
+        retries=config.rollout.retries,
+        group_bytes=buffer.episodes_per_group * config.rollout.max_tokens * BYTES_PER_TOKEN,
+    )
+    batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
+    held = store.load()
+    for group in held.groups:  # the clock of the process that set the deadline is gone
+        group.deadline = time.monotonic() + buffer.group_deadline
+    replay.restore(held.groups, held.episodes, held.left)
+    replay.next_group = held.next_group
+    replay.trained_groups = held.committed * buffer.groups_per_batch
+    batches.restore(held.batches, held.taken, held.committed)
+    ledger, latest = VersionLedger(), store.latest_version()
+    if latest is not None:
+        ledger.publish(latest[:2])
+    return Core(
+        config=config,
+        run_dir=run_dir,
+        samples=samples,
+        buffer=replay,
+        batches=batches,
+        ledger=ledger,
+        store=store,
+        outbox=outbox,
+        coordinator_epoch=int(store.meta("coordinator_epoch", "0")) + 1,
+        trainer_epoch=int(store.meta("trainer_epoch", "0")),
+        latest=WeightsRef(*latest) if latest and Path(latest[2]).is_dir() else None,
+    )

@@ -53,6 +53,7 @@ class Job:
     lane: Lane
     started: float
     durable: asyncio.Future[None] | None = None
+    episode: Episode | None = None  # its state so far
 
     @property
     def attempt(self) -> Attempt:
@@ -91,11 +92,10 @@ class EpisodeRunner:
             try:
                 async with limit, job.lane.episode():
                     return await self._play(job, frames)
-            except TimeoutError as error:
-                if limit.expired():
-                    seconds = self.config.episode_timeout
-                    raise DeadlineError(f"not over within rollout.episode_timeout={seconds:g} s") from error
-                raise
+            except TimeoutError:
+                if not limit.expired() or job.episode is None:
+                    raise
+                return await self._expire(job, job.episode)
         except Exception as error:
             reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
             if reason is FailReason.EPISODE_ERROR:
@@ -108,10 +108,19 @@ class EpisodeRunner:
         await self._rebuild(episode)
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
             await self._post_replies(job, episode)  # those of malformed calls, which need no tool
+        job.episode = episode
         while not episode.over:
             event = await self._answer(job, episode)
             before, episode = episode, machine.advance(self.rules, episode, event)
+            job.episode = episode
             await self._post_news(job, before, episode)
+        return self._ending(job, episode)
+
+    async def _expire(self, job: Job, episode: Episode) -> Finished | Failed:
+        """The episode's time is up: score what it has done."""
+        episode = machine.expire(self.rules, episode)
+        if not episode.over:
+            episode = machine.advance(self.rules, episode, await self._answer(job, episode))
         return self._ending(job, episode)
 
     # -- commands ------------------------------------------------------------------------------------

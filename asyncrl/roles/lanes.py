@@ -8,6 +8,7 @@ unblocks: turns that wait for fresher weights, by `changed`
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -132,7 +133,8 @@ class Lane:
         if probe is None or self.engine.version != ref.version:
             return 0.0, 0
         own = await self.engine.score(probe.ids)
-        return max(abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)), len(own)
+        gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)]
+        return (max(gaps) if all(map(math.isfinite, gaps)) else math.inf), len(own)
 
     async def _swap(self, ref: WeightsRef) -> str:
         """Load a version; one that is already in use is only confirmed again."""

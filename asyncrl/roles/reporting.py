@@ -145,18 +145,18 @@ class Reporter:
         tokens, self.tokens = self.workers.tokens - self.tokens, self.workers.tokens
         return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
 
-    def audit(self, trainer_count: float | None) -> tuple[Flow, bool]:
+    def audit(self) -> tuple[Flow, bool]:
         """The conservation identity, held against counters that were not derived from it.
 
-        The buffer's states, the store's index, the plans of committed batches and the trainer's own
-        count must agree; `issued` comes from the data cursor.
+        `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
+        batches and, if it is of the last step, the checkpoint's own count of the lineage must agree.
         """
         core = self.core
         flow, counts = core.buffer.flow(), core.buffer.counts()
         store = core.store.counts()
         agree = all(counts[state] == store.get(state, 0) for state in State)
         planned = core.store.trained_in_plans() == flow.trained
-        counted = trainer_count is None or int(trainer_count) == flow.trained
+        counted = self.trainer.checkpoint_trained in (None, flow.trained)
         return flow, flow.conserved and agree and planned and counted
 
     def close(self) -> list[dict[str, float]]:

@@ -53,6 +53,7 @@ class TrainerDesk:
         self.ended = False  # the ranks have been told that there are no more batches
         self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
         self.checkpoint_step = -1  # of the newest one reported
+        self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.published: Published | None = None
 
     # -- control -------------------------------------------------------------------------------------
@@ -101,6 +102,7 @@ class TrainerDesk:
         if recorded is None:
             core.batches.commit(message.step)
             core.store.put_commit(message.step, core.trainer_epoch, message.plan_hash)
+            self.checkpoint_trained = None
             self.on_commit(message)
         self.ranks.step = message.step
         core.progress(now)
@@ -119,6 +121,8 @@ class TrainerDesk:
         core = self.core
         core.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
         self.checkpoint_step = message.step
+        at_end = message.step == core.batches.committed
+        self.checkpoint_trained = message.trained_total if at_end else None
         self.finished = self.stopping and message.step >= core.batches.committed
         keep = core.config.trainer.keep_checkpoints
         kept = sorted({*core.store.checkpoints(), message.step})[-keep:]

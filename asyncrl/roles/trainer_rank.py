@@ -315,7 +315,9 @@ class TrainerRank:
         self.trained, self.parent = [], self.learner.step
         if self.first:
             checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
-            self.control.send(Checkpointed(self.trainer_epoch, self.learner.step, str(path)))
+            self.control.send(
+                Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
+            )
         self.busy_s += time.monotonic() - start
 
     def _manifest(self) -> checkpoint.CheckpointManifest:

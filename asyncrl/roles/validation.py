@@ -49,6 +49,10 @@ class Validation:
     def begin(self, step: int, count: int, final: bool, now: float) -> bool:
         """Start validating the latest published version; False when there is none, or nothing to do."""
         count = min(count, len(self.samples))
+        if self.session is not None and count:
+            log.warning(
+                "validation of step %d left out: that of step %d is not over", step, self.session.step
+            )
         if self.session is not None or self.core.latest is None or count == 0:
             return False
         queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
@@ -174,9 +178,12 @@ class Validation:
             scores[f"val-aux/{mode}/num_turns/mean"].append(finished.turns)
             scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.tool_calls)
         means = {name: sum(values) / len(values) for name, values in scores.items()}
+        unfinished = len(session.running) + len(session.queue)
+        if unfinished:  # what is missing is long: the mean of the rest would flatter
+            means = {}
         return means | {
             "val-aux/episodes": float(len(session.scores)),
-            "val-aux/failed": float(session.failed + len(session.running) + len(session.queue)),
+            "val-aux/failed": float(session.failed + unfinished),
             "val-aux/policy_version": float(session.ref.version),
         }
 

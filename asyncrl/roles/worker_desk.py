@@ -90,7 +90,7 @@ class WorkerDesk:
         for old in [w for w in self.workers.values() if w.hello.index == message.index and w.peer != peer]:
             self.lose(old, "replaced by a new process", now)
         if peer not in self.workers:
-            log.info("worker %d joined with %d slots", message.index, message.slots)
+            log.info("worker %d joined: pid %d, %d slots", message.index, message.pid, message.slots)
             self.workers[peer] = Worker(peer, message, now, message.acked)
             self.core.ledger.join(peer.decode())
             self._adopt(self.workers[peer], now)

@@ -185,6 +185,16 @@ def resume(rules: Rules, sample: Sample, turns: Sequence[Turn]) -> Episode:
     return episode
 
 
+def expire(rules: Rules, episode: Episode) -> Episode:
+    """The episode's time is up. What it has done is scored, as for any ending that the policy caused; an
+    unfinished turn is forgotten. Without a turn there is nothing to score."""
+    if not episode.turns:
+        detail = "not one turn was done within rollout.episode_timeout"
+        return msgspec.structs.replace(episode, command=Fail(FailReason.DEADLINE, detail))
+    answer = rules.parse(rules.chat.decode(episode.turns[-1].ids)).content
+    return msgspec.structs.replace(episode, command=Score(answer, EpisodeEnd.TIMEOUT))
+
+
 def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Generation) -> Episode:
     problem = _problem(rules, asked, generation)
     if problem:

@@ -204,11 +204,12 @@ class Published(Message, frozen=True):
 
 
 class Checkpointed(Message, frozen=True):
-    """A verified checkpoint of `step` is in place."""
+    """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories."""
 
     trainer_epoch: int
     step: int
     path: str
+    trained_total: int
 
 
 class TrainerBeat(Message, frozen=True):
@@ -225,7 +226,7 @@ class TrainerBeat(Message, frozen=True):
 
 
 class Committed(Message, frozen=True):
-    """The commit of `step` is durable. `replayed`: it repeats a step of a dead branch."""
+    """The commit of `step` is durable. `publish`: False while a restarted trainer repeats older steps."""
 
     step: int
     publish: bool
@@ -274,7 +275,6 @@ class Plan(Message, frozen=True):
     kind: str
     rows: tuple[Row, ...] = ()
     plan_hash: str = ""  # with kind "step"
-    expected_tokens: int = 0  # estimate of the batch's model tokens, for pre-scaling
 
 
 class Confirm(Message, frozen=True):

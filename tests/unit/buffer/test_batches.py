@@ -70,6 +70,17 @@ def test_a_short_batch_is_flushed_when_the_data_ends() -> None:
     assert batches.over and batches.plan(2, 0, 1) is None
 
 
+def test_what_was_taken_is_trained_when_the_data_ends_however_it_ends() -> None:
+    """With at_end=drop a batch that has begun cannot be dropped, and must not be waited for."""
+    buffer, batches = make(rows=2, epochs=1, max_staleness=4, groups_per_batch=2, filter_zero_variance=True)
+    batches.flush, batches.micro_tokens = False, 40
+    admit(buffer, 2)
+    land(buffer, "0.0", 1.0), land(buffer, "0.1", 0.0)
+    assert batches.plan(0, 0, 1) == ["0.0", "0.1"]
+    land(buffer, "1.0", 1.0), land(buffer, "1.1", 1.0)  # filtered: the batch can never fill
+    assert batches.plan(0, 1, 1) == []
+
+
 def test_a_restarted_trainer_is_given_the_same_plans() -> None:
     buffer, batches = make()
     admit(buffer, 2)

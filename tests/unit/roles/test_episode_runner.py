@@ -225,7 +225,21 @@ def broken_engine(error: Exception) -> Bench:
     return bench
 
 
-def test_an_episode_past_its_deadline_fails() -> None:
+def test_an_episode_past_its_deadline_is_scored_on_what_it_did() -> None:
+    """Its own slowness is the policy's doing: excluding it would train the survivors only."""
+    bench = Bench([call("look"), "42"], reward=lambda **_: 0.25, episode_timeout=0.2)
+
+    async def never(what: str = "") -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    bench.tools["look"] = tool(name="look")(never)
+    bench.play()
+    assert isinstance(bench.last, Finished)
+    assert (bench.last.end, bench.last.turns, bench.last.reward) == (EpisodeEnd.TIMEOUT, 1, 0.25)
+
+
+def test_an_episode_without_a_turn_by_its_deadline_fails() -> None:
     bench = Bench(["42"], episode_timeout=0.05)
     bench.engine.gate.clear()
     end = bench.play()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError
@@ -16,7 +19,8 @@ from asyncrl.roles.meter import Meter
 from asyncrl.roles.scoring import RewardError, Scorer
 from asyncrl.roles.waits import Changed, Waits
 from asyncrl.transport.messages import Loaded
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.disk import publish
+from asyncrl.weights.manifest import Probe, WeightsRef
 from tests.fakes.chat import sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
@@ -124,6 +128,22 @@ class Fixture:
 
 def ref(version: int, path: str = "somewhere") -> WeightsRef:
     return WeightsRef(0, version, path)
+
+
+@pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])
+def test_a_load_compares_the_probe(tmp_path: Path, engine: float, gap: float) -> None:
+    """Wrong weights, or none at all, show at the load and not in the training curve."""
+
+    async def main() -> None:
+        f = Fixture()
+        f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
+        probe = Probe((1, 2, 3), (-1.0, -1.5))
+        f.lane.offer(publish({"w": torch.ones(1)}, tmp_path, 0, 1, probe))
+        await f.answered(1)
+        assert (f.answers[0].probe_gap, f.answers[0].probe_tokens) == (gap, 2)
+        f.task.cancel()
+
+    asyncio.run(main())
 
 
 def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
