@@ -14,6 +14,8 @@ from msgspec import Meta
 
 from asyncrl.errors import ConfigError
 
+BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
+
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -119,8 +121,8 @@ class BufferConfig(Section, frozen=True):
     """Usable members under which a group is dropped (`group_short`)."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
-    max_filtered_batches: Positive = 50
-    """Abort the run after this many batches' worth of filtered groups in a row."""
+    max_barren_batches: Positive = 50
+    """Abort the run after this many batches' worth of groups in a row that left untrained."""
     max_bytes: Positive = 1 << 30
     """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
 
@@ -202,7 +204,7 @@ class WeightsConfig(Section, frozen=True):
     """Publish after every k-th step."""
     directory: Literal["auto", "shm", "run"] = "auto"
     """Shared files on /dev/shm, in the run directory, or /dev/shm if it has room."""
-    keep: Positive = 3
+    keep: Annotated[int, Meta(ge=2)] = 3
     """Versions kept on disk."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version by then is reported and gets the latest one."""
@@ -286,6 +288,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
 
+    @property
+    def group_bytes(self) -> int:
+        """Worst-case payload of a group."""
+        return self.buffer.episodes_per_group * self.rollout.max_tokens * BYTES_PER_TOKEN
+
 
 def parse(mapping: Any) -> RunConfig:
     """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
@@ -319,6 +326,12 @@ def _check_combinations(config: RunConfig) -> None:
         > buffer.groups_per_batch,
         f"$.algorithm.advantage {algorithm.advantage} is biased with group_policy=partial; use rloo": (
             algorithm.advantage != "rloo" and buffer.group_policy == "partial"
+        ),
+        f"$.weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
+        "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
+        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens "
+        f"({config.group_bytes * buffer.groups_per_batch} bytes); raise it or lower max_tokens": (
+            buffer.max_bytes < config.group_bytes * buffer.groups_per_batch
         ),
         "$.algorithm.aggregation prompt_mean needs whole groups; use token_mean with group_policy=partial": (
             algorithm.aggregation == "prompt_mean" and buffer.group_policy == "partial"

@@ -58,7 +58,6 @@ class Batches:
         self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
         self.batches: dict[int, Batch] = {}
         self.taken: dict[str, Episode] = {}  # rows of the kept plans, also after they left the buffer
-        self.committed = 0  # the frontier: highest committed batch count along the lineage
         self._dirty: set[int] = set()
 
     def changes(self) -> list[Batch]:
@@ -66,11 +65,10 @@ class Batches:
         self._dirty = set()
         return changed
 
-    def restore(self, batches: list[Batch], taken: list[Episode], committed: int) -> None:
+    def restore(self, batches: list[Batch], taken: list[Episode]) -> None:
         """Take over the plans a store holds. Rows still in the buffer are the buffer's own objects."""
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
-        self.committed = committed
 
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
         """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
@@ -132,6 +130,11 @@ class Batches:
             and self.buffer.data_over
             and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
         )
+
+    @property
+    def committed(self) -> int:
+        """The frontier: highest committed batch count along the lineage."""
+        return self.buffer.committed
 
     @property
     def over(self) -> bool:
@@ -197,6 +200,15 @@ class Batches:
         ]
         return min(known, default=1 << 60)
 
+    def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
+        """The rows of a plan by rank: back and forth from the longest, so that no rank has more rows than
+        its padded budget allows and all have about the same tokens."""
+        parts: list[list[str]] = [[] for _ in range(ranks)]
+        for index, uid in enumerate(uids):
+            turn, place = divmod(index, ranks)
+            parts[place if turn % 2 == 0 else ranks - 1 - place].append(uid)
+        return parts
+
     def _bucket(self, pool: list[Episode], ranks: int) -> list[Episode]:
         """The longest trajectories that fit a padded micro-batch per rank: similar lengths pad least."""
         ordered = sorted(pool, key=lambda episode: (-episode.tokens, episode.group, episode.member))
@@ -212,8 +224,7 @@ class Batches:
             return False
         for uid in batch.uids:
             self.buffer.trained(self.taken[uid])
-        self.committed = step
-        self.buffer.trained_groups += self.buffer.config.groups_per_batch
+        self.buffer.committed = step
         return True
 
     def retain(self, step: int) -> list[str]:

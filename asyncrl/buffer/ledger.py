@@ -43,9 +43,11 @@ class VersionLedger:
         held = self.engines[engine]
         held.pushed, held.pushed_at = self.latest, now
 
-    def ack(self, engine: str, order: tuple[int, int]) -> None:
+    def ack(self, engine: str, order: tuple[int, int]) -> bool:
+        """The engine uses a version. False when that was known."""
         held = self.engines[engine]
-        held.acked = max(held.acked, order)
+        known, held.acked = held.acked, max(held.acked, order)
+        return held.acked > known
 
     def resend(self, engine: str, at: float) -> None:
         """From `at` on, the engine is to be sent the latest version, whatever it was sent before."""

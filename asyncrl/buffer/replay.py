@@ -39,10 +39,10 @@ class ReplayBuffer:
         self.live: dict[int, Group] = {}
         self.episodes: dict[str, Episode] = {}
         self.next_group = 0
-        self.trained_groups = 0  # committed batches x groups_per_batch
+        self.committed = 0  # batches
         self.left: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
-        self.filtered_in_a_row = 0
+        self.barren, self.barren_reason = 0, ""  # groups in a row that left untrained; why the last did
         self._dirty_episodes: dict[str, Episode] = {}
         self._dirty_groups: dict[int, Group] = {}
 
@@ -66,10 +66,14 @@ class ReplayBuffer:
     # -- admission -----------------------------------------------------------------------------------
 
     def can_admit(self, free_slots: int, total_slots: int) -> bool:
-        """Rule 1: a whole group, iff the live groups stay within the pace and its members find slots."""
+        """Rule 1: a whole group, iff the live groups stay within the pace and its members find slots.
+
+        A group whose batch is committed, and of which only a late member is left, is not counted.
+        """
+        live = sum(self._open(group) for group in self.live.values())
         return (
-            len(self.live) + 1 <= self.max_live
-            and self.trained_groups + len(self.live) < self.total_groups
+            live + 1 <= self.max_live
+            and self.committed * self.config.groups_per_batch + live < self.total_groups
             and not self.prompts.exhausted(self.next_group)
             and free_slots >= max(1, min(self.config.episodes_per_group, total_slots))
         )
@@ -96,12 +100,18 @@ class ReplayBuffer:
     # -- running -------------------------------------------------------------------------------------
 
     def pending(self) -> Iterator[tuple[int, Episode]]:
-        """(rank of the group among the live ones, episode), oldest first."""
-        for rank, group in enumerate(self.live.values()):
+        """(how many open groups are older, episode), oldest first."""
+        rank = 0
+        for group in self.live.values():
             for uid in group.members:
                 episode = self.episodes[uid]
                 if episode.state is State.PENDING:
                     yield rank, episode
+            rank += self._open(group)
+
+    def _open(self, group: Group) -> bool:
+        """Its batch is not committed yet."""
+        return group.step < 0 or group.step >= self.committed
 
     def fresh_enough(self, acked: int, step: int, rank: int) -> bool:
         """Rule 2: an episode started on weights `acked` will be within the bound when its turn to train
@@ -181,10 +191,8 @@ class ReplayBuffer:
         if all_ended and len(landed) < self.config.min_group:
             self._discard(group, landed, State.DROPPED, DropReason.GROUP_SHORT)
         elif all_ended and self.config.filter_zero_variance and len({e.reward for e in landed}) == 1:
-            self.filtered_in_a_row += 1
             self._discard(group, landed, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
-            self.filtered_in_a_row = 0
             for episode in landed:
                 self._move(episode, State.READY)
 
@@ -210,6 +218,7 @@ class ReplayBuffer:
 
     def take(self, episode: Episode, step: int) -> None:
         group = self.live[episode.group]
+        self.barren = 0
         if group.step < 0:
             group.step = step
             self._dirty_groups[group.id] = group
@@ -234,6 +243,9 @@ class ReplayBuffer:
         if all(episode.state.over for episode in members):
             del self.live[group.id]
             self._dirty_groups[group.id] = group  # written as over
+            if group.step < 0:
+                self.barren += 1
+                self.barren_reason = f"{members[-1].state} ({members[-1].reason})"
             for episode in members:
                 self.left[episode.state] += 1
                 del self.episodes[episode.uid]

@@ -195,7 +195,7 @@ class Coordinator:
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             self._admit(now)
             core.buffer.tick(now)
-            self._check_filtered()
+            self._check_barren()
         if self.phase is not Phase.STOPPING:
             self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
             self.workers.tick(now, gap)
@@ -224,13 +224,12 @@ class Coordinator:
         if len(untaken) + (len(batch.groups) if batch else 0) < room and (batch is None or not batch.micros):
             self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
 
-    def _check_filtered(self) -> None:
-        buffer = self.config.buffer
-        limit = buffer.max_filtered_batches * buffer.groups_per_batch
-        if self.core.buffer.filtered_in_a_row > limit:
+    def _check_barren(self) -> None:
+        config, buffer = self.config.buffer, self.core.buffer
+        if buffer.barren > config.max_barren_batches * config.groups_per_batch:
             raise ProtocolError(
-                f"{self.core.buffer.filtered_in_a_row} groups in a row had equal rewards and were filtered: "
-                "the task is solved, hopeless, or its reward is constant; see validation/ for transcripts"
+                f"{buffer.barren} groups in a row could not be trained; the last one: "
+                f"{buffer.barren_reason}; see logs/ for errors and validation/ for transcripts"
             )
 
     # -- phases ----------------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ class Coordinator:
                 self._enter(Phase.RUNNING, now)
                 if self.core.batches.committed == 0:
                     self.validation.begin(0, self.config.validation.final_samples, True, now)
-            case Phase.RUNNING if self.trainer.ended:
+            case Phase.RUNNING if self._trained_out():
                 self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.config.weights.deadline)
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
@@ -253,7 +252,9 @@ class Coordinator:
                 self._end("completed")
             case Phase.STOPPING if self.trainer.finished or now > self.deadline:
                 self._end("stopped")
-            case Phase.STARTING if now > self.deadline:
+            case Phase.STARTING if now > max(
+                self.deadline, self.core.progress_at + self.config.launch.start_timeout
+            ):  # a trainer that repeats steps after a crash is making progress
                 raise ProtocolError(f"not started within launch.start_timeout: {self._missing()}")
 
     def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
@@ -261,14 +262,17 @@ class Coordinator:
         self.phase, self.deadline = phase, now + seconds
         self.core.progress(now)
 
+    def _trained_out(self) -> bool:
+        """No batch is left to train."""
+        batches = self.core.batches
+        return batches.committed >= self.config.total_steps or batches.over
+
     def _drained(self, now: float) -> bool:
-        """The last version is acked by all and the last checkpoint is in place, or its time is up."""
-        done = (
-            self.core.ledger.all_acked
-            and self.core.ledger.latest[1] >= self.core.batches.committed
-            and self.trainer.checkpoint_step >= self.core.batches.committed
-        )
-        return done or now > self.deadline
+        """The last checkpoint is in place, and the last version acked by all, or its time is up."""
+        if self.trainer.checkpoint_step < self.core.batches.committed:
+            return False
+        pushed = self.core.ledger.latest[1] >= self.core.batches.committed and self.core.ledger.all_acked
+        return pushed or now > self.deadline
 
     def _missing(self) -> str:
         waits = [] if self.workers.workers else ["no rollout worker has reported in"]

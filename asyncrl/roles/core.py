@@ -81,9 +81,6 @@ class Core:
         self.outbox.flush()
 
 
-BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
-
-
 def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
     """Samples, buffer and store, as the store says they were."""
     samples = load_samples(config.data.train)
@@ -94,7 +91,7 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
         Prompts(len(samples), config.seed, data.shuffle, data.epochs),
         total_groups=config.total_steps * buffer.groups_per_batch,
         retries=config.rollout.retries,
-        group_bytes=buffer.episodes_per_group * config.rollout.max_tokens * BYTES_PER_TOKEN,
+        group_bytes=config.group_bytes,
     )
     batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
     held = store.load()
@@ -102,8 +99,8 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
         group.deadline = time.monotonic() + buffer.group_deadline
     replay.restore(held.groups, held.episodes, held.left)
     replay.next_group = held.next_group
-    replay.trained_groups = held.committed * buffer.groups_per_batch
-    batches.restore(held.batches, held.taken, held.committed)
+    replay.committed = held.committed
+    batches.restore(held.batches, held.taken)
     ledger, latest = VersionLedger(), store.latest_version()
     if latest is not None:
         ledger.publish(latest[:2])

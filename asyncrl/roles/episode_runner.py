@@ -53,7 +53,7 @@ class Job:
     lane: Lane
     started: float
     durable: asyncio.Future[None] | None = None
-    episode: Episode | None = None  # its state so far
+    episode: Episode | None = None  # its state, as far as it was posted
 
     @property
     def attempt(self) -> Attempt:
@@ -112,8 +112,8 @@ class EpisodeRunner:
         while not episode.over:
             event = await self._answer(job, episode)
             before, episode = episode, machine.advance(self.rules, episode, event)
-            job.episode = episode
             await self._post_news(job, before, episode)
+            job.episode = episode
         return self._ending(job, episode)
 
     async def _expire(self, job: Job, episode: Episode) -> Finished | Failed:
@@ -186,6 +186,7 @@ class EpisodeRunner:
             record, frame = generated(job.attempt, now.turns[-1])
             with self.waits.named("acks: the window of unacknowledged records is full"):
                 job.durable = await self.outbox.post(record, frame)
+            job.episode = now  # from here on a timeout counts the turn
             if now.turns[-1].replies:
                 await self._post_replies(job, now)
         elif before.turns and now.turns[-1].replies != before.turns[-1].replies:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.buffer.packing import balance
 from asyncrl.errors import ProtocolError
 from asyncrl.roles.core import Core, log
 from asyncrl.transport.messages import (
@@ -50,9 +49,8 @@ class TrainerDesk:
     def __init__(self, core: Core, on_commit: Callable[[Commit], None]) -> None:
         self.core, self.on_commit = core, on_commit
         self.ranks = Ranks(incarnation=core.store.meta("trainer_incarnation"))
-        self.ended = False  # the ranks have been told that there are no more batches
         self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
-        self.checkpoint_step = -1  # of the newest one reported
+        self.checkpoint_step = max(core.store.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.published: Published | None = None
 
@@ -69,8 +67,8 @@ class TrainerDesk:
             self.ranks = Ranks(message.incarnation, message.ranks, message.step)
             log.info("trainer epoch %d begins at step %d", core.trainer_epoch, message.step)
             self._check_position(message.step)
+            core.progress(now)  # a hello repeated out of silence is none
         self.ranks.control[message.rank] = peer
-        core.progress(now)
         core.outbox.to_control(
             peer, Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
         )
@@ -119,11 +117,13 @@ class TrainerDesk:
     def checkpointed(self, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: what the oldest retained one covers may be forgotten."""
         core = self.core
+        self.finished = self.stopping and message.step >= core.batches.committed
+        if message.step == self.checkpoint_step:
+            return  # told again, for a coordinator that may not have heard
         core.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
         self.checkpoint_step = message.step
         at_end = message.step == core.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None
-        self.finished = self.stopping and message.step >= core.batches.committed
         keep = core.config.trainer.keep_checkpoints
         kept = sorted({*core.store.checkpoints(), message.step})[-keep:]
         oldest = kept[0] if len(kept) == keep else 0
@@ -174,7 +174,8 @@ class TrainerDesk:
                 continue
             del self.ranks.takes[rank]
             key = (take.step, take.micro)
-            self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
+            if plan.kind != "stop":  # the other ranks are to be given the same
+                self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
             self.core.outbox.to_bulk(peer, plan, frames)
 
     @property
@@ -195,12 +196,10 @@ class TrainerDesk:
         if not uids:
             plan_hash = core.batches.batches[take.step].plan_hash
             return Plan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
-        part = balance([core.batches.taken[uid].tokens for uid in uids], size)[rank]
-        rows, frames = self._rows(take.step, [uids[index] for index in part])
+        rows, frames = self._rows(take.step, core.batches.deal(uids, size)[rank])
         return Plan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
 
     def _end(self, take: Take) -> Plan:
-        self.ended = True
         return Plan(take.trainer_epoch, take.step, take.micro, "end")
 
     def _rows(self, step: int, uids: list[str]) -> tuple[tuple[Row, ...], list[bytes]]:

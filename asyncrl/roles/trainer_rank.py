@@ -107,6 +107,8 @@ class TrainerRank:
         self.waiting = ""
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
+        self.published_step, self.repeating = -1, False
+        self._announced: Published | None = None  # set by the publisher's thread
         self._publisher: Publisher | None = None
         if self.first:
             self._publisher = Publisher(
@@ -127,7 +129,8 @@ class TrainerRank:
     def loop(self) -> None:
         """Take, train, commit, publish, until the coordinator says stop."""
         frontier = self._hello().step
-        if self.committed == frontier:  # behind it, the engines' newer weights stay until we are there
+        self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
+        if not self.repeating:
             self._publish()
         micro = 0
         while True:
@@ -140,6 +143,8 @@ class TrainerRank:
                     self._finish(plan)
                     micro = 0
                 case "end" | "stop":
+                    if plan.kind == "end" and self.published_step != self.learner.step:
+                        self._publish()  # weights.every may have left out the last version
                     self._save()
                     self._await_stop(plan.kind)
                 case _:
@@ -169,7 +174,8 @@ class TrainerRank:
             publish = self._commit(plan, metrics)
         publish = self.mesh.gather(publish)[0]
         self.committed = self.learner.step
-        if publish and self.learner.step % self.config.weights.every == 0:
+        if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
+            self.repeating = False
             self._publish()
         every = self.config.trainer.checkpoint_every
         if every and self.learner.step % every == 0:
@@ -232,6 +238,8 @@ class TrainerRank:
         self.waiting, resend_at = name, 0.0
         while True:
             now = time.monotonic()
+            if self._publisher is not None and self._publisher.error is not None:
+                raise self._publisher.error
             if now >= resend_at:
                 link.send(message)
                 resend_at = now + RESEND_EVERY
@@ -251,6 +259,8 @@ class TrainerRank:
                 self._heard_at = time.monotonic()
                 if isinstance(received[0], Stop):
                     raise Stopped(received[0].reason)
+                if isinstance(received[0], Welcome) and self._announced is not None:
+                    self.control.send(self._announced)  # a restarted coordinator may not have heard
                 yield received
 
     def _beat(self, now: float) -> None:
@@ -267,18 +277,23 @@ class TrainerRank:
             )
 
     def _await_stop(self, kind: str) -> NoReturn:
-        self._ask(
-            self.control, self._sign(), lambda _: False, f"the coordinator's stop after {kind}", patient=True
-        )
+        """Tell of the checkpoint until told to leave: the coordinator may be another by then."""
+        name = f"the coordinator's stop after {kind}"
+        self._ask(self.control, self._checkpointed(), lambda _: False, name, patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
-    def _sign(self) -> TrainerBeat:
-        return TrainerBeat(self.rank, self.learner.step, self.busy_s, self.idle_s, self.waiting)
+    def _checkpointed(self) -> Message:
+        """Rank 0 speaks for all; the others have only their sign of life to repeat."""
+        if not self.first:
+            return TrainerBeat(self.rank, self.learner.step, self.busy_s, self.idle_s, self.waiting)
+        path = self.checkpoints / f"step-{self.learner.step}"
+        return Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
 
     # -- publishing and saving -------------------------------------------------------------------------
 
     def _publish(self) -> None:
         """Snapshot in the foreground (a collective), write in the background."""
+        self.published_step = self.learner.step
         start = time.monotonic()
         with self.timeline.span("snapshot"):
             tensors = full_state(self.learner.policy)
@@ -295,7 +310,8 @@ class TrainerRank:
         def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
             if not links:
                 links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
-            links[0].send(Published(ref, snapshot_s, write_s))
+            self._announced = Published(ref, snapshot_s, write_s)
+            links[0].send(self._announced)
 
         return announce
 
@@ -308,16 +324,13 @@ class TrainerRank:
         """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
         plan is in the store, and is trained again."""
         start = time.monotonic()
-        path = self.checkpoints / f"step-{self.learner.step}"
         if self.parent != self.learner.step:
             with self.timeline.span("checkpoint"):
-                path = checkpoint.save(self.checkpoints, self.learner, self._manifest())
+                checkpoint.save(self.checkpoints, self.learner, self._manifest())
         self.trained, self.parent = [], self.learner.step
         if self.first:
             checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
-            self.control.send(
-                Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
-            )
+            self.control.send(self._checkpointed())
         self.busy_s += time.monotonic() - start
 
     def _manifest(self) -> checkpoint.CheckpointManifest:

@@ -57,7 +57,11 @@ class Validation:
             return False
         queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
         queue.reverse()
-        ref = self._pin(self.core.latest)
+        try:
+            ref = self._pin(self.core.latest)
+        except OSError as error:
+            log.warning("no validation of step %d: its weights are gone (%s)", step, error)
+            return False
         deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
         self.session = Session(step, ref, final, queue, deadline)
         return True
@@ -203,6 +207,7 @@ class Validation:
         """Hard links to the version's files: the publisher may prune its own names meanwhile."""
         source = Path(ref.path)
         pinned = source.with_name(f"pinned-{source.name}")
-        shutil.rmtree(pinned, ignore_errors=True)
+        for stale in source.parent.glob("pinned-*"):  # of a coordinator that was killed
+            shutil.rmtree(stale, ignore_errors=True)
         shutil.copytree(source, pinned, copy_function=os.link)
         return WeightsRef(ref.trainer_epoch, ref.version, str(pinned))

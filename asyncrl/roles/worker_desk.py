@@ -149,9 +149,9 @@ class WorkerDesk:
         if message.lane == "eval":
             worker.eval_version = message.ref.order
         else:
-            self.core.ledger.ack(peer.decode(), message.ref.order)
+            if self.core.ledger.ack(peer.decode(), message.ref.order):
+                self.core.progress(now)
             worker.quarantined = False
-            self.core.progress(now)
 
     def clock(self) -> None:
         """Tell all workers the committed step, and the oldest version a turn may start on."""
@@ -204,6 +204,9 @@ class WorkerDesk:
             case Replied():
                 core.store.put_frame(episode.uid, message.turn, "replied", _only(frames))
             case Finished():
+                if message.turns != episode.turns:
+                    known = f"{episode.turns} of its turns are durable"
+                    raise ProtocolError(f"episode {episode.uid}: ends after {message.turns}, {known}")
                 del worker.running[episode.uid]
                 episode.tool_calls, episode.seconds = message.tool_calls, message.seconds
                 episode.tool_s = message.tool_s

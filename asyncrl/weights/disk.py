@@ -123,10 +123,12 @@ def weights_directory(
     on_disk = run_dir / "weights"
     if kind == "run":
         return on_disk
-    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    tag = blake2s(str(run_dir.resolve()).encode(), digest_size=4).hexdigest()  # two runs may share a name
+    shared = SHARED_MEMORY / f"asyncrl-{run_name}-{tag}"
+    own = sum(path.stat().st_size for path in shared.rglob("*") if path.is_file())  # is written over
+    free = own + shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if free >= needed_bytes:
-        tag = blake2s(str(run_dir.resolve()).encode(), digest_size=4).hexdigest()  # two runs may share a name
-        return SHARED_MEMORY / f"asyncrl-{run_name}-{tag}"
+        return shared
     if kind == "shm":
         room = f"{SHARED_MEMORY} has {free} bytes free and the weights need {needed_bytes}"
         raise ConfigError(f"{room}; set weights.directory=run")

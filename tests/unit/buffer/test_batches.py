@@ -38,7 +38,7 @@ def test_drop_mode_drops_by_token_age() -> None:
     admit(buffer, 2)
     land(buffer, "0.0", version=0), land(buffer, "0.1", version=0)
     train(batches, 0)
-    batches.committed = 2
+    buffer.committed = 2
     land(buffer, "1.0", version=0), land(buffer, "1.1", version=1)
     assert batches.plan(2, 0, 1) == ["1.1"]
     assert buffer.reasons[f"{State.DROPPED}/{DropReason.STALE}"] == 1
@@ -109,8 +109,10 @@ def test_every_row_is_planned_once_and_fits(lengths: list[int], budget: int, ran
         episode.tokens = tokens
     micro, seen = 0, []
     while plan := batches.plan(0, micro, ranks):
-        longest = max(batches.taken[uid].tokens for uid in plan)
-        assert longest * -(-len(plan) // ranks) <= budget
+        parts = batches.deal(plan, ranks)
+        assert sorted(uid for part in parts for uid in part) == sorted(plan)
+        for tokens in [[batches.taken[uid].tokens for uid in part] for part in parts]:
+            assert len(tokens) * max(tokens, default=0) <= budget
         seen += plan
         micro += 1
     assert sorted(seen) == sorted(f"{g}.{m}" for g in range(4) for m in range(2))

@@ -88,6 +88,34 @@ def test_partial_groups_fix_their_siblings_at_the_deadline() -> None:
     assert [e.member for e in buffer.siblings(buffer.live[0])] == [0, 1]
 
 
+def test_a_late_member_takes_up_no_admission() -> None:
+    buffer, batches = make(group_policy="partial", group_deadline=5.0, max_staleness=0, total_groups=4)
+    admit(buffer, 2)
+    for uid in ("0.0", "1.0", "1.1"):
+        land(buffer, uid)
+    buffer.assign(buffer.episodes["0.1"], "w", 1, 0)
+    buffer.tick(now=5.0)
+    train(batches, 0)
+    assert list(buffer.live) == [0]  # its late member runs on
+    admitted = 0
+    while buffer.can_admit(100, 100):
+        buffer.admit(1, 5.0)
+        admitted += 1
+    assert admitted == 2  # a whole batch, and not one less
+
+
+def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
+    buffer, batches = make(groups_per_batch=1)
+    admit(buffer, 3)
+    for uid in ("0.0", "0.1"):
+        buffer.assign(buffer.episodes[uid], "w", 1, 0)
+        buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, 0.0)
+    assert (buffer.barren, buffer.barren_reason) == (1, "failed (prompt_too_long)")
+    land(buffer, "1.0"), land(buffer, "1.1")
+    train(batches, 0)
+    assert buffer.barren == 0
+
+
 def test_settled_partial_group_leaves_when_its_late_member_fails() -> None:
     buffer, batches = make(group_policy="partial", group_deadline=5.0, groups_per_batch=1)
     admit(buffer, 1)
