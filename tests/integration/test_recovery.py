@@ -32,9 +32,20 @@ def test_killing_a_rank_ends_them_all_and_the_run_goes_on(tmp_path: Path) -> Non
     once(run.path, 8)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_in_time_and_resumes(tmp_path: Path, number: signal.Signals) -> None:
-    with Run(tmp_path, "total_steps=10", "data.test=''") as run:
+def test_killing_the_coordinator_at_the_end_repeats_the_last_validation(tmp_path: Path) -> None:
+    with Run(tmp_path, "total_steps=3", "validation.final_samples=200") as run:
+        run.until(lambda: "phase: evaluating" in run.text(), "final validation")
+        run.kill("coordinator-0")
+        summary = run.completed(3)
+    assert summary["success_after"] is not None
+    once(run.path, 3)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_an_interrupted_run_ends_in_time_and_resumes(
+    tmp_path: Path, number: signal.Signals, ranks: int
+) -> None:
+    with Run(tmp_path, "total_steps=10", "data.test=''", f"trainer.ranks={ranks}") as run:
         run.until_step(4)
         begin = time.monotonic()
         run.process.send_signal(number)
