@@ -10,12 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "config", "registry", "metrics"), 0),
+    **dict.fromkeys(("types", "errors", "config", "registry"), 0),
     **dict.fromkeys(("algorithms", "buffer", "rollout"), 1),
     **dict.fromkeys(
         (
             "tools",
-            "environments",
             "rewards",
             "data",
             "transport",
@@ -38,7 +37,6 @@ EXCEPTIONS = {
     ("engines", "weights"),  # engines load what weights publishes
     ("transport", "weights"),  # messages name versions by WeightsRef
     ("trainer", "transport"),  # rows of a plan are messages
-    ("store", "transport"),  # the store keeps message headers
     ("cli", "launch"),
 }
 OWNED = {"zmq": "transport/sockets.py", "ray": "launch/ray.py", "hydra": "cli.py", "omegaconf": "cli.py"}

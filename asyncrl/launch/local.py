@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from asyncrl.launch.placement import Unit, environment
 from asyncrl.launch.process import Order, log_path
 from asyncrl.transport.sockets import Endpoints
+
+CHILD = "asyncrl.launch.child"
 
 
 class LocalProcess:
@@ -74,7 +79,7 @@ class LocalSpawner:
     def _command(self, order: Order) -> list[str]:
         place = order.place
         return [
-            *(sys.executable, "-m", "asyncrl.launch.child", place.role),
+            *(sys.executable, "-m", CHILD, place.role),
             *("--index", str(place.index)),
             *("--run-dir", str(self._run_dir)),
             *("--incarnation", order.incarnation),
@@ -85,3 +90,14 @@ class LocalSpawner:
             *("--parent", str(os.getpid())),
             *("--alive-fd", str(self._read)),
         ]
+
+
+def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
+    """The live role processes of a launcher, by `role-index`."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher_pid).children(recursive=True):
+            with suppress(psutil.Error, ValueError):
+                argv = child.cmdline()
+                found[f"{argv[argv.index(CHILD) + 1]}-{argv[argv.index('--index') + 1]}"] = child
+    return found

@@ -9,13 +9,15 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 
 # SQLite's write-ahead log needs shared memory between processes, which these do not give.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -26,7 +28,13 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 EXISTING = ("run.db", "config.yaml")
-EMBEDDED = "torch"
+# What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
+PATHS = ("data.train", "model.path")
+KEPT = (
+    *PATHS,
+    *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
+    "algorithm.steps_per_batch",
+)
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -36,6 +44,7 @@ def run_directory(config: RunConfig) -> Path:
 def check(config: RunConfig) -> None:
     """Raise the first ConfigError. Nothing is written and nothing started."""
     check_run_directory(config)
+    check_resumed(config)
     check_installed(config)
     check_model(config)
     check_names(config)
@@ -72,6 +81,33 @@ def check_run_directory(config: RunConfig, mounts: str | None = None) -> None:
             f"{run_dir}: is on a network file system ({kind}), where the run store's write-ahead log fails; "
             "set run_dir=… to a local disk"
         )
+
+
+def check_resumed(config: RunConfig) -> None:
+    """A run goes on as it began, in what its store and its checkpoints are made of."""
+    path = run_directory(config) / "config.yaml"
+    if config.resume == "never" or not path.exists():
+        return
+    try:
+        before = msgspec.yaml.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: not readable ({one_line(error)}); choose another name=…") from None
+    now = msgspec.to_builtins(config)
+    for key in KEPT:
+        old, new = _value(before, key), _value(now, key)
+        moved = key in PATHS and old is not None and Path(old).resolve() == Path(new).resolve()
+        if old not in (None, new) and not moved:
+            raise ConfigError(
+                f"$.{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "
+                f"set {key}={old}, or begin a new run with another name=…"
+            )
+
+
+def _value(tree: Any, key: str) -> Any:
+    """By dotted key; None where an older configuration lacks it."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
 
 
 def file_system(path: Path, mounts: str) -> str:
@@ -139,37 +175,26 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 
 def check_names(config: RunConfig) -> None:
     """Every name of a plug-in is known, and what it names can be loaded."""
-    from asyncrl.rewards import load_reward
-    from asyncrl.rollout.parsers import parsers
-    from asyncrl.tools import load_tool
-
-    rollout = config.rollout
-    unused = sorted(rollout.tool_args.keys() - set(rollout.tools))
-    if unused:
-        raise ConfigError(
-            f"$.rollout.tool_args names {unused[0]!r}, which is not in rollout.tools; add it there"
-        )
-    found = [load_tool(spec, **rollout.tool_args.get(spec, {})).name for spec in rollout.tools]
-    if len(found) != len(set(found)):
-        raise ConfigError(f"$.rollout.tools: two tools have one name ({', '.join(found)}); leave one out")
-    load_reward(rollout.reward)
-    parsers.load(rollout.parser)
-
     from asyncrl.algorithms.advantages import advantages
     from asyncrl.algorithms.losses import losses
+    from asyncrl.rewards import load_reward
+    from asyncrl.roles.rollout_setup import BUILT_IN, load_tools
+    from asyncrl.rollout.parsers import parsers
 
+    load_tools(config.rollout)
+    load_reward(config.rollout.reward)
+    parsers.load(config.rollout.parser)
     advantages.load(config.algorithm.advantage)
     losses.load(config.algorithm.loss)
-    if config.engine.name != EMBEDDED:
-        check_engine(config.engine.name)
+    if config.engine.name not in BUILT_IN:  # those are known without the seconds that their import takes
+        check_engine(config.engine.name, BUILT_IN.values())
 
 
-def check_engine(name: str) -> None:
-    """Any engine but the embedded one, whose name is known without the seconds that its import takes."""
+def check_engine(name: str, built_in: Iterable[str]) -> None:
+    """An engine that is not built in; the error lists those that are."""
     from asyncrl.engines.base import engines
-    from asyncrl.roles.rollout_setup import BUILT_IN
 
-    for module in BUILT_IN.values():
+    for module in built_in:
         importlib.import_module(module)
     engines.load(name)
 
@@ -211,12 +236,14 @@ def check_installed(
 
 
 def check_devices(config: RunConfig) -> None:
-    """A GPU that is asked for exists. On Ray the ranks may sit elsewhere."""
-    if config.trainer.device == "cuda" and config.launch.kind == "local":
+    """A GPU that is asked for exists. On Ray the processes may sit elsewhere."""
+    devices = {"trainer": config.trainer.device, "engine": config.engine.device}
+    wanting = [f"$.{section}.device" for section, device in devices.items() if device == "cuda"]
+    if wanting and config.launch.kind == "local":
         import torch
 
         if not torch.cuda.is_available():
-            raise ConfigError("$.trainer.device is cuda, and torch sees no GPU here; use auto or cpu")
+            raise ConfigError(f"{wanting[0]} is cuda, and torch sees no GPU here; use auto or cpu")
 
 
 def check_shared_memory(config: RunConfig) -> None:
@@ -226,3 +253,22 @@ def check_shared_memory(config: RunConfig) -> None:
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     needed = size * (config.weights.keep + 2)
     weights_directory(config.weights.directory, run_directory(config), config.name, needed)
+
+
+def shared_weights(config: RunConfig) -> Path:
+    """Where the run's versions lie if they are on /dev/shm."""
+    from asyncrl.weights.disk import weights_directory
+
+    return weights_directory("shm", run_directory(config), config.name, needed_bytes=0)
+
+
+def warnings(config: RunConfig) -> list[str]:
+    """What is allowed and hardly meant, one line each."""
+    slots = config.rollout.workers * config.rollout.slots
+    live = config.buffer.max_live_groups * config.buffer.episodes_per_group
+    if slots <= live:
+        return []
+    return [
+        f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
+        "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group"
+    ]

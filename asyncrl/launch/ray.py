@@ -11,6 +11,7 @@ lie on a path that all nodes share.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -23,12 +24,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.launch.child import execute, set_up_logging
-from asyncrl.launch.placement import COORDINATOR, TRAINER, Place, Unit, environment
+from asyncrl.launch.placement import COORDINATOR, ROLLOUT, TRAINER, Place, Unit, environment
 from asyncrl.launch.process import Order, log_path
 from asyncrl.transport.sockets import Endpoints
 
 KILLED = -9
+CONNECT = 5.0  # seconds
 
 
 class RoleActor:
@@ -81,13 +84,21 @@ class RaySpawner:
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator[RaySpawner]:
         """Connect to `launch.ray_address`, or start a cluster of this machine for as long as this lives."""
-        local = not config.launch.ray_address
-        ray.init(
-            address=None if local else config.launch.ray_address,
-            include_dashboard=False if local else None,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        address = config.launch.ray_address
+        local = not address
+        try:
+            reach(address)
+            ray.init(
+                address=address or None,
+                include_dashboard=False if local else None,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"$.launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
+                "correct it, or leave it empty to start one here"
+            ) from None
         try:
             yield cls(config, endpoints)
         finally:
@@ -120,8 +131,15 @@ class RaySpawner:
         }
 
     def _gpus(self, place: Place) -> int:
-        wants = place.role == TRAINER and self._config.trainer.device != "cpu"
-        return int(wants and ray.cluster_resources().get("GPU", 0) > 0)
+        """One for a rank if there are any; for an embedded engine only if it is told to compute there."""
+        wants = {TRAINER: self._config.trainer.device != "cpu", ROLLOUT: self._config.engine.device == "cuda"}
+        return int(wants.get(place.role, False) and ray.cluster_resources().get("GPU", 0) > 0)
+
+
+def reach(address: str) -> None:
+    """OSError when nobody listens at host:port, which Ray would find out in minutes."""
+    if found := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
+        socket.create_connection((found[1], int(found[2])), CONNECT).close()
 
 
 def redirect_output(path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,6 +19,8 @@ from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.console import Console, open_console, print_summary
+from asyncrl.observe.files import read_summary, write_summary
+from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.transport.sockets import Endpoints, choose_endpoints
 
@@ -32,14 +32,16 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     preflight.check(config)
     units = placement.plan(config)
     run_dir = preflight.run_directory(config)
+    warnings = [f"warning: {line}" for line in preflight.warnings(config)]
     with ExitStack() as stack:
         endpoints = choose_endpoints(config.launch.host, config.launch.port)
         if dry_run:
             print(msgspec.yaml.encode(config).decode())
-            print(*placement.describe(config, units), f"\nrun directory: {run_dir}", sep="\n")
+            print(*placement.describe(config, units), *warnings, f"\nrun directory: {run_dir}", sep="\n")
             return COMPLETED
         stack.enter_context(prepared(run_dir, config))
-        stack.callback(_remove_shared_weights, config, run_dir)
+        _remove_shared_weights(config)  # of a launcher that was killed
+        stack.callback(_remove_shared_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))
         console = stack.enter_context(open_console(config.observe.console, config.name, config.total_steps))
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
@@ -47,6 +49,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
         )
         session = Session(config.launch, run_dir, endpoints, supervisor, console, trackers.log)
+        for warning in warnings:
+            console.note(warning)
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()
     return conclude(config, run_dir, ending.code, ending.error, console)
@@ -74,7 +78,12 @@ def prepared(run_dir: Path, config: RunConfig) -> Iterator[None]:
         file.flush()
         (run_dir / "summary.json").unlink(missing_ok=True)
         (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
-        yield
+        try:
+            yield
+        except ConfigError:  # nothing was started: a corrected command must not find a run
+            if not (run_dir / "run.db").exists():
+                (run_dir / "config.yaml").unlink()
+            raise
 
 
 @contextmanager
@@ -92,22 +101,22 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
         local.close()
 
 
-def _remove_shared_weights(config: RunConfig, run_dir: Path) -> None:
+def _remove_shared_weights(config: RunConfig) -> None:
     """Versions on /dev/shm serve this launch only; nobody else would free that memory."""
-    from asyncrl.weights.disk import SHARED_MEMORY, weights_directory
-
-    directory = weights_directory("auto", run_dir, config.name, 0)
-    if directory.is_relative_to(SHARED_MEMORY):
-        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(preflight.shared_weights(config), ignore_errors=True)
 
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
-    """Say how it ended, and draw it. Who interrupts a run does not want to wait for a picture."""
+    """Say how it ended, and draw it. Who interrupts a run does not want to wait for that."""
     summary = read_summary(run_dir)
-    if summary and config.observe.plot and code != INTERRUPTED:
-        from asyncrl.observe.plot import draw
+    if summary and code != INTERRUPTED:
+        shares = overlap(run_dir)
+        summary["busy_at_once"] = shares.both if shares.seconds else None
+        write_summary(run_dir, summary)
+        if config.observe.plot:
+            from asyncrl.observe.plot import draw
 
-        draw(run_dir)
+            draw(run_dir)
     if summary:
         print_summary(summary, run_dir)
     if error:
@@ -115,9 +124,3 @@ def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: C
     if not summary:
         console.fail(f"no summary was written; logs: {run_dir / 'logs'}")
     return code
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The summary of a run, {} while there is none."""
-    path = run_dir / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}

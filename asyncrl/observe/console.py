@@ -189,9 +189,13 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("trajectories of several versions", "trajectories_multi_version", ".1%"),
         ("trainer idle", "trainer_idle_frac", ".0%"),
         ("rollout idle", "rollout_idle_frac", ".0%"),
+        ("trainer and all workers busy at once", "busy_at_once", ".0%"),
         ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
+        ("weights: the trainer's wait, share of time", "weights_stall_frac", ".2%"),
         ("log-prob gap of one version, max", "logprob_diff_max_same_version", ".1e"),
         ("tokens compared for that", "logprob_tokens_compared", ",d"),
+        ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
+        ("tokens compared for that", "probe_tokens_compared", ",d"),
     ):
         terminal.print(f"  {label}: {_shown(summary.get(key), form)}", highlight=False)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)

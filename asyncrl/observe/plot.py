@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.observe.files import read_rows
 from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED
 
 # Panels: title, (metric, label, line style).
@@ -36,7 +35,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
 
 def draw(run_dir: Path) -> Path | None:
     """Draw the picture; None when there is no metrics row."""
-    rows = _rows(run_dir / "metrics.jsonl")
+    rows = read_rows(run_dir)
     if not rows:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -62,13 +61,3 @@ def _finish(axes: Any, title: str) -> None:
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize=8)
-
-
-def _rows(path: Path) -> Sequence[dict[str, float]]:
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:  # cut by a crash
-            continue
-    return rows

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import print_summary
+from asyncrl.observe.files import read_summary
 
 
 def list_runs(directory: Path) -> int:
     """One line per run, newest first."""
     for path in _runs(directory):
-        found = _summary(path)
+        found = read_summary(path)
         success = found.get("success_after")
         shown = "" if success is None else f"  success {success:.1%}"
         print(
@@ -28,7 +27,7 @@ def show(directory: Path, name: str) -> int:
     path = runs.get(name) if name else next(reversed(runs.values()), None)
     if path is None:
         raise ConfigError(f"{directory}: no run {name!r}; there are: {', '.join(runs) or 'none'}")
-    found = _summary(path)
+    found = read_summary(path)
     if not found:
         raise ConfigError(f"{path}: has no summary.json: it is running, or was killed")
     print_summary(found, path)
@@ -38,8 +37,3 @@ def show(directory: Path, name: str) -> int:
 def _runs(directory: Path) -> list[Path]:
     paths = [path.parent for path in directory.glob("*/config.yaml")]
     return sorted(paths, key=lambda path: (path / "config.yaml").stat().st_mtime, reverse=True)
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    file = path / "summary.json"
-    return json.loads(file.read_text()) if file.exists() else {}

@@ -15,6 +15,7 @@ EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average o
 SAMPLED, GREEDY = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 VALIDATED = "val-aux/policy_version"
+UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
 
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "trainer_idle_frac": _mean(steps, "async/trainer_idle_frac", weight="timing_s/step"),
         "rollout_idle_frac": _mean(steps, "async/rollout_idle_frac", weight="timing_s/step"),
         "weights_stall_s_mean": _mean(steps, "weights/stall_s"),
+        "weights_stall_frac": _share(steps, UPDATE, "timing_s/step"),
         "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
         "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
         "probe_logprob_diff_max": _max(steps, "weights/probe_logprob_diff_max"),
@@ -83,6 +85,13 @@ def _max(rows: Sequence[Row], name: str) -> float | None:
 def _last(rows: Sequence[Row], name: str) -> float | None:
     values = _values(rows, name)
     return values[-1] if values else None
+
+
+def _share(rows: Sequence[Row], part: str, whole: str) -> float | None:
+    """Sum of one number as a share of another's, over the rows that have both."""
+    both = [row for row in rows if part in row and whole in row]
+    total = _sum(both, whole)
+    return _sum(both, part) / total if total else None
 
 
 def _edge(rows: Sequence[Row], name: str, step: int) -> float | None:

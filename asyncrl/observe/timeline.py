@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.observe.files import read_lines
+
 FLUSH_EVERY = 1.0  # seconds; what a crash may lose
 BUSY = {"trainer": frozenset({"train", "step"}), "rollout": frozenset({"decode"})}
 
@@ -83,11 +85,7 @@ def overlap(run_dir: Path) -> Overlap:
 
 def read(path: Path) -> Iterator[tuple[str, float, float]]:
     """(name, start, end) of a file; a line cut by a crash is left out."""
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in read_lines(path):
         yield row["name"], row["start"], row["end"]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.engines.base import Engine, engines
@@ -62,16 +61,20 @@ def load_tools(config: RolloutConfig) -> dict[str, Tool]:
     for spec in config.tools:
         tool = load_tool(spec, **config.tool_args.get(spec, {}))
         if tool.name in found:
-            raise ConfigError(f"$.rollout.tools: two tools are named {tool.name!r}")
+            raise ConfigError(f"$.rollout.tools: two tools are named {tool.name!r}; leave one out")
         found[tool.name] = tool
     unused = sorted(config.tool_args.keys() - set(config.tools))
     if unused:
-        raise ConfigError(f"$.rollout.tool_args names {', '.join(unused)}, not among rollout.tools")
+        raise ConfigError(
+            f"$.rollout.tool_args names {', '.join(unused)}, not in rollout.tools; add it there"
+        )
     return found
 
 
 def load_rules(config: RunConfig, tools: dict[str, Tool]) -> Rules:
     """The chat template with the tools' schemas, the parser and the limits."""
+    from transformers import AutoTokenizer  # takes seconds, and the launcher needs only names of this file
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError) as error:

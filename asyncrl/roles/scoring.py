@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.rewards import RewardFunction
 from asyncrl.rewards import score as score_with
+from asyncrl.tools.base import in_thread
 from asyncrl.types import Sample
 
 THREADS = 8  # reward calls of one worker that run at once
@@ -53,32 +53,4 @@ class Scorer:
         if self._inline:
             return self._reward(**arguments)
         await self._threads.acquire()
-        return await _in_thread(lambda: self._reward(**arguments), self._threads.release)
-
-
-async def _in_thread(function: Callable[[], Any], ended: Callable[[], None]) -> Any:
-    """Run a function in a daemon thread. `ended` is called in the loop when it has really returned, which may
-    be long after this coroutine was cancelled."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        ended()
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
-            error = RuntimeError(one_line(problem))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, daemon=True, name="reward").start()
-    return await future
+        return await in_thread(lambda: self._reward(**arguments), "reward", self._threads.release)

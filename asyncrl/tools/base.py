@@ -128,18 +128,20 @@ async def _run(tool: Tool, arguments: str) -> Any:
     checked = msgspec.json.decode(arguments or "{}", type=tool.arguments, strict=False)
     keywords = msgspec.structs.asdict(checked)
     if tool.blocking:
-        return await _in_thread(lambda: tool.function(**keywords))
+        return await in_thread(lambda: tool.function(**keywords), "tool")
     result = tool.function(**keywords)
     return await result if inspect.isawaitable(result) else result
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run in a thread of its own: one that never returns costs that thread, neither a place in a pool nor
-    the end of the process."""
+async def in_thread(function: Callable[[], Any], name: str, ended: Callable[[], None] = lambda: None) -> Any:
+    """Run foreign code in a daemon thread of its own: when it never returns it costs that thread, neither a
+    place in a pool nor the end of the process. `ended` is called in the loop when it has really returned,
+    which may be long after this coroutine was cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(result: Any, error: Exception | None) -> None:
+        ended()
         if future.done():  # abandoned at the deadline
             return
         if error is None:
@@ -148,18 +150,24 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result: Any = None
+        error: Exception | None = None
         try:
             result = function()
-        except Exception as problem:
-            error = problem
-        except BaseException as problem:  # a SystemExit ends this thread only
-            error = RuntimeError(one_line(problem))
+        except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
+            error = _carried(problem)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, daemon=True, name="tool").start()
+    threading.Thread(target=work, daemon=True, name=name).start()
     return await future
+
+
+def _carried(problem: BaseException) -> Exception:
+    """What a future can carry out of a thread."""
+    if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
+        return problem
+    return RuntimeError(one_line(problem))
 
 
 def _text(value: Any) -> str:

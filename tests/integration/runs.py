@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -18,7 +18,10 @@ import msgspec
 import psutil
 
 from asyncrl.buffer.batches import Batch
+from asyncrl.launch.local import role_processes
+from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.trainer.checkpoint import CheckpointManifest
+from asyncrl.weights.disk import weights_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -60,6 +63,7 @@ class Run:
         for child in children.values():
             if child.is_running():
                 child.kill()
+        shutil.rmtree(weights_directory("auto", self.path, self.path.name, 0), ignore_errors=True)
 
     def wait(self, seconds: float = 150.0) -> int:
         """Exit code; the output is in the error when it takes too long."""
@@ -92,20 +96,7 @@ class Run:
 
     def children(self) -> dict[str, psutil.Process]:
         """Role processes by `role-index`."""
-        found = {}
-        try:
-            everyone = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return {}
-        for child in everyone:
-            try:
-                argv = child.cmdline()
-            except psutil.Error:
-                continue
-            if "asyncrl.launch.child" in argv:
-                role = argv[argv.index("asyncrl.launch.child") + 1]
-                found[f"{role}-{argv[argv.index('--index') + 1]}"] = child
-        return found
+        return role_processes(self.process.pid)
 
     def kill(self, name: str) -> None:
         """kill -9 a role."""
@@ -119,19 +110,12 @@ class Run:
         return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in logs)
 
     def rows(self) -> list[dict[str, float]]:
-        path = self.path / "metrics.jsonl"
-        found = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        return read_rows(self.path)
 
     def summary(self) -> dict[str, Any]:
-        path = self.path / "summary.json"
-        assert path.exists(), f"no summary:\n{self.text()[-3000:]}\n{self.logs()}"
-        return json.loads(path.read_text())
+        found = read_summary(self.path)
+        assert found, f"no summary:\n{self.text()[-3000:]}\n{self.logs()}"
+        return found
 
     def completed(self, steps: int) -> dict[str, Any]:
         """The summary of a run that must have completed with everything accounted for."""

@@ -136,6 +136,12 @@ def existing(inputs: Inputs) -> list[str]:
     return []
 
 
+def begun_otherwise(inputs: Inputs) -> list[str]:
+    (inputs.runs / "x").mkdir(parents=True)
+    (inputs.runs / "x" / "config.yaml").write_text("seed: 7")
+    return ["resume=auto"]
+
+
 def under_a_file(inputs: Inputs) -> list[str]:
     inputs.runs.write_text("a file")
     return []
@@ -204,6 +210,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "unknown loss": (setting("algorithm.loss=reinforced"), ("unknown loss", "reinforce")),
     "uninstalled tracker": (setting("observe.trackers=[swanlab]"), ("asyncrl[swanlab]",)),
     "existing run": (existing, ("resume=auto",)),
+    "resumed otherwise": (begun_otherwise, ("$.seed", "begun with 7", "with 0", "seed=7")),
     "nothing to resume": (setting("resume=must"), ("resume=must",)),
     "unwritable run directory": (under_a_file, ("run_dir",)),
     "no such place": (setting("run_dir=/proc/asyncrl"), ("run_dir",)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -11,7 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+from asyncrl.launch.local import role_processes as roles
+from asyncrl.observe.files import read_rows as rows
+from asyncrl.observe.files import read_summary as summary
+
+__all__ = ["ROOT", "roles", "rows", "start", "summary", "table", "train", "wilson"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -45,40 +48,6 @@ def train(name: str, run_dir: Path, overrides: list[str], deadline: float = 1200
         tail = (run_dir / f"{name}.out").read_text().splitlines()[-15:]
         print(f"{name} ended with {code}:", *tail, sep="\n  ", file=sys.stderr)
     return result
-
-
-def summary(run: Path) -> dict[str, Any]:
-    path = run / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    """The metrics rows of a run; a line still being written is left out."""
-    found = []
-    for line in (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
-
-
-def roles(launcher: int) -> dict[str, psutil.Process]:
-    """The role processes of a launcher, by `role-index`."""
-    found = {}
-    try:
-        children = psutil.Process(launcher).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return {}
-    for child in children:
-        try:
-            argv = child.cmdline()
-        except psutil.Error:
-            continue
-        if "asyncrl.launch.child" in argv:
-            at = argv.index("asyncrl.launch.child")
-            found[f"{argv[at + 1]}-{argv[argv.index('--index') + 1]}"] = child
-    return found
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight
+from asyncrl.weights import disk
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -69,3 +72,88 @@ def test_a_missing_extra_is_named(tmp_path: Path, keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{extra} is not installed; pip install 'asyncrl\[{extra}\]'"):
         preflight.check_installed(config(tmp_path, **keys), find=lambda name: None)
     preflight.check_installed(config(tmp_path, **keys), find=lambda name: object())
+
+
+def begun(tmp_path: Path) -> None:
+    """A run in tmp_path / "x" with the least configuration."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.yaml").write_bytes(msgspec.yaml.encode(config(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("data.train", "t", "other"),
+        ("data.shuffle", True, False),
+        ("seed", 0, 1),
+        ("model.path", "m", "other"),
+        ("buffer.groups_per_batch", 16, 8),
+        ("buffer.episodes_per_group", 8, 4),
+        ("algorithm.steps_per_batch", 1, 2),
+    ],
+)
+def test_a_resumed_run_keeps_what_its_store_is_made_of(tmp_path: Path, key: str, old: Any, new: Any) -> None:
+    begun(tmp_path)
+    changed = msgspec.to_builtins(config(tmp_path, resume="auto"))
+    *parents, last = key.split(".")
+    section = changed
+    for name in parents:
+        section = section[name]
+    section[last] = new
+    with pytest.raises(ConfigError) as refusal:
+        preflight.check_resumed(msgspec.convert(changed, RunConfig))
+    text = str(refusal.value)
+    assert f"$.{key}: " in text and f"with {old!r}" in text and f"with {new!r}" in text
+
+
+def test_a_resumed_run_may_change_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    moved = {"path": str(tmp_path / "m")}  # the same directory, spelled otherwise
+    preflight.check_resumed(config(tmp_path, resume="must", model=moved, total_steps=7, trainer={"lr": 1.0}))
+    preflight.check_resumed(config(tmp_path, seed=1))  # not resumed: refused for another reason
+    (tmp_path / "x" / "config.yaml").write_text("name: x\nretired_key: 1\n")
+    preflight.check_resumed(config(tmp_path, resume="auto", seed=1))  # of a version that knew no seed
+    (tmp_path / "x" / "config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.yaml: not readable"):
+        preflight.check_resumed(config(tmp_path, resume="auto"))
+
+
+@pytest.mark.parametrize("section", ["trainer", "engine"])
+def test_a_gpu_that_is_asked_for_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    wanting = config(tmp_path, **{section: {"device": "cuda"}})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=rf"\$\.{section}\.device is cuda"):
+        preflight.check_devices(wanting)
+    preflight.check_devices(config(tmp_path, **{section: {"device": "cuda"}, "launch": {"kind": "ray"}}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    preflight.check_devices(wanting)
+
+
+def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
+    batch = {"groups_per_batch": 4, "episodes_per_group": 4}
+    assert not preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 32}))
+    (line,) = preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 11, "workers": 3}))
+    assert "33 slots" in line and "more than admission will ever fill: 32" in line
+
+
+def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(disk, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10))
+    insisting = config(
+        tmp_path, model={"path": str(tmp_path / "model")}, weights={"directory": "shm", "keep": 3}
+    )
+    with pytest.raises(ConfigError, match="40 bytes free and the weights need 50"):
+        preflight.check_shared_memory(insisting)
+    version = preflight.shared_weights(insisting) / "e0001-v00000001"
+    version.mkdir(parents=True)
+    (version / "model.safetensors").write_bytes(bytes(10))
+    preflight.check_shared_memory(insisting)

@@ -89,9 +89,14 @@ def test_the_final_table(tmp_path: Path) -> None:
         {"training/step": 1, "time_s": 2.0, "timing_s/step": 2.0, REWARD: 0.5},
         {"training/step": 1, "time_s": 3.0, SAMPLED: 0.75, GREEDY: 1.0},
     ]
+    rows[1] |= {"weights/probe_logprob_diff_max": 2e-7, "weights/probe_tokens": 640.0}
     flow = {"issued": 8, "trained": 8}
     out = io.StringIO()
-    print_summary(summarize(rows, flow, True), tmp_path, Terminal(file=out, width=200))
+    print_summary(
+        summarize(rows, flow, True) | {"busy_at_once": 0.625}, tmp_path, Terminal(file=out, width=200)
+    )
     text = out.getvalue()
+    assert "trainer and all workers busy at once: 62%" in text
+    assert "fixed probe, max: 2.0e-07" in text and "compared for that: 640" in text
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text

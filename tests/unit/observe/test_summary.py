@@ -83,6 +83,12 @@ def test_extremes_are_of_the_whole_run() -> None:
     assert summary["logprob_tokens_compared"] == 10
 
 
+def test_the_wait_for_weights_is_a_share_of_the_steps_that_tell_it() -> None:
+    assert summarize([step(1)], FLOW, True)["weights_stall_frac"] is None
+    rows = [step(1), step(2, timing_s__update_weights=0.1), step(3, timing_s__update_weights=0.3)]
+    assert summarize(rows, FLOW, True)["weights_stall_frac"] == pytest.approx(0.1)
+
+
 def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
     line = identity_line(FLOW, True)
     assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")

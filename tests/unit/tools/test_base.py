@@ -107,6 +107,14 @@ def test_deadline_abandons_a_blocking_tool() -> None:
     release.set()
 
 
+def test_an_error_that_no_future_carries_is_a_reply_at_once() -> None:
+    @tool(blocking=True)
+    def exhausted() -> str:
+        return next(iter(()))
+
+    assert "StopIteration" in (run(exhausted, "{}").error or "")
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_tool_cannot_end_the_worker(blocking: bool) -> None:
     @tool(blocking=blocking)

@@ -1,0 +1,38 @@
+"""What a run leaves to be read: rows of JSON lines, and the summary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, none while there is no file; a line cut by a crash is left out."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def read_rows(run_dir: Path) -> list[dict[str, float]]:
+    """The metrics rows of a run so far."""
+    return list(read_lines(run_dir / "metrics.jsonl"))
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The summary of a run, {} while there is none."""
+    path = run_dir / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Replace the summary, whole or not at all."""
+    path = run_dir / "summary.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.replace(path)

@@ -1,0 +1,61 @@
+"""Before the first process and after the last."""
+
+from __future__ import annotations
+
+import io
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as Terminal
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+from asyncrl.launch import preflight, start
+from asyncrl.launch.process import COMPLETED, INTERRUPTED
+from asyncrl.observe.console import Console, Picture
+from asyncrl.observe.files import read_summary, write_summary
+from asyncrl.observe.summary import summarize
+from asyncrl.weights import disk
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    model, data = {"path": "m"}, {"train": "t"}
+    return parse({"name": "x", "run_dir": str(tmp_path), "model": model, "data": data})
+
+
+def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "SHARED_MEMORY", tmp_path / "shm")
+    left = preflight.shared_weights(config) / "e0001-v00000001"  # of a launcher that was killed
+    left.mkdir(parents=True)
+    seen: list[bool] = []
+
+    def refuse(*_: Any) -> AbstractContextManager[Any]:
+        seen.append(left.exists())
+        raise ConfigError("no such tracker")
+
+    monkeypatch.setattr(preflight, "check", lambda config: None)
+    monkeypatch.setattr(start.Trackers, "open", refuse)
+    with pytest.raises(ConfigError, match="no such tracker"):
+        start.train(config)
+    assert seen == [False]
+    preflight.check_run_directory(config)  # with resume=never: there is no run
+
+
+@pytest.mark.parametrize(("code", "share"), [(COMPLETED, 0.5), (INTERRUPTED, None)])
+def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
+    tmp_path: Path, config: RunConfig, code: int, share: float | None
+) -> None:
+    run_dir = tmp_path / "x"
+    (run_dir / "timeline").mkdir(parents=True)
+    (run_dir / "timeline" / "trainer-0.jsonl").write_text('{"name": "train", "start": 0, "end": 4}\n')
+    (run_dir / "timeline" / "rollout-0.jsonl").write_text('{"name": "decode", "start": 2, "end": 9}\n')
+    write_summary(run_dir, summarize([], {}, True))
+    out = io.StringIO()
+    console = Console("plain", Picture("x", 1), Terminal(file=out))
+    assert start.conclude(config, run_dir, code, "", console) == code
+    assert read_summary(run_dir).get("busy_at_once") == share

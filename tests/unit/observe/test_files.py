@@ -1,0 +1,21 @@
+"""What is read of a run, also of one that was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.observe.files import read_rows, read_summary, write_summary
+
+
+def test_rows_without_the_line_that_a_crash_cut(tmp_path: Path) -> None:
+    assert read_rows(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a": \n{"a": 3}')
+    assert read_rows(tmp_path) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_a_summary_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    assert read_summary(tmp_path) == {}
+    write_summary(tmp_path, {"steps": 1})
+    write_summary(tmp_path, {"steps": 2, "busy_at_once": None})
+    assert read_summary(tmp_path) == {"steps": 2, "busy_at_once": None}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
