@@ -21,6 +21,7 @@ from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
 from asyncrl.errors import AsyncrlError, ProtocolError, one_line
+from asyncrl.observe.files import write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.roles.core import Answers, build_core, log
 from asyncrl.roles.reporting import Reporter
@@ -310,10 +311,7 @@ class Coordinator:
         summary["outcome"] = self.outcome
         summary["error"] = self.error
         summary["reasons"] = dict(self.core.buffer.reasons)
-        path = self.run_dir / "summary.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-        temporary.replace(path)
+        write_summary(self.run_dir, summary)
 
     # -- events of the desks ---------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from asyncrl.buffer.records import Episode, Flow, State
+from asyncrl.observe.files import read_rows
 from asyncrl.roles.core import Core
 from asyncrl.roles.trainer_desk import TrainerDesk
 from asyncrl.roles.worker_desk import WorkerDesk
@@ -39,10 +39,9 @@ class Reporter:
         self.landed, self.last = Landed(), Landed()
         self.started = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.tokens = 0  # totals of this process
-        self._path = core.run_dir / "metrics.jsonl"
-        earlier = read_rows(self._path)
+        earlier = read_rows(core.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
-        self._file = self._path.open("a", buffering=1)
+        self._file = (core.run_dir / "metrics.jsonl").open("a", buffering=1)
         self._busy = self._totals()
 
     def on_landed(self, episode: Episode, message: Finished) -> None:
@@ -162,15 +161,4 @@ class Reporter:
     def close(self) -> list[dict[str, float]]:
         """All rows of the run, for the summary."""
         self._file.close()
-        return read_rows(self._path)
-
-
-def read_rows(path: Path) -> list[dict[str, float]]:
-    """Rows of an earlier part of the run; a line cut by a crash is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+        return read_rows(self.core.run_dir)

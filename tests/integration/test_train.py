@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observe.timeline import overlap
+from asyncrl.weights.disk import weights_directory
 from tests.integration.runs import Run
 
 
@@ -89,4 +90,4 @@ def test_ray_runs_the_same_roles(tmp_path: Path) -> None:
 def test_memory_is_not_left_in_dev_shm(tmp_path: Path) -> None:
     with Run(tmp_path, "total_steps=1", "weights.directory=shm", "data.test=''") as run:
         run.completed(1)
-    assert not list(Path("/dev/shm").glob("asyncrl-run-*"))
+    assert not weights_directory("auto", run.path, "run", 0).exists()
