@@ -1,19 +1,14 @@
-"""Advantages: how much better an episode did than its siblings.
-
-Each entry declares what it needs before a value exists: `trajectory` and `group` values are known
-when a group is assembled, `batch` values need every row of the batch in hand (a barrier).
-"""
+"""Advantages: how much better an episode did than its siblings. Each is a function of one group's rewards,
+known when the group is assembled, and gives one number for all model tokens of the episode."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from asyncrl.registry import Registry
 
-Needs = Literal["token", "trajectory", "group", "batch"]
 EPSILON = 1e-6
 
 
@@ -30,29 +25,16 @@ class GroupRewards:
     self_inside: bool = True
 
 
-@dataclass(frozen=True)
-class Advantage:
-    """A registered advantage: one number for all model tokens of an episode."""
-
-    of: Callable[[GroupRewards], float]
-    needs: Needs = "group"
+advantages: Registry[Callable[[GroupRewards], float]] = Registry("advantage")
 
 
-advantages: Registry[Advantage] = Registry("advantage")
-
-
-def group_advantage(name: str) -> Callable[[Callable[[GroupRewards], float]], Advantage]:
-    """Register a function of one group under `name`."""
-    return lambda function: advantages.register(name)(Advantage(function, needs="group"))
-
-
-@group_advantage("dr_grpo")
+@advantages.register("dr_grpo")
 def dr_grpo(group: GroupRewards) -> float:
     """R - mean (Dr. GRPO, arXiv 2503.20783). No sibling to compare with: 0."""
     return 0.0 if _alone(group) else group.reward - _mean(group.siblings)
 
 
-@group_advantage("grpo")
+@advantages.register("grpo")
 def grpo(group: GroupRewards) -> float:
     """(R - mean) / (std + 1e-6) (GRPO, arXiv 2402.03300), std with ddof 1. Fewer than two siblings: 0."""
     if len(group.siblings) < 2:
@@ -62,7 +44,7 @@ def grpo(group: GroupRewards) -> float:
     return (group.reward - mean) / (math.sqrt(variance) + EPSILON)
 
 
-@group_advantage("rloo")
+@advantages.register("rloo")
 def rloo(group: GroupRewards) -> float:
     """R - mean of the other members (RLOO, arXiv 2402.14740).
 

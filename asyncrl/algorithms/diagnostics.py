@@ -43,16 +43,17 @@ class TokenState:
 @dataclass(frozen=True)
 class TokenSums:
     """`sums` add, `highest` take the maximum, `lowest` the minimum. `log_rho_by_lag`: (Σ log rho, tokens)
-    at lag 0, 1, …; the last place holds everything older."""
+    at lag 0, 1, …; the last place holds everything older. `kept_lags`: lag → tokens that entered the loss."""
 
     sums: dict[str, float]
     highest: dict[str, float]
     lowest: dict[str, float]
     log_rho_by_lag: list[tuple[float, float]]
+    kept_lags: dict[int, int]
 
 
 def token_sums(state: TokenState) -> TokenSums:
-    """Reduce one micro-batch; the only transfer from the device."""
+    """Reduce one micro-batch; the only transfers from the device."""
     fresh, ratio, log_ratio = state.fresh, state.correction.ratio, state.prox - state.mu
     kept = fresh & ~state.correction.masked
     episodes, episode_ess = _episode_weights(state)
@@ -86,7 +87,9 @@ def token_sums(state: TokenState) -> TokenSums:
         "-rho": torch.where(fresh, -ratio, NOTHING).max(),
         "exact_diff": torch.where(state.exact & fresh, log_ratio.abs(), NOTHING).max(),
     }
-    return _collect(sums, extremes, _by_lag(state.lag, log_ratio, fresh))
+    lags, counts = torch.unique(state.lag[kept], return_counts=True)
+    kept_lags = dict(zip(lags.tolist(), counts.tolist(), strict=True))
+    return _collect(sums, extremes, _by_lag(state.lag, log_ratio, fresh), kept_lags)
 
 
 def _episode_weights(state: TokenState) -> tuple[Tensor, Tensor]:
@@ -106,7 +109,9 @@ def _by_lag(lag: Tensor, log_ratio: Tensor, fresh: Tensor) -> Tensor:
     return torch.zeros(2, LAGS, dtype=torch.float64, device=lag.device).index_add(1, place, values)
 
 
-def _collect(sums: dict[str, Tensor], extremes: dict[str, Tensor], by_lag: Tensor) -> TokenSums:
+def _collect(
+    sums: dict[str, Tensor], extremes: dict[str, Tensor], by_lag: Tensor, kept_lags: dict[int, int]
+) -> TokenSums:
     scalars = torch.stack([value.double() for value in (*sums.values(), *extremes.values())])
     flat = torch.cat([scalars, by_lag.flatten()]).tolist()
     added, flat = dict(zip(sums, flat, strict=False)), flat[len(sums) :]
@@ -117,4 +122,5 @@ def _collect(sums: dict[str, Tensor], extremes: dict[str, Tensor], by_lag: Tenso
         highest={name: value for name, value in peaks.items() if not name.startswith("-")},
         lowest={name[1:]: -value for name, value in peaks.items() if name.startswith("-")},
         log_rho_by_lag=list(zip(flat[:LAGS], flat[LAGS:], strict=True)),
+        kept_lags=kept_lags,
     )

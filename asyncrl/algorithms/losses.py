@@ -45,12 +45,11 @@ class Loss:
     """A registered loss.
 
     `ratio` says which ratio the formula contains itself. A `mu` loss already weighs by pi/mu: giving it
-    a behaviour weight as well would count the correction twice. `needs`: see advantages.
+    a behaviour weight as well would count the correction twice.
     """
 
     of: Callable[[LossInput], TokenLoss]
     ratio: Literal["mu", "prox"]
-    needs: Literal["token", "trajectory", "group", "batch"] = "token"
 
 
 losses: Registry[Loss] = Registry("loss")

@@ -36,28 +36,5 @@ def bucket(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def pack(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """`[micro][rank]` → rows: each rank's part fits the budget, and all ranks have the same count.
-
-    Rows of like length meet in one micro-batch, so that ranks pad little and finish together. Parts
-    may be empty in the last micro-batches.
-    """
-    balanced = balance(lengths, ranks)
-    parts = [bucket([lengths[row] for row in rows], budget) for rows in balanced]
-    count = max((len(part) for part in parts), default=0)
-    return [
-        [
-            [rows[i] for i in part[micro]] if micro < len(part) else []
-            for rows, part in zip(balanced, parts, strict=True)
-        ]
-        for micro in range(count)
-    ]
-
-
-def padded(lengths: Sequence[int]) -> int:
-    """Tokens of a micro-batch of these rows, padding included."""
-    return len(lengths) * max(lengths, default=0)
-
-
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))

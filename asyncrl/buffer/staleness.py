@@ -6,8 +6,7 @@ lag = V - s. Versions of a branch that a rollback has left can be ahead of V; th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from asyncrl.types import VersionSpan
@@ -18,55 +17,22 @@ def lag(step: int, version: int) -> int:
     return abs(step - version)
 
 
-def stale_ranges(spans: Iterable[VersionSpan], step: int, bound: int) -> list[tuple[int, int]]:
-    """Half-open ranges of trajectory positions whose lag exceeds `bound`, touching ones merged."""
-    ranges: list[tuple[int, int]] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.end <= span.start or lag(step, span.version) <= bound:
-            continue
-        if ranges and ranges[-1][1] == span.start:
-            ranges[-1] = (ranges[-1][0], span.end)
-        else:
-            ranges.append((span.start, span.end))
-    return ranges
+def token_lags(spans: Iterable[VersionSpan], step: int) -> list[int]:
+    """The lag of every token of the spans, in order."""
+    return [value for span in spans for value in [lag(step, span.version)] * (span.end - span.start)]
 
 
-def stale_mask(spans: Iterable[VersionSpan], step: int, bound: int, length: int) -> list[bool]:
-    """Per position of a trajectory of `length` tokens: over the bound. False outside all spans."""
-    mask = [False] * length
-    for start, end in stale_ranges(spans, step, bound):
-        mask[start:end] = [True] * (end - start)
-    return mask
-
-
-def fresh_until(spans: Iterable[VersionSpan], bound: int) -> int | None:
-    """The last step at which no token is over the bound: oldest version + bound; None without tokens."""
-    oldest = min((span.version for span in spans if span.end > span.start), default=None)
-    return None if oldest is None else oldest + bound
+def stale_mask(lags: Iterable[int], bound: int) -> list[bool]:
+    """Which tokens are over the bound: these never contribute to a gradient."""
+    return [value > bound for value in lags]
 
 
 class LagHistogram:
-    """Tokens by lag, exact."""
+    """Tokens by lag, exact. All figures are 0 without tokens."""
 
-    def __init__(self, tokens: Iterable[tuple[int, int]] = ()) -> None:
-        self.tokens: Counter[int] = Counter()
-        for value, count in tokens:
-            self.add(value, count)
-
-    @classmethod
-    def of(cls, spans: Iterable[VersionSpan], step: int) -> LagHistogram:
-        return cls((lag(step, span.version), span.end - span.start) for span in spans)
-
-    def add(self, value: int, count: int) -> None:
-        if count > 0:
-            self.tokens[value] += count
-
-    def merge(self, other: LagHistogram) -> None:
-        self.tokens.update(other.tokens)
-
-    @property
-    def total(self) -> int:
-        return self.tokens.total()
+    def __init__(self, tokens: Mapping[int, int]) -> None:
+        self.tokens = {value: count for value, count in sorted(tokens.items()) if count > 0}
+        self.total = sum(self.tokens.values())
 
     @property
     def mean(self) -> float:
@@ -77,20 +43,13 @@ class LagHistogram:
         return max(self.tokens, default=0)
 
     def quantile(self, q: float) -> int:
-        """The smallest lag that at least a share `q` of the tokens do not exceed; 0 without tokens."""
+        """The smallest lag that at least a share `q` of the tokens do not exceed."""
         seen = 0
-        for value in sorted(self.tokens):
-            seen += self.tokens[value]
+        for value, count in self.tokens.items():
+            seen += count
             if seen >= q * self.total:
                 return value
         return 0
-
-    def over(self, bound: int) -> int:
-        """Tokens with a lag above `bound`."""
-        return sum(count for value, count in self.tokens.items() if value > bound)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(sorted(self.tokens.items()))
 
 
 def length_bucket(tokens: int) -> int:

@@ -10,7 +10,6 @@ same (step, micro), and with several ranks nobody starts one before all hold the
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import random
@@ -29,6 +28,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.model import full_state, score
 from asyncrl.trainer.step import Learner
+from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.transport.messages import (
     Checkpointed,
     Commit,
@@ -58,6 +58,7 @@ log = logging.getLogger("asyncrl.trainer")
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
 PROBE_TOKENS = 65
+TIMED = ("update_actor", "update_weights", "save_checkpoint", "wait_data")  # phases reported as timing_s/*
 _turns = msgspec.msgpack.Decoder(Turn)
 
 
@@ -103,7 +104,7 @@ class TrainerRank:
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
         self.trainer_epoch = 0
-        self.busy_s = self.idle_s = 0.0
+        self.watch = Stopwatch()
         self.waiting = ""
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
@@ -118,7 +119,7 @@ class TrainerRank:
     def _resume(self) -> None:
         """Start from the newest sound checkpoint of the run, the same on all ranks."""
         found = checkpoint.newest(self.checkpoints) if self.first else None
-        path = self.mesh.gather(str(found or ""))[0]
+        path = self.mesh.gather(str(found or ""), str)[0]
         if path:
             manifest = checkpoint.load(Path(path), self.learner)
             self.trained_total, self.parent = manifest.trained_total, manifest.step
@@ -151,28 +152,23 @@ class TrainerRank:
                     raise ProtocolError(f"unknown kind of plan {plan.kind!r}")
 
     def _train(self, plan: Plan, frames: list[bytes]) -> None:
-        start = time.monotonic()
-        with self.timeline.span("train"):
+        with self.timeline.span("train"), self.watch.phase("update_actor"):
             self.learner.accumulate(list(decode_rows(plan.rows, frames)))
         self._batch += [row.uid for row in plan.rows]
-        self.busy_s += time.monotonic() - start
 
     def _finish(self, plan: Plan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""
-        start = time.monotonic()
-        with self.timeline.span("step"):
+        with self.timeline.span("step"), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
-        everyone = [uid for part in self.mesh.gather(self._batch) for uid in part]
+        everyone = [uid for part in self.mesh.gather(self._batch, list[str]) for uid in part]
         self.trained += everyone
         self.trained_total += len(everyone)
         self._batch = []
-        self.busy_s += time.monotonic() - start
-        publish = True
-        if self.first:
-            metrics["trainer/trajectories_total"] = float(self.trained_total)
-            metrics["perf/max_memory_rss_gb"] = resident_gb()
-            publish = self._commit(plan, metrics)
-        publish = self.mesh.gather(publish)[0]
+        metrics["trainer/trajectories_total"] = float(self.trained_total)
+        metrics |= performance(*self.watch.lap(), metrics.get("perf/total_num_tokens", 0.0))
+        with self.watch.phase("wait_commit", waiting=True):  # the other ranks: for the first one's ack
+            publish = self._commit(plan, metrics) if self.first else True
+            publish = self.mesh.gather(publish, bool)[0]
         self.committed = self.learner.step
         if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
             self.repeating = False
@@ -185,30 +181,28 @@ class TrainerRank:
 
     def _hello(self) -> Welcome:
         hello = TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, pid=os.getpid())
-        welcome, _ = self._ask(
-            self.control, hello, lambda m: isinstance(m, Welcome), "the coordinator's welcome"
-        )
+        name = "the coordinator's welcome"
+        with self.watch.phase("wait_welcome", waiting=True):
+            welcome, _ = self._ask(self.control, hello, lambda m: isinstance(m, Welcome), name)
         self.trainer_epoch = welcome.trainer_epoch
         return welcome
 
     def _take(self, micro: int) -> tuple[Plan, list[bytes]]:
         """The next plan; with several ranks, only when all of them hold theirs."""
         step = self.learner.step
-        start = time.monotonic()
         take = Take(self.trainer_epoch, step, micro, self.rank)
 
         def mine(message: Message) -> bool:
             return isinstance(message, Plan) and (message.step, message.micro) == (step, micro)
 
-        plan, frames = self._ask(self.bulk, take, mine, f"trajectories of step {step}", patient=True)
-        if self.mesh.size > 1:
-            confirm = Confirm(self.trainer_epoch, step, micro, self.rank)
+        def go(message: Message) -> bool:
+            return isinstance(message, Go) and (message.step, message.micro) == (step, micro)
 
-            def go(message: Message) -> bool:
-                return isinstance(message, Go) and (message.step, message.micro) == (step, micro)
-
-            self._ask(self.bulk, confirm, go, "the other ranks' payloads")
-        self.idle_s += time.monotonic() - start
+        with self.watch.phase("wait_data", waiting=True):
+            plan, frames = self._ask(self.bulk, take, mine, f"trajectories of step {step}", patient=True)
+            if self.mesh.size > 1:
+                confirm = Confirm(self.trainer_epoch, step, micro, self.rank)
+                self._ask(self.bulk, confirm, go, "the other ranks' payloads")
         return plan, frames
 
     def _commit(self, plan: Plan, metrics: dict[str, float]) -> bool:
@@ -268,8 +262,7 @@ class TrainerRank:
         if now < self._beat_at:
             return
         self._beat_at = now + BEAT_EVERY
-        step = self.learner.step
-        self.control.send(TrainerBeat(self.rank, step, self.busy_s, self.idle_s, self.waiting))
+        self.control.send(self._sign())
         if now - self._heard_at > 2 * RESEND_EVERY:
             self._heard_at = now
             self.control.send(
@@ -279,15 +272,20 @@ class TrainerRank:
     def _await_stop(self, kind: str) -> NoReturn:
         """Tell of the checkpoint until told to leave: the coordinator may be another by then."""
         name = f"the coordinator's stop after {kind}"
-        self._ask(self.control, self._checkpointed(), lambda _: False, name, patient=True)
+        with self.watch.phase("wait_stop", waiting=True):
+            self._ask(self.control, self._checkpointed(), lambda _: False, name, patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed(self) -> Message:
         """Rank 0 speaks for all; the others have only their sign of life to repeat."""
         if not self.first:
-            return TrainerBeat(self.rank, self.learner.step, self.busy_s, self.idle_s, self.waiting)
+            return self._sign()
         path = self.checkpoints / f"step-{self.learner.step}"
         return Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
+
+    def _sign(self) -> TrainerBeat:
+        watch = self.watch
+        return TrainerBeat(self.rank, self.learner.step, watch.busy_s, watch.idle_s, self.waiting)
 
     # -- publishing and saving -------------------------------------------------------------------------
 
@@ -295,7 +293,7 @@ class TrainerRank:
         """Snapshot in the foreground (a collective), write in the background."""
         self.published_step = self.learner.step
         start = time.monotonic()
-        with self.timeline.span("snapshot"):
+        with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
             tensors = full_state(self.learner.policy)
             probe = Probe(self.probe_ids, score(self.learner.policy, self.probe_ids, self.mesh.device))
         if self._publisher is not None:
@@ -316,30 +314,25 @@ class TrainerRank:
         return announce
 
     def _weights_directory(self) -> Path:
-        size = sum(p.numel() * p.element_size() for p in self.learner.policy.parameters())
-        needed = size * self.mesh.size * (self.config.weights.keep + 2)
+        size = sum(p.numel() * p.element_size() for p in self.learner.policy.parameters())  # of all ranks
+        needed = size * (self.config.weights.keep + 2)
         return weights_directory(self.config.weights.directory, self.run_dir, self.config.name, needed)
 
     def _save(self) -> None:
         """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
         plan is in the store, and is trained again."""
-        start = time.monotonic()
         if self.parent != self.learner.step:
-            with self.timeline.span("checkpoint"):
+            with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
                 checkpoint.save(self.checkpoints, self.learner, self._manifest())
         self.trained, self.parent = [], self.learner.step
         if self.first:
             checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
             self.control.send(self._checkpointed())
-        self.busy_s += time.monotonic() - start
 
     def _manifest(self) -> checkpoint.CheckpointManifest:
-        digest = hashlib.blake2b(msgspec.json.encode(self.config), digest_size=16).hexdigest()
         return checkpoint.CheckpointManifest(
             step=self.learner.step,
             trainer_epoch=self.trainer_epoch,
-            config_digest=digest,
-            lineage=self.config.name,
             parent=self.parent,
             trained=tuple(self.trained),
             trained_total=self.trained_total,
@@ -368,6 +361,13 @@ def probe_ids(vocabulary: int) -> tuple[int, ...]:
     return tuple(random.Random(0).choices(range(vocabulary), k=PROBE_TOKENS))
 
 
-def resident_gb() -> float:
-    """Resident memory of this process."""
-    return psutil.Process().memory_info().rss / 1e9
+def performance(seconds: float, phases: dict[str, float], tokens: float) -> dict[str, float]:
+    """Times and memory of this rank since its last commit; a phase that did not happen is left out.
+
+    `update_weights` and `save_checkpoint` are those that followed the commit before this one.
+    """
+    found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
+    if tokens:
+        found["timing_per_token_ms/update_actor"] = 1e3 * phases.get("update_actor", 0.0) / tokens
+    memory = psutil.Process().memory_info().rss / 1e9
+    return found | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}

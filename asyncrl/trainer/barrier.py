@@ -37,7 +37,7 @@ def train_held(learner: Learner, held: Sequence[Example]) -> Tally:
 
 def _deal(learner: Learner, held: Sequence[Example]) -> dict[str, int]:
     """Group → mini-batch. The groups of all ranks are dealt by name: any number of ranks cuts alike."""
-    named = learner.world.gather({e.group for e in held})
+    named = learner.world.gather({e.group for e in held}, set[str])
     groups = sorted(set().union(*named))
     steps = learner.config.algorithm.steps_per_batch
     return {group: i * steps // len(groups) for i, group in enumerate(groups)}
@@ -47,7 +47,7 @@ def _with_prox(learner: Learner, held: Sequence[Example]) -> list[Example]:
     """The examples with the log-probs of the policy as it is now."""
     done: list[Example] = []
     for part in _micro_batches(learner, held):
-        micro = collate(part, learner.bound, learner.dtype).to(learner.world.device)
+        micro = collate(part, learner.dtype).to(learner.world.device)
         with torch.no_grad():
             logp = learner.policy(micro.selected).logp.cpu().numpy()
         edges = np.cumsum([e.tokens for e in part])[:-1]
@@ -59,6 +59,6 @@ def _with_prox(learner: Learner, held: Sequence[Example]) -> list[Example]:
 def _micro_batches(learner: Learner, examples: Sequence[Example]) -> list[list[Example]]:
     """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
     packed = bucket([e.length for e in examples], learner.config.trainer.micro_batch_tokens)
-    count = max(learner.world.gather(len(packed)))
+    count = max(learner.world.gather(len(packed), int))
     cut = [[examples[i] for i in part] for part in packed]
     return cut + [[] for _ in range(count - len(cut))]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import GroupRewards, advantages
 from asyncrl.algorithms.aggregation import aggregations
-from asyncrl.buffer.staleness import lag
+from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import AlgorithmConfig
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
@@ -29,8 +29,9 @@ from asyncrl.types import Trajectory, Turn, VersionSpan
 class Example:
     """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
 
-    `weight` (per token) and `denominator` come from the aggregation rule. `exact` marks tokens whose
-    whole context was computed by the version in training. `prox` is set behind a barrier only.
+    `weight` (per token) and `denominator` come from the aggregation rule. `stale` marks tokens over the
+    bound, `exact` those whose whole context was computed by the version in training. `prox` is set
+    behind a barrier only.
     """
 
     trajectory: Trajectory
@@ -41,6 +42,7 @@ class Example:
     position: np.ndarray
     mu: np.ndarray
     lag: np.ndarray
+    stale: np.ndarray
     exact: np.ndarray
     prox: np.ndarray | None = None
 
@@ -60,7 +62,7 @@ class MicroBatch:
     """Padded ids [B, T] and the model tokens of all rows, flattened to [N].
 
     Token i is ids[row[i], position[i]], predicted from position - 1. `counted` is False only on the
-    dummy token of a rank without rows. `fresh` tells that the lag is within the bound. `prox` is None
+    dummy token of a rank without rows. `fresh` tokens may contribute: those not stale. `prox` is None
     when the policy does not change between now and the optimizer step.
     """
 
@@ -130,8 +132,8 @@ def _check(uid: str, turn: Turn, *, first: bool) -> None:
         raise ProtocolError(f"episode {uid} starts with a model token: nothing predicts it")
 
 
-def example(row: Row, turns: Sequence[Turn], step: int, config: AlgorithmConfig) -> Example:
-    """Assemble one row for batch `step`: advantage, aggregation share and token lags."""
+def example(row: Row, turns: Sequence[Turn], step: int, bound: int, config: AlgorithmConfig) -> Example:
+    """Assemble one row for batch `step`: advantage, aggregation share, lags, and what is over `bound`."""
     trajectory = assemble(row, turns)
     position = np.flatnonzero(np.asarray(trajectory.mask, dtype=np.int64))
     share = aggregations.get(config.aggregation)(len(position), row.group_tokens)
@@ -139,21 +141,23 @@ def example(row: Row, turns: Sequence[Turn], step: int, config: AlgorithmConfig)
     spans = trajectory.spans  # in order and without gaps, so repeating them aligns to `position`
     sizes = [span.end - span.start for span in spans]
     exact = [span.version == span.kv_version == step for span in spans]
+    lags = token_lags(spans, step)
     return Example(
         trajectory=trajectory,
         group=row.group,
-        advantage=advantages.load(config.advantage).of(rewards),
+        advantage=advantages.load(config.advantage)(rewards),
         weight=share.weight,
         denominator=share.denominator,
         position=position,
         mu=np.asarray(trajectory.logprobs, dtype=np.float64)[position],
-        lag=np.repeat(np.asarray([lag(step, span.version) for span in spans], dtype=np.int64), sizes),
+        lag=np.asarray(lags, dtype=np.int64),
+        stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), sizes),
     )
 
 
-def collate(examples: Sequence[Example], bound: int, dtype: torch.dtype) -> MicroBatch:
-    """Pad on the right and flatten. Tokens with lag > `bound` are not fresh. `dtype`: of real numbers.
+def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
+    """Pad on the right and flatten. `dtype`: of real numbers.
 
     Without a model token (an idle rank), one dummy token of weight zero keeps forward and backward valid.
     """
@@ -170,7 +174,6 @@ def collate(examples: Sequence[Example], bound: int, dtype: torch.dtype) -> Micr
     def join(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(e, name) for e in examples]))
 
-    lags = join("lag")
     return MicroBatch(
         ids=torch.from_numpy(ids),
         row=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
@@ -179,8 +182,8 @@ def collate(examples: Sequence[Example], bound: int, dtype: torch.dtype) -> Micr
         mu=join("mu").to(dtype),
         advantage=spread([e.advantage for e in examples]),
         weight=spread([e.weight for e in examples]),
-        lag=lags,
-        fresh=lags <= bound,
+        lag=join("lag"),
+        fresh=~join("stale"),
         exact=join("exact"),
         counted=torch.ones(sum(counts), dtype=torch.bool),
         prox=join("prox").to(dtype) if examples[0].prox is not None else None,

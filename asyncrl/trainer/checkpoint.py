@@ -43,8 +43,6 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     trainer_epoch: int
-    config_digest: str
-    lineage: str
     parent: int = -1
     trained: tuple[str, ...] = ()
     trained_total: int = 0
@@ -68,7 +66,7 @@ def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf:
     if hf:
         export_hf(partial / "hf", learner.policy, learner.config.model.path)
     error = _seal(partial, final, manifest) if first else ""
-    if error := learner.world.gather(error)[0]:
+    if error := learner.world.gather(error, str)[0]:
         raise CheckpointError(error)
     return final
 

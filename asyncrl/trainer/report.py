@@ -11,10 +11,11 @@ from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quar
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.tally import Tally
 
-LAG = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
+TAKEN = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
+KEPT = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 
 
-def tally_examples(tally: Tally, examples: Sequence[Example], bound: int) -> None:
+def tally_examples(tally: Tally, examples: Sequence[Example]) -> None:
     """Rewards, lengths and staleness of the episodes of one micro-batch."""
     for e in examples:
         t = e.trajectory
@@ -31,22 +32,21 @@ def tally_examples(tally: Tally, examples: Sequence[Example], bound: int) -> Non
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)
-        _tally_staleness(tally, e, bound)
+        _tally_staleness(tally, e)
 
 
-def _tally_staleness(tally: Tally, e: Example, bound: int) -> None:
+def _tally_staleness(tally: Tally, e: Example) -> None:
     """Lags, and the share over the bound by response length and by quarter of the response."""
-    stale = e.lag > bound
     lags, counts = np.unique(e.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        tally.total(f"{LAG}{lag}", count)
-    masked = int(stale.sum())
+        tally.total(f"{TAKEN}{lag}", count)
+    masked = int(e.stale.sum())
     tally.ratio("staleness/masked_token_frac", masked, e.tokens)
     tally.total("staleness/fully_masked_trajectories", float(0 < e.tokens == masked))
     by_length = f"staleness/by_length/{length_bucket(e.tokens)}"
     tally.ratio(f"{by_length}/masked_frac", masked, e.tokens)
     if masked:  # quarters only where there is something to place
-        for quarter, (part, whole) in enumerate(masked_by_quarter(stale.tolist()), start=1):
+        for quarter, (part, whole) in enumerate(masked_by_quarter(e.stale.tolist()), start=1):
             tally.ratio(f"{by_length}/masked_q{quarter}", part, whole)
 
 
@@ -76,16 +76,18 @@ def tally_tokens(tally: Tally, seen: TokenSums, denominator: float) -> None:
     for lag, (log_rho, tokens) in enumerate(seen.log_rho_by_lag):
         if tokens:
             tally.ratio(f"rollout_corr/log_rho_by_lag/{lag}", log_rho, tokens)
+    for lag, count in seen.kept_lags.items():
+        tally.total(f"{KEPT}{lag}", count)
 
 
-def batch_metrics(tally: Tally, bound: int) -> dict[str, float]:
+def batch_metrics(tally: Tally) -> dict[str, float]:
     """The metrics of a whole batch, from the tally merged over all ranks."""
     metrics = tally.metrics()
     hidden = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
     if hidden.get("_fresh"):
         metrics["rollout_corr/rollout_is_eff_sample_size"] = _ess(hidden, "rho", "fresh")
         metrics["rollout_corr/rollout_is_seq_eff_sample_size"] = _ess(hidden, "episode_w", "episodes")
-    return metrics | _lags(metrics, bound)
+    return metrics | _lags(_histogram(hidden, KEPT), _histogram(metrics, TAKEN))
 
 
 def _ess(sums: dict[str, float], weight: str, count: str) -> float:
@@ -93,14 +95,17 @@ def _ess(sums: dict[str, float], weight: str, count: str) -> float:
     return sums[f"_{weight}"] ** 2 / (sums[f"_{weight}2"] * sums[f"_{count}"])
 
 
-def _lags(metrics: dict[str, float], bound: int) -> dict[str, float]:
-    """`staleness/lag/*` of the tokens that may contribute; `staleness/lag_taken/max` of all."""
-    taken = [(int(name.removeprefix(LAG)), int(n)) for name, n in metrics.items() if name.startswith(LAG)]
-    trained = LagHistogram((lag, count) for lag, count in taken if lag <= bound)
+def _histogram(values: dict[str, float], prefix: str) -> LagHistogram:
+    found = {name.removeprefix(prefix): n for name, n in values.items() if name.startswith(prefix)}
+    return LagHistogram({int(lag): int(n) for lag, n in found.items()})
+
+
+def _lags(kept: LagHistogram, taken: LagHistogram) -> dict[str, float]:
+    """`staleness/lag/*` as measured on the tokens that entered the loss; `lag_taken/max` of all."""
     return {
-        "staleness/lag/mean": trained.mean,
-        "staleness/lag/p50": trained.quantile(0.5),
-        "staleness/lag/p95": trained.quantile(0.95),
-        "staleness/lag/max": trained.max,
-        "staleness/lag_taken/max": LagHistogram(taken).max,
+        "staleness/lag/mean": kept.mean,
+        "staleness/lag/p50": kept.quantile(0.5),
+        "staleness/lag/p95": kept.quantile(0.95),
+        "staleness/lag/max": kept.max,
+        "staleness/lag_taken/max": taken.max,
     }

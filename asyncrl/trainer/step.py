@@ -49,7 +49,7 @@ class Learner:
             self.policy.parameters(), lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
         self.step = 0
-        self.averaging = world.size  # what FSDP2 divides gradients by
+        self.averaging: float = world.size  # what FSDP2 divides gradients by
         self.bound = config.buffer.max_staleness
         self.dtype = next(self.policy.parameters()).dtype
         self._loss = select_loss(config.algorithm)
@@ -61,8 +61,8 @@ class Learner:
     def accumulate(self, work: Work) -> None:
         """Train on this rank's rows of one micro-batch; empty for a rank that has nothing."""
         algorithm = self.config.algorithm
-        examples = [example(row, turns, self.step, algorithm) for row, turns in work]
-        tally_examples(self._tally, examples, self.bound)
+        examples = [example(row, turns, self.step, self.bound, algorithm) for row, turns in work]
+        tally_examples(self._tally, examples)
         if algorithm.steps_per_batch > 1:
             self._held += examples
         else:
@@ -71,17 +71,17 @@ class Learner:
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
         if self.config.algorithm.steps_per_batch > 1:
-            tally = merged(self.world.gather(self._tally))
+            tally = merged(self.world.gather(self._tally, Tally))
             tally.merge(train_held(self, self._held))
         else:
             tally = self.apply(self._tally)
         self._held, self._tally = [], Tally()
         self.step += 1
-        return batch_metrics(tally, self.bound)
+        return batch_metrics(tally)
 
     def backward(self, examples: Sequence[Example], tally: Tally) -> None:
         """One forward and backward. Gradients add up, undivided; counts go to `tally`."""
-        micro = collate(examples, self.bound, self.dtype).to(self.world.device)
+        micro = collate(examples, self.dtype).to(self.world.device)
         loss, state = self._forward(micro)
         (loss * (self.averaging / self._expected)).backward()
         denominator = math.fsum(e.denominator for e in examples)
@@ -122,9 +122,10 @@ class Learner:
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
-        whole = merged(self.world.gather(tally))
+        whole = merged(self.world.gather(tally, Tally))
         lr = learning_rate(self.config.trainer, self.step, self.config.total_steps)
-        norm = self._rescale(whole.totals.pop("_D", 0.0)) if whole.totals["trainer/kept_tokens"] else None
+        denominator = whole.totals.pop("_D", 0.0)
+        norm = self._rescale(denominator) if whole.totals.get("trainer/kept_tokens") else None
         if norm is not None and math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
+import msgspec
 
-class Tally:
+
+class Tally(msgspec.Struct):
     """Ratios (numerator and denominator apart), totals, and extremes, by metric name."""
 
-    def __init__(self) -> None:
-        self.ratios: dict[str, tuple[float, float]] = {}
-        self.totals: defaultdict[str, float] = defaultdict(float)
-        self.highest: dict[str, float] = {}
-        self.lowest: dict[str, float] = {}
+    ratios: dict[str, tuple[float, float]] = {}
+    totals: dict[str, float] = {}
+    highest: dict[str, float] = {}
+    lowest: dict[str, float] = {}
 
     def ratio(self, name: str, numerator: float, denominator: float) -> None:
         a, b = self.ratios.get(name, (0.0, 0.0))
         self.ratios[name] = (a + numerator, b + denominator)
 
     def total(self, name: str, value: float) -> None:
-        self.totals[name] += value
+        self.totals[name] = self.totals.get(name, 0.0) + value
 
     def high(self, name: str, value: float) -> None:
         self.highest[name] = max(value, self.highest.get(name, value))

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ProtocolError, one_line
 
 T = TypeVar("T")
+MAX_BYTES = 64 << 20  # of one rank's value
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,35 @@ class World:
     device: torch.device
     mesh: DeviceMesh
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, on all ranks."""
-        if self.size == 1:
-            return [value]
-        values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values  # type: ignore[return-value]
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """The values of all ranks, in rank order, on all ranks. What is no `kind` raises ProtocolError.
+
+        Nothing is unpickled: the values travel as msgpack, their lengths ahead of them, and all ranks
+        raise alike when one is over MAX_BYTES.
+        """
+        encoded = msgspec.msgpack.encode(value)
+        lengths = [int(length) for length in self._all(torch.tensor([len(encoded)]))]
+        if max(lengths) > MAX_BYTES:
+            raise ProtocolError(f"trainer ranks exchange values of {lengths} bytes, at most {MAX_BYTES} each")
+        padded = encoded.ljust(max(lengths), b"\0")
+        parts = self._all(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        try:
+            return [
+                msgspec.msgpack.decode(part[:length].numpy().tobytes(), type=kind)
+                for part, length in zip(parts, lengths, strict=True)
+            ]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a trainer rank sent what is no {kind}: {one_line(error)}") from error
+
+    def _all(self, mine: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, of one shape, on the CPU."""
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return parts
 
     def barrier(self) -> None:
         """All ranks have come this far."""
-        self.gather(None)
+        self.gather(self.rank, int)
 
 
 def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.buffer.packing import balance, bucket
 from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.step import Learner
@@ -148,6 +149,16 @@ def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) 
     cut: list[list[list[Episode]]] = [[[] for _ in range(ranks)] for _ in range(micros)]
     for episode in rng.sample(list(episodes), len(episodes)):
         cut[rng.randrange(micros)][rng.randrange(ranks)].append(episode)
+    return cut
+
+
+def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[list[list[Episode]]]:
+    """[micro][rank] → episodes of like length, `budget` tokens a rank, as in a run."""
+    cut = []
+    for micro in bucket([row.tokens for row, _ in episodes], budget * ranks):
+        part = [episodes[i] for i in micro]
+        shares = balance([row.tokens for row, _ in part], ranks)
+        cut.append([[part[i] for i in share] for share in shares])
     return cut
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.buffer.packing import pack
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.model import full_state
 from asyncrl.trainer.step import Learner
@@ -17,6 +16,7 @@ from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     Episode,
     Recorder,
+    balanced_cut,
     make_learner,
     plain_model,
     run_batch,
@@ -57,9 +57,7 @@ def train(learner: Learner, batches: list[list[Episode]]) -> list[dict[str, floa
     """AdamW with clipping, float32, micro-batches packed as in a run."""
     curve = []
     for batch in batches:
-        micros = pack([row.tokens for row, _ in batch], learner.world.size, budget=150)
-        cut = [[[batch[i] for i in rows] for rows in micro] for micro in micros]
-        metrics = run_batch(learner, cut)
+        metrics = run_batch(learner, balanced_cut(batch, learner.world.size, budget=150))
         curve.append({name: metrics[name] for name in COMPARED})
     return curve
 
@@ -68,7 +66,7 @@ def work(world: World, place: Path) -> dict[str, Any]:
     path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
     learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
     curve = train(learner, batches[:SAVED_AT])
-    manifest = checkpoint.CheckpointManifest(step=SAVED_AT, trainer_epoch=0, config_digest="", lineage="")
+    manifest = checkpoint.CheckpointManifest(step=SAVED_AT, trainer_epoch=0)
     checkpoint.save(place / "checkpoints", learner, manifest, hf=False)
     curve += train(learner, batches[SAVED_AT:])
     return {"curve": curve, "weights": full_state(learner.policy)}

@@ -9,7 +9,6 @@ which would hide a wrong scale.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -96,16 +95,30 @@ def test_the_comparison_has_power(recorded: tuple[Path, list[Gradients]], factor
         assert difference(mutated, wanted) > TOLERANCE
 
 
-def without_world_factor(world: World, folder: Path) -> Any:
-    """A learner that forgets that FSDP2 averages over ranks."""
+def mutants(size: int) -> dict[str, float]:
+    """What a wrong learner could take for the factor by which FSDP2 averages; on one rank 1 is right."""
+    wrong = {"ranks forgotten": 1.0, "scale": 2.0 * size, "sign": -1.0 * size}
+    return {name: factor for name, factor in wrong.items() if factor != size}
+
+
+def mutated(world: World, folder: Path) -> dict[str, Gradients]:
+    """The gradients of the first batch by learners with a wrong factor. Runs on every rank."""
     path, batches = torch.load(folder.parent / "recorded.pt", weights_only=False)
     learner = make_learner(tiny_config(path, buffer={"max_staleness": 0}), world)
-    learner.averaging = 1
-    return final_gradients(learner, random_cut(batches[0], world.size, 2, seed=0))
+    cut, found = random_cut(batches[0], world.size, 2, seed=0), {}
+    for name, factor in mutants(world.size).items():
+        learner.averaging = factor
+        found[name] = final_gradients(learner, cut)
+    return found
 
 
-def test_forgetting_the_average_over_ranks_is_caught(recorded: tuple[Path, list[Gradients]]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_mutated_learner_is_caught(recorded: tuple[Path, list[Gradients]], ranks: int) -> None:
+    """The comparison fails for each, and only by the factor that was mutated."""
     folder, wanted = recorded
-    found = run_ranks(2, without_world_factor, folder / "mutant")
-    assert difference(found, wanted[0]) > TOLERANCE
-    assert difference({name: 2 * g for name, g in found.items()}, wanted[0]) < TOLERANCE
+    found = run_ranks(ranks, mutated, folder / f"mutants-{ranks}-ranks")
+    assert found.keys() == mutants(ranks).keys()
+    for name, factor in mutants(ranks).items():
+        assert difference(found[name], wanted[0]) > TOLERANCE, name
+        mended = {key: gradient * (ranks / factor) for key, gradient in found[name].items()}
+        assert difference(mended, wanted[0]) < TOLERANCE, name

@@ -13,7 +13,7 @@ rewards = st.lists(st.floats(-10, 10, allow_nan=False), min_size=2, max_size=16)
 
 
 def of(name: str, reward: float, siblings: tuple[float, ...], self_inside: bool = True) -> float:
-    return advantages.get(name).of(GroupRewards(reward, siblings, self_inside))
+    return advantages.get(name)(GroupRewards(reward, siblings, self_inside))
 
 
 # rewards 1, 0, 0, 1, 1: mean 0.6, sum of squared deviations 1.2, ddof-1 std sqrt(0.3)
@@ -70,7 +70,3 @@ def test_advantages_of_a_whole_group_sum_to_zero(group: list[float], name: str) 
 def test_an_unknown_name_is_answered_with_near_ones() -> None:
     with pytest.raises(ConfigError, match="did you mean dr_grpo"):
         advantages.get("dr_gpro")
-
-
-def test_all_need_only_their_group() -> None:
-    assert {advantages.get(name).needs for name in ("dr_grpo", "grpo", "rloo")} == {"group"}

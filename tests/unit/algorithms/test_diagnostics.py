@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ def test_against_plain_python() -> None:
     assert seen.highest["rho"] == pytest.approx(max(ratios[i] for i in fresh))
     assert seen.lowest["rho"] == pytest.approx(min(ratios[i] for i in fresh))
     assert seen.log_rho_by_lag[3][0] == pytest.approx(sum(math.log(ratios[i]) for i in fresh if LAG[i] == 3))
+    assert seen.kept_lags == Counter(LAG[i] for i in kept)
     assert seen.log_rho_by_lag[16][1] == sum(LAG[i] >= 16 for i in fresh)
 
 
@@ -87,4 +89,4 @@ def test_tokens_that_do_not_count_leave_no_trace() -> None:
     given.fresh[:] = given.counted[:] = given.in_bound[:] = False
     seen = token_sums(given)
     assert not any(seen.sums.values()) and isinstance(seen, TokenSums)
-    assert seen.highest == {} and seen.lowest == {}
+    assert seen.highest == {} and seen.lowest == {} and seen.kept_lags == {}

@@ -55,19 +55,20 @@ def test_arrays_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
 
 
 def test_an_example_aligns_everything_to_model_tokens() -> None:
-    e = example(ROW, TURNS, step=5, config=AlgorithmConfig(aggregation="prompt_mean"))
+    e = example(ROW, TURNS, step=5, bound=1, config=AlgorithmConfig(aggregation="prompt_mean"))
     assert e.advantage == 0.5
     assert e.weight == pytest.approx(1 / 12) and e.denominator == pytest.approx(5 / 12)
     assert e.position.tolist() == [2, 3, 5, 6, 7]
     assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5]
     assert e.lag.tolist() == [2, 0, 0, 0, 0]
+    assert e.stale.tolist() == [True, False, False, False, False]
     assert e.exact.tolist() == [False, False, True, True, True]  # token 3 attended to keys of version 3
 
 
 def test_collate_pads_right_and_flattens_rows() -> None:
     config = AlgorithmConfig()
-    long, short = example(ROW, TURNS, 5, config), example(ROW, TURNS[:1], 5, config)
-    micro = collate([long, short], bound=1, dtype=torch.float32)
+    long, short = example(ROW, TURNS, 5, 1, config), example(ROW, TURNS[:1], 5, 1, config)
+    micro = collate([long, short], torch.float32)
     assert micro.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert micro.row.tolist() == [0] * 5 + [1] * 2
     labels = micro.ids[micro.row, micro.position]
@@ -78,13 +79,13 @@ def test_collate_pads_right_and_flattens_rows() -> None:
 
 
 def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
-    micro = collate([], bound=1, dtype=torch.float64)
+    micro = collate([], torch.float64)
     assert micro.ids.shape == (1, 2) and micro.weight.tolist() == [0.0]
     assert not micro.counted.any() and not micro.fresh.any()
 
 
 def test_a_row_without_model_tokens_is_legal() -> None:
-    empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, AlgorithmConfig())
+    empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, AlgorithmConfig())
     assert empty.tokens == 0 and empty.denominator == 0
-    micro = collate([empty, example(ROW, TURNS, 5, AlgorithmConfig())], bound=1, dtype=torch.float64)
+    micro = collate([empty, example(ROW, TURNS, 5, 1, AlgorithmConfig())], torch.float64)
     assert np.unique(micro.row.numpy()).tolist() == [1]

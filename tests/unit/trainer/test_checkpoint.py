@@ -27,9 +27,7 @@ def cut(model: Any) -> list[Any]:
 
 
 def manifest(step: int) -> CheckpointManifest:
-    return CheckpointManifest(
-        step=step, trainer_epoch=2, config_digest="c", lineage="run", parent=step - 1, trained=("a", "b")
-    )
+    return CheckpointManifest(step=step, trainer_epoch=2, parent=step - 1, trained=("a", "b"))
 
 
 def test_a_loaded_checkpoint_continues_as_if_nothing_had_happened(
@@ -113,7 +111,7 @@ def test_prune_keeps_the_newest_and_sweeps_leftovers(learner: Learner, directory
 
 def test_a_step_reached_again_is_replaced(learner: Learner, directory: Path) -> None:
     checkpoint.save(directory, learner, manifest(1), hf=False)
-    again = CheckpointManifest(step=1, trainer_epoch=3, config_digest="c", lineage="run")
+    again = CheckpointManifest(step=1, trainer_epoch=3)
     path = checkpoint.save(directory, learner, again, hf=False)
     assert checkpoint.read_manifest(path).trainer_epoch == 3
     assert [p.name for p in directory.iterdir()] == ["step-1"]

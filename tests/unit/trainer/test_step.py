@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.trainer import step
+from asyncrl.trainer.batch import collate
 from asyncrl.trainer.model import full_state
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
@@ -66,16 +69,33 @@ def test_loss_and_counts_are_reported(
     tokens = [t for e in episodes for t in reference.token_log_probs(model, e)]
     fresh = [(math.exp(p.item() - mu), v) for p, mu, v in tokens if STEP - v <= 4]
     kept = [rho for rho, _ in fresh if 0.5 <= rho <= 5]
+    lags = sorted(STEP - v for rho, v in fresh if 0.5 <= rho <= 5)
     loss = reference.batch_loss(model, episodes, STEP, config).item()
     assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-9)
     assert metrics["trainer/model_tokens"] == len(tokens)
     assert metrics["trainer/kept_tokens"] == len(kept) < len(fresh) < len(tokens)
     assert metrics["staleness/masked_token_frac"] == pytest.approx(1 - len(fresh) / len(tokens))
+    assert metrics["staleness/lag/mean"] == pytest.approx(sum(lags) / len(lags))
+    assert metrics["staleness/lag/p50"] == lags[(len(lags) - 1) // 2]
     assert metrics["staleness/lag/max"] == 4 and metrics["staleness/lag_taken/max"] == 6
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(sum(r for r, _ in fresh) / len(fresh))
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(max(r for r, _ in fresh))
     exact = sum(v == STEP for _, v in fresh)
     assert metrics["rollout_corr/logprob_diff_tokens"] == exact > 0
+
+
+def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
+    world: World, model_path: str, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`staleness/lag/max` is measured on what entered the loss, not derived from the bound."""
+
+    def careless(*args: Any) -> Any:
+        micro = collate(*args)
+        return dataclasses.replace(micro, fresh=torch.ones_like(micro.fresh))
+
+    monkeypatch.setattr(step, "collate", careless)
+    metrics = run_batch(at_step(make_learner(tiny_config(model_path), world)), whole(episodes))
+    assert metrics["staleness/lag/max"] == 6 > 4
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
