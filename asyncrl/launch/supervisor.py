@@ -30,6 +30,7 @@ from asyncrl.launch.process import (
 log = logging.getLogger("asyncrl.launch")
 
 BACKOFF_FIRST, BACKOFF_MAX = 0.5, 8.0
+LEAVING = 5.0  # seconds for the coordinator to follow a process that left in order
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,24 @@ class Crew:
     handles: list[ProcessHandle] = field(default_factory=list)
     restarts: int = 0
     retry_at: float | None = None
+    left_at: float | None = None  # when a process of it was first seen to have left with 0
 
     @property
     def alive(self) -> list[ProcessHandle]:
         return [handle for handle in self.handles if handle.poll() is None]
 
-    def casualty(self) -> tuple[ProcessHandle, int] | None:
-        """A process that ended otherwise than in order, with its exit code."""
-        for handle in self.handles:
-            code = handle.poll()
-            if code not in (None, COMPLETED):
-                assert code is not None
-                return handle, code
-        return None
+    def casualty(self, now: float) -> tuple[ProcessHandle, int] | None:
+        """A process that ended otherwise than in order, with its exit code.
+
+        One that left with 0 did so at the end of the run, unless the run then goes on without it.
+        """
+        ended = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
+        crashed = [(handle, code) for handle, code in ended if code != COMPLETED]
+        if crashed or not ended:
+            self.left_at = None
+            return crashed[0] if crashed else None
+        self.left_at = now if self.left_at is None else self.left_at
+        return ended[0] if now - self.left_at > LEAVING else None
 
 
 class Supervisor:
@@ -91,7 +97,7 @@ class Supervisor:
             ending = self._coordinator_ended(crew)
             if ending is None and crew.retry_at is not None:
                 self._retry(crew, now)
-            elif ending is None and (casualty := crew.casualty()):
+            elif ending is None and (casualty := crew.casualty(now)):
                 ending = self._bury(crew, *casualty, now)
             if ending is not None:
                 return ending
@@ -123,7 +129,7 @@ class Supervisor:
         incarnation = self._launch if crew.unit.role == COORDINATOR else secrets.token_hex(6)
         rendezvous = self._rendezvous(crew.unit, incarnation)
         crew.handles = [self._spawn(Order(place, incarnation, rendezvous)) for place in crew.unit.places]
-        crew.retry_at = None
+        crew.retry_at = crew.left_at = None
 
     def _coordinator_ended(self, crew: Crew) -> Ending | None:
         """0 and 1 are the coordinator's verdict on the run; anything else is a crash of its process."""

@@ -79,6 +79,7 @@ class WorkerDesk:
         self.workers: dict[bytes, Worker] = {}
         self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
+        self.checksum: tuple[tuple[int, int], str] = ((0, 0), "")  # of the newest version, as first loaded
         self.tokens = 0  # model tokens of durable turns
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self._acks: set[bytes] = set()
@@ -143,6 +144,13 @@ class WorkerDesk:
                 self.core.ledger.resend(peer.decode(), now + LOAD_RETRY)
             else:
                 worker.eval_asked = 0.0
+            return
+        if message.ref.order > self.checksum[0]:
+            self.checksum = (message.ref.order, message.checksum)
+        if message.ref.order == self.checksum[0] and message.checksum != self.checksum[1]:
+            log.error("%s loaded other weights as v%d: sent again", worker.name, message.ref.version)
+            worker.quarantined = True
+            self.core.ledger.resend(peer.decode(), now)
             return
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens

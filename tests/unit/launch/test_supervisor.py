@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.launch.placement import Place, Unit
 from asyncrl.launch.process import Order
-from asyncrl.launch.supervisor import BACKOFF_MAX, Supervisor, describe_exit
+from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVING, Supervisor, describe_exit
 
 
 class Fake:
@@ -105,9 +105,9 @@ def test_the_coordinators_own_word_ends_the_run(world: World, code: int) -> None
 
 
 def test_a_role_that_ends_in_order_is_left_alone(world: World) -> None:
-    world.newest("rollout-0").code = 0
+    world.newest("rollout-0").code = 0  # at the end of a run the coordinator follows at once
     assert world.supervisor.tick(0) is None
-    world.supervisor.tick(1000)
+    world.supervisor.tick(LEAVING)
     assert len(world.started) == 4 and not world.notes
 
 
@@ -159,3 +159,13 @@ def test_exits_are_described() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(-99) == "was killed by signal 99"
     assert describe_exit(3) == "ended with exit code 3"
+
+
+def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) -> None:
+    """Somebody's SIGTERM ends a worker in order; without this the run would wait for it for ever."""
+    world.newest("rollout-0").code = 0
+    assert world.supervisor.tick(0.0) is None
+    assert world.supervisor.tick(LEAVING + 1) is None
+    assert "rollout-0 ended with exit code 0" in world.notes[-1]
+    world.supervisor.tick(LEAVING + 2)
+    assert world.newest("rollout-0").code is None
