@@ -183,7 +183,7 @@ class Coordinator:
             case Take():
                 self.trainer.take(peer, message)
             case Confirm():
-                self.trainer.confirm(message)
+                self.trainer.confirm(peer, message)
 
     # -- time ------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Ranks:
     control: dict[int, bytes] = field(default_factory=dict)
     takes: dict[int, tuple[bytes, Take]] = field(default_factory=dict)
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
-    confirmed: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
 
 
@@ -49,6 +49,8 @@ class TrainerDesk:
     def __init__(self, core: Core, on_commit: Callable[[Commit], None]) -> None:
         self.core, self.on_commit = core, on_commit
         self.ranks = Ranks(incarnation=core.store.meta("trainer_incarnation"))
+        epoch, step, micro = map(int, core.store.meta("gone", "0 0 0").split())
+        self.gone = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
         self.checkpoint_step = max(core.store.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
@@ -151,17 +153,25 @@ class TrainerDesk:
         if message.trainer_epoch == self.core.trainer_epoch and message.rank < self.ranks.size:
             self.ranks.takes[message.rank] = (peer, message)
 
-    def confirm(self, message: Confirm) -> None:
-        """All ranks hold a plan's payloads: let them run the forward."""
+    def confirm(self, peer: bytes, message: Confirm) -> None:
+        """All ranks hold a plan's payloads: let them run the forward.
+
+        The word is stored before it is given: after a restart in between, the rank that missed it is told
+        again, while the others are already waiting for it in a collective.
+        """
         if message.trainer_epoch != self.core.trainer_epoch:
             return
-        key = (message.step, message.micro)
-        confirmed = self.ranks.confirmed.setdefault(key, set())
-        confirmed.add(message.rank)
-        if len(confirmed) == self.ranks.size:
-            self.ranks.confirmed = {k: v for k, v in self.ranks.confirmed.items() if k >= key}
-            for peer in self._bulk_peers:
-                self.core.outbox.to_bulk(peer, Go(*key))
+        place = (message.trainer_epoch, message.step, message.micro)
+        if place <= self.gone:
+            self.core.outbox.to_bulk(peer, Go(message.step, message.micro))
+            return
+        self.ranks.confirmed.setdefault(place, set()).add(message.rank)
+        if len(self.ranks.confirmed[place]) == self.ranks.size:
+            self.ranks.confirmed.clear()
+            self.gone = place
+            self.core.store.put_meta("gone", " ".join(map(str, place)))
+            for rank in self.ranks.control.values():  # one identity on both channels
+                self.core.outbox.to_bulk(rank, Go(message.step, message.micro))
 
     def serve(self) -> None:
         """Answer the waiting takes that can be answered."""
@@ -177,10 +187,6 @@ class TrainerDesk:
             if plan.kind != "stop":  # the other ranks are to be given the same
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
             self.core.outbox.to_bulk(peer, plan, frames)
-
-    @property
-    def _bulk_peers(self) -> list[bytes]:
-        return list(self.ranks.control.values())  # one identity on both channels
 
     def _answer(self, take: Take, rank: int) -> tuple[Plan | None, list[bytes]]:
         core, size = self.core, self.ranks.size
