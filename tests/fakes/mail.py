@@ -1,0 +1,28 @@
+"""In place of the coordinator's sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.transport.messages import Message
+
+
+class Sent:
+    """In place of the sockets: what would have left after the commit."""
+
+    def __init__(self) -> None:
+        self.mail: list[tuple[bytes, Message]] = []
+
+    def to_control(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        self.mail.append((peer, message))
+
+    to_bulk = to_control
+
+    def flush(self) -> None: ...
+
+    def take(self, kind: type) -> list[tuple[bytes, Any]]:
+        """The messages of a kind since the last call."""
+        found = [(peer, message) for peer, message in self.mail if isinstance(message, kind)]
+        self.mail = [(peer, message) for peer, message in self.mail if not isinstance(message, kind)]
+        return found
