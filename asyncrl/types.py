@@ -158,7 +158,3 @@ class Trajectory(msgspec.Struct, frozen=True):
     @property
     def model_tokens(self) -> int:
         return sum(self.mask)
-
-    @property
-    def oldest_version(self) -> int:
-        return min((span.version for span in self.spans), default=0)

@@ -138,9 +138,6 @@ class RunStore:
             for kind in ("generated", "replied")
         ]
 
-    def has_replies(self, uid: str, turn: int) -> bool:
-        return (turn, "replied") in self._frames.get(uid, {})
-
     def plan_hash(self, step: int) -> str | None:
         row = self._db.execute("SELECT plan_hash FROM commits WHERE step=?", (step,)).fetchone()
         return row[0] if row else None
