@@ -5,15 +5,28 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+# The SGLang that tests run against, in an environment of its own; another version gets another environment.
+SGLANG ?= 0.5.23
+SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLANG))
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet
+SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
-.PHONY: demo test quick check docs clean
+.PHONY: demo demo-sglang test test-sglang sglang-cpu quick check docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
 	$(BIN)/asyncrl train observe.console=auto $(ARGS)
 
-test: $(VENV)/dev  ## the whole suite: units first, then real processes
+demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, shorter: they are slow on a CPU
+	$(BIN)/asyncrl train engine=sglang_cpu total_steps=40 validation.final_samples=128 observe.console=auto $(ARGS)
+
+test: $(VENV)/dev  ## the whole suite; its SGLang part is skipped without `make sglang-cpu`
 	$(PYTEST) tests --ignore=tests/gpu $(ARGS)
+
+test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
+	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)
+
+sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving
 
 quick: $(VENV)/dev  ## what to run while editing
 	$(PYTEST) tests/unit tests/test_layering.py -m "not slow" -x -q $(ARGS)
@@ -42,5 +55,12 @@ $(VENV)/dev: constraints.txt pyproject.toml | $(VENV)/core
 	$(PIP) --quiet -e ".[dev]"
 	@touch $@
 
-clean:  ## remove the environment; runs/ stay
-	rm -rf $(VENV)
+$(SGLANG_VENV)/sglang-$(SGLANG): $(SGLANG_PINS)
+	@echo "installing SGLang $(SGLANG) for tests into $(SGLANG_VENV) (about 2.4 GB)"
+	test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) -r tools/sglang_cpu/requirements.txt
+	$(SGLANG_PIP) --no-deps -r tools/sglang_cpu/no-deps.txt sglang==$(SGLANG)
+	@touch $@
+
+clean:  ## remove the environments; runs/ stay
+	rm -rf $(VENV) .venv-sglang*

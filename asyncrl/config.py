@@ -93,11 +93,42 @@ class EngineConfig(Section, frozen=True):
     """What samples tokens."""
 
     name: Text = "torch"
-    """Registered engine. `torch` is embedded in the rollout worker."""
+    """`torch`: embedded in the rollout worker. `sglang`: servers of their own, shared by all workers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the embedded engine computes."""
     max_batch_tokens: Positive = 4096
     """Prompt tokens that the embedded engine prefills at most between two decode steps."""
+    servers: Positive = 1
+    """sglang: servers to start."""
+    urls: list[str] = []
+    """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
+    tp: Positive = 1
+    """sglang: tensor-parallel size of a server (GPUs per server)."""
+    memory_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.85
+    """sglang: share of a GPU's memory for weights and KV cache; lower it where the trainer shares the GPU."""
+    server_args: dict[str, str | int | float | bool] = {}
+    """sglang: further arguments of started servers, by their names without `--`."""
+    server_command: list[str] = []
+    """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    api_key_env: str = ""
+    """sglang: environment variable with the servers' API key; empty: none."""
+    admin_key_env: str = ""
+    """sglang: environment variable with the servers' admin key; empty: the API key."""
+    start_timeout: Seconds = 600.0
+    """sglang: deadline for a server to become ready."""
+    request_timeout: Seconds = 300.0
+    """sglang: a request whose stream is silent for this long is given up and continued elsewhere."""
+    max_requests: Positive = 256
+    """sglang: requests that one worker has open at one server at once; more wait in the worker."""
+
+    @property
+    def remote(self) -> bool:
+        """Engines are servers with keepers, not parts of the workers."""
+        return self.name == "sglang"
+
+    @property
+    def keepers(self) -> int:
+        return (len(self.urls) or self.servers) if self.remote else 0
 
 
 class BufferConfig(Section, frozen=True):
@@ -202,12 +233,25 @@ class WeightsConfig(Section, frozen=True):
 
     every: Positive = 1
     """Publish after every k-th step."""
-    directory: Literal["auto", "shm", "run"] = "auto"
-    """Shared files on /dev/shm, in the run directory, or /dev/shm if it has room."""
+    directory: Text = "auto"
+    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room; or an absolute
+    path, which other nodes may share: files in a directory of the run's own there."""
     keep: Annotated[int, Meta(ge=2)] = 3
     """Versions kept on disk."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version by then is reported and gets the latest one."""
+    transport: Literal["disk", "collective"] = "disk"
+    """`disk`: files. `collective` (sglang): broadcast through a process group of each server's own."""
+    delta: bool = False
+    """Publish only the bytes that changed, compressed, with a whole version every `full_every`."""
+    full_every: Positive = 16
+    """delta: versions from one that is published whole to the next."""
+    bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
+    """Tensors are gathered, written and broadcast in buckets of about this size."""
+    mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume them."""
+    rolling: bool = True
+    """Update servers one after another, so that generation never stops everywhere."""
 
 
 class ValidationConfig(Section, frozen=True):
@@ -329,6 +373,14 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         f"$.weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
         "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
+        f"$.engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
+            len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
+        ),
+        "$.weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
+            config.weights.transport == "collective" and not config.engine.remote
+        ),
+        "$.weights.delta is for files: a broadcast goes straight into a server, which knows no deltas; "
+        "use weights.transport=disk": config.weights.delta and config.weights.transport == "collective",
         f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens "
         f"({config.group_bytes * buffer.groups_per_batch} bytes); raise it or lower max_tokens": (
             buffer.max_bytes < config.group_bytes * buffer.groups_per_batch

@@ -100,7 +100,8 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [start, end) were sampled by policy `version`.
 
     `kv_version` is the oldest version that wrote any key or value these tokens attended to: when it
-    differs from `version`, no single policy reproduces their log-probs.
+    differs from `version`, no single policy reproduces their log-probs. -1: unknown; `version` is then a
+    lower bound.
     """
 
     start: int

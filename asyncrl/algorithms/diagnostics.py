@@ -81,6 +81,7 @@ def token_sums(state: TokenState) -> TokenSums:
         "episode_w2": episode_ess[1],
         "exact": (state.exact & fresh).sum(),
         "exact_diff": over(state.exact & fresh, log_ratio.abs()),
+        "exact_k3": over(state.exact & fresh, ratio - 1 - log_ratio),
     }
     extremes = {
         "rho": torch.where(fresh, ratio, NOTHING).max(),

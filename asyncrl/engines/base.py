@@ -6,9 +6,10 @@ from typing import Protocol
 
 import msgspec
 
+from asyncrl.errors import EngineError
 from asyncrl.registry import Registry
 from asyncrl.types import Generation
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Manifest, WeightsRef
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -34,6 +35,19 @@ class Request(msgspec.Struct, frozen=True):
     key: int = 0
 
 
+class EngineBusy(EngineError):
+    """The engine's queue is full. Nothing was sampled: the request may be sent again, anywhere."""
+
+
+class EngineLost(EngineError):
+    """The engine died, or took the request back, after it had sampled `partial` (stop: ABORT): another
+    engine can go on from there."""
+
+    def __init__(self, message: str, partial: Generation) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
 class Engine(Protocol):
     """A continuous-batching sampler that swaps its weights between two tokens."""
 
@@ -42,7 +56,8 @@ class Engine(Protocol):
         """Policy version of the weights in use."""
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Cancelling the call aborts it. Raises EngineError on a request it must refuse."""
+        """Sample one turn. Cancelling the call aborts it. Raises EngineError on a request it must refuse,
+        and an engine outside this process EngineBusy or EngineLost."""
 
     def abort(self, session: str) -> None:
         """End the session's running turn: its `generate` returns what there is, with StopReason.ABORT."""
@@ -50,8 +65,8 @@ class Engine(Protocol):
     def release(self, session: str) -> None:
         """The episode is over: forget its prefix. Unknown sessions are fine."""
 
-    async def load(self, ref: WeightsRef) -> str:
-        """Swap in a published version without draining; returns its checksum. Raises WeightsError and
+    async def load(self, ref: WeightsRef) -> Manifest:
+        """Swap in a published version without draining; returns what was loaded. Raises WeightsError and
         keeps the old weights when the files are missing or damaged."""
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from asyncrl.engines.batch import Batcher, Run
 from asyncrl.errors import EngineError, one_line
 from asyncrl.types import Generation, StopReason
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 
 
 class TorchEngine:
@@ -75,12 +75,12 @@ class TorchEngine:
         self.abort(session)
         self._batcher.slots.release(session)
 
-    async def load(self, ref: WeightsRef) -> str:
+    async def load(self, ref: WeightsRef) -> Manifest:
         async with self._loading:  # versions are applied in the order of the calls
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
             replace_weights(self._model, tensors)
             self._batcher.mark(ref.version)
-        return manifest.checksum
+        return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         with torch.inference_mode():

@@ -17,14 +17,15 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import COORDINATOR, ROLLOUT, TARGETS, TRAINER
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED
-from asyncrl.transport.sockets import Endpoints
+from asyncrl.transport.sockets import Endpoints, flush_sockets
 
 PR_SET_PDEATHSIG = 1
 log = logging.getLogger("asyncrl.launch")
@@ -54,6 +55,7 @@ def execute(
     """Run a role function; an exception is logged and becomes an exit code."""
     arguments: dict[str, tuple[object, ...]] = {
         COORDINATOR: (config, endpoints, incarnation),
+        ENGINE: (config, endpoints, index, incarnation),
         ROLLOUT: (config, endpoints, index, incarnation),
         TRAINER: (config, endpoints, index, incarnation, rendezvous),
     }
@@ -116,12 +118,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def leave(code: int, patience: float = 5.0) -> None:
-    """End the interpreter (sockets flush what they hold), by force if some thread would keep it."""
+def leave(code: int, patience: float = 5.0) -> NoReturn:
+    """End the process once its sockets have sent what they hold. Not the interpreter's way, which aborts when
+    a thread of some library is still there."""
     timer = threading.Timer(patience, os._exit, (code,))
     timer.daemon = True
     timer.start()
-    sys.exit(code)
+    flush_sockets()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from asyncrl.config import RunConfig
 
-COORDINATOR, ROLLOUT, TRAINER = "coordinator", "rollout", "trainer"
+COORDINATOR, ENGINE, ROLLOUT, TRAINER = "coordinator", "engine", "rollout", "trainer"
 TARGETS = {
     COORDINATOR: "asyncrl.roles.coordinator:run",
+    ENGINE: "asyncrl.roles.engine_keeper:run",
     ROLLOUT: "asyncrl.roles.rollout_worker:run",
     TRAINER: "asyncrl.roles.trainer_rank:run",
 }
@@ -17,12 +18,13 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Place:
-    """One process. `target` is the role function that it runs."""
+    """One process. `target` is the role function that it runs, `gpus` how many are its own."""
 
     role: str
     index: int
     threads: int
     target: str
+    gpus: int = 0
 
     @property
     def name(self) -> str:
@@ -31,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Unit:
-    """Processes that only live together: the coordinator, one worker, or all trainer ranks."""
+    """Processes that only live together: the coordinator, one server, one worker, or all trainer ranks."""
 
     role: str
     places: tuple[Place, ...]
@@ -43,15 +45,17 @@ class Unit:
 
 def plan(config: RunConfig) -> tuple[Unit, ...]:
     """The units of a run, the coordinator first."""
+    threads, gpus = config.rollout.threads, 0 if config.engine.urls else config.engine.tp
+    engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
     workers = [
         Unit(ROLLOUT, (_place(ROLLOUT, i, config.rollout.threads),)) for i in range(config.rollout.workers)
     ]
     ranks = tuple(_place(TRAINER, rank, config.trainer.threads) for rank in range(config.trainer.ranks))
-    return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *workers, Unit(TRAINER, ranks))
+    return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *engines, *workers, Unit(TRAINER, ranks))
 
 
-def _place(role: str, index: int, threads: int) -> Place:
-    return Place(role, index, threads, TARGETS[role])
+def _place(role: str, index: int, threads: int, gpus: int = 0) -> Place:
+    return Place(role, index, threads, TARGETS[role], gpus)
 
 
 def environment(place: Place) -> dict[str, str]:
@@ -73,6 +77,7 @@ def describe(config: RunConfig, units: Iterable[Unit]) -> list[str]:
     rows = [("process", "count", "threads", "does")]
     does = {
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
+        ENGINE: ", ".join(config.engine.urls) or f"a server on {config.engine.tp} GPU(s), supervised",
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
         TRAINER: f"{config.buffer.batch_size} episodes per step on {config.trainer.device}",
     }

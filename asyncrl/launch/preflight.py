@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import ipaddress
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, EngineError, one_line
 
 # SQLite's write-ahead log needs shared memory between processes, which these do not give.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -27,6 +30,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
         *("fuse.ceph-fuse", "fuse.lustre", "fuse.rclone", "fuse.blobfuse2"),
     }
 )
+ANSWER = 30.0  # seconds for a server that is to be attached to
 EXISTING = ("run.db", "config.yaml")
 # What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
 PATHS = ("data.train", "model.path")
@@ -50,7 +54,9 @@ def check(config: RunConfig) -> None:
     check_names(config)
     check_data(config)
     check_devices(config)
-    check_shared_memory(config)
+    check_weights_directory(config)
+    check_group_address(config)
+    check_servers(config)
 
 
 # -- the run directory -----------------------------------------------------------------------------
@@ -70,17 +76,21 @@ def check_run_directory(config: RunConfig, mounts: str | None = None) -> None:
         raise ConfigError(
             f"{run_dir}: resume=must, but there is no run to continue; correct name= or run_dir="
         )
-    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{run_dir}: cannot be created, {parent} is not a writable directory; set run_dir=…"
-        )
+    parent = creatable(run_dir, "run_dir")
     kind = file_system(parent, mounts if mounts is not None else _mounts())
     if kind in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
             f"{run_dir}: is on a network file system ({kind}), where the run store's write-ahead log fails; "
             "set run_dir=… to a local disk"
         )
+
+
+def creatable(path: Path, key: str) -> Path:
+    """The existing directory in which it lies or can be made. Raises ConfigError, which names the key."""
+    parent = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: cannot be created, {parent} is not a writable directory; set {key}=…")
+    return parent
 
 
 def check_resumed(config: RunConfig) -> None:
@@ -186,7 +196,9 @@ def check_names(config: RunConfig) -> None:
     parsers.load(config.rollout.parser)
     advantages.load(config.algorithm.advantage)
     losses.load(config.algorithm.loss)
-    if config.engine.name not in BUILT_IN:  # those are known without the seconds that their import takes
+    if (
+        not config.engine.remote and config.engine.name not in BUILT_IN
+    ):  # those are known without the seconds that their import takes
         check_engine(config.engine.name, BUILT_IN.values())
 
 
@@ -246,20 +258,85 @@ def check_devices(config: RunConfig) -> None:
             raise ConfigError(f"{wanting[0]} is cuda, and torch sees no GPU here; use auto or cpu")
 
 
-def check_shared_memory(config: RunConfig) -> None:
-    """Room for the versions that are kept at once, where the configuration insists on /dev/shm."""
-    from asyncrl.weights.disk import weights_directory
+def check_group_address(config: RunConfig) -> None:
+    """Servers on other machines are told to join the trainer at an address of its own: one told to join at a
+    loopback address would look for the trainer on its own machine, and hang."""
+    far = [url for url in config.engine.urls if not loopback(urlsplit(url).hostname or "")]
+    if config.weights.transport == "collective" and loopback(config.launch.host) and far:
+        raise ConfigError(
+            f"$.launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
+            "collective needs; set launch.host to this machine's address in the servers' network"
+        )
+
+
+def loopback(host: str) -> bool:
+    """True for an address, or a name, that means whatever machine it is used on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_servers(config: RunConfig) -> None:
+    """Servers to attach to answer, take our keys, are of a version we know and serve this model; what starts
+    a server is there."""
+    engine = config.engine
+    for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
+        if variable and not os.environ.get(variable):
+            raise ConfigError(f"$.engine.{key}: {variable} is not set; export it, or clear the key")
+    if not engine.remote:
+        return
+    if engine.urls:
+        check_urls(config)
+    elif engine.server_command and shutil.which(engine.server_command[0]) is None:
+        raise ConfigError(
+            f"$.engine.server_command: {engine.server_command[0]} is no program; correct it "
+            "(for CPU tests: make sglang-cpu)"
+        )
+    elif not engine.server_command and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "$.engine.name is sglang, which is not installed here; pip install sglang, or attach to servers "
+            "with engine.urls=[…], or set engine.server_command"
+        )
+
+
+def check_urls(config: RunConfig) -> None:
+    """The keepers' own look at a server, ahead of them. It may be in use."""
+    import asyncio
+
+    from asyncrl.engines.sglang_connect import look
+    from asyncrl.engines.sglang_process import keys
+
+    async def check_url(url: str) -> None:
+        async with asyncio.timeout(ANSWER):
+            await look(config, url, *keys(config.engine))
+
+    for url in config.engine.urls:
+        try:
+            asyncio.run(check_url(url))
+        except TimeoutError:
+            raise ConfigError(f"$.engine.urls: {url} does not answer within {ANSWER:g} s") from None
+        except EngineError as error:
+            raise ConfigError(f"$.engine.urls: {error}") from None
+
+
+def check_weights_directory(config: RunConfig) -> None:
+    """Versions can be written where the configuration says; room for those that are kept at once, where it
+    insists on /dev/shm."""
+    from asyncrl.weights.disk import room, weights_directory
 
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed = size * (config.weights.keep + 2)
-    weights_directory(config.weights.directory, run_directory(config), config.name, needed)
+    needed = room(size, config.weights.keep, config.weights.delta, config.engine.keepers)
+    where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
+    creatable(where, "weights.directory")
 
 
-def shared_weights(config: RunConfig) -> Path:
-    """Where the run's versions lie if they are on /dev/shm."""
+def outside_weights(config: RunConfig) -> list[Path]:
+    """Where the run's versions, and caches of them, may lie outside of its directory."""
     from asyncrl.weights.disk import weights_directory
 
-    return weights_directory("shm", run_directory(config), config.name, needed_bytes=0)
+    own = {config.weights.directory} - {"auto", "shm", "run"}
+    return [weights_directory(at, run_directory(config), config.name, needed_bytes=0) for at in ("shm", *own)]
 
 
 def warnings(config: RunConfig) -> list[str]:

@@ -4,8 +4,8 @@ Ray places and starts; it never restarts (max_restarts=0, max_task_retries=0): t
 local processes, and a stop goes through the control socket, since `ray.kill` skips every clean-up.
 
 The coordinator and trainer rank 0 stay on the launcher's node: there is the run directory, on a local
-disk. Rollout workers elsewhere read published weights, so with several nodes `weights.directory=run` must
-lie on a path that all nodes share.
+disk. Processes elsewhere read published weights, so with several nodes `weights.directory` must be a path
+that all nodes share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.launch.child import execute, set_up_logging
-from asyncrl.launch.placement import COORDINATOR, ROLLOUT, TRAINER, Place, Unit, environment
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, Place, Unit, environment
 from asyncrl.launch.process import Order, log_path
 from asyncrl.transport.sockets import Endpoints
 
@@ -131,9 +131,17 @@ class RaySpawner:
         }
 
     def _gpus(self, place: Place) -> int:
-        """One for a rank if there are any; for an embedded engine only if it is told to compute there."""
-        wants = {TRAINER: self._config.trainer.device != "cpu", ROLLOUT: self._config.engine.device == "cuda"}
-        return int(wants.get(place.role, False) and ray.cluster_resources().get("GPU", 0) > 0)
+        """One for a rank if there are any, `engine.tp` for a server; for an embedded engine only if it is
+        told to compute there."""
+        if not ray.cluster_resources().get("GPU", 0):
+            return 0
+        engine = self._config.engine
+        wants = {
+            TRAINER: int(self._config.trainer.device != "cpu"),
+            ENGINE: place.gpus,
+            ROLLOUT: int(engine.device == "cuda" and not engine.remote),
+        }
+        return wants.get(place.role, 0)
 
 
 def reach(address: str) -> None:

@@ -40,8 +40,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
             print(*placement.describe(config, units), *warnings, f"\nrun directory: {run_dir}", sep="\n")
             return COMPLETED
         stack.enter_context(prepared(run_dir, config))
-        _remove_shared_weights(config)  # of a launcher that was killed
-        stack.callback(_remove_shared_weights, config)
+        _remove_outside_weights(config)  # of a launcher that was killed
+        stack.callback(_remove_outside_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))
         console = stack.enter_context(open_console(config.observe.console, config.name, config.total_steps))
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
@@ -101,9 +101,10 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
         local.close()
 
 
-def _remove_shared_weights(config: RunConfig) -> None:
-    """Versions on /dev/shm serve this launch only; nobody else would free that memory."""
-    shutil.rmtree(preflight.shared_weights(config), ignore_errors=True)
+def _remove_outside_weights(config: RunConfig) -> None:
+    """Versions outside of the run directory serve this launch only; nobody else would free their room."""
+    for directory in preflight.outside_weights(config):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:

@@ -193,7 +193,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("weights: the trainer's wait, mean s", "weights_stall_s_mean", ".4f"),
         ("weights: the trainer's wait, share of time", "weights_stall_frac", ".2%"),
         ("log-prob gap of one version, max", "logprob_diff_max_same_version", ".1e"),
-        ("tokens compared for that", "logprob_tokens_compared", ",d"),
+        ("engine mismatch of one version, k3", "k3_same_version", ".1e"),
+        ("tokens compared for these", "logprob_tokens_compared", ",d"),
         ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
         ("tokens compared for that", "probe_tokens_compared", ",d"),
     ):

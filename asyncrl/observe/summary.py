@@ -48,6 +48,9 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "weights_stall_s_mean": _mean(steps, "weights/stall_s"),
         "weights_stall_frac": _share(steps, UPDATE, "timing_s/step"),
         "logprob_diff_max_same_version": _max(steps, "rollout_corr/logprob_diff_max"),
+        "k3_same_version": _mean(
+            steps, "rollout_corr/k3_kl_same_version", weight="rollout_corr/logprob_diff_tokens"
+        ),
         "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
         "probe_logprob_diff_max": _max(rows, "weights/probe_logprob_diff_max"),
         "probe_tokens_compared": int(_last(rows, "weights/probe_tokens") or 0),

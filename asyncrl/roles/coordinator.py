@@ -24,6 +24,7 @@ from asyncrl.errors import AsyncrlError, ProtocolError, one_line
 from asyncrl.observe.files import write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.roles.core import Answers, build_core, log
+from asyncrl.roles.engine_desk import EngineDesk
 from asyncrl.roles.reporting import Reporter
 from asyncrl.roles.trainer_desk import TrainerDesk
 from asyncrl.roles.validation import Validation
@@ -36,6 +37,8 @@ from asyncrl.transport.messages import (
     Finished,
     Generated,
     Heartbeat,
+    KeeperBeat,
+    KeeperHello,
     Loaded,
     Message,
     ObserverHello,
@@ -92,17 +95,19 @@ class Coordinator:
         self.control = Hub(endpoints.control, ToCoordinatorControl)
         self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
         self.core = build_core(config, self.run_dir, Answers(self.control, self.bulk))
+        self.engines = EngineDesk(self.core, time.monotonic())
         self.validation: Validation
         self.workers = WorkerDesk(
             self.core,
+            self.engines,
             self._landed,
             on_eval=lambda worker, message: self.validation.record(worker, message),
             eval_wanted=lambda attempt: self.validation.wanted(attempt),
         )
         self.trainer = TrainerDesk(self.core, self._committed)
         test = load_samples(config.data.test) if config.data.test else []
-        self.validation = Validation(self.core, self.workers, test)
-        self.reporter = Reporter(self.core, self.workers, self.trainer)
+        self.validation = Validation(self.core, self.workers, self.engines, test)
+        self.reporter = Reporter(self.core, self.workers, self.engines, self.trainer)
         self.phase, self.error, self.outcome = Phase.STARTING, "", ""
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
@@ -154,7 +159,12 @@ class Coordinator:
             case WorkerHello():
                 self.workers.hello(peer, message, now)
             case Loaded():
-                self.workers.loaded(peer, message, now)
+                desk = self.engines.confirmed if self.engines.remote else self.workers.loaded
+                desk(peer, message, now)
+            case KeeperHello():
+                self.engines.hello(peer, message, now)
+            case KeeperBeat():
+                self.engines.beat(peer, message, now)
             case TrainerHello():
                 self.trainer.hello(peer, message, now)
             case TrainerBeat():
@@ -198,6 +208,7 @@ class Coordinator:
             core.buffer.tick(now)
             self._check_barren()
         if self.phase is not Phase.STOPPING:
+            self.engines.tick(now, gap)
             self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
             self.workers.tick(now, gap)
         self.trainer.serve()
@@ -237,8 +248,9 @@ class Coordinator:
 
     def _advance(self, now: float) -> None:
         match self.phase:
-            case Phase.STARTING if self.core.latest is not None and self.workers.workers:
+            case Phase.STARTING if self.core.latest and self.workers.workers and self.engines.ready:
                 self._enter(Phase.RUNNING, now)
+                self.reporter.begin()
                 if self.core.batches.committed == 0:
                     self.validation.begin(0, self.config.validation.final_samples, True, now)
             case Phase.RUNNING if self._trained_out():
@@ -278,6 +290,7 @@ class Coordinator:
     def _missing(self) -> str:
         waits = [] if self.workers.workers else ["no rollout worker has reported in"]
         waits += [] if self.core.latest else ["the trainer has not published the first version"]
+        waits += [] if self.engines.ready else ["no server holds a published version"]
         return "; ".join(waits) or "unknown"
 
     def _stop(self, reason: str, now: float) -> None:
@@ -285,6 +298,7 @@ class Coordinator:
             return
         log.info("stopping: %s", reason)
         self.workers.stop(reason)
+        self.engines.stop(reason)
         self.trainer.finish()
         self._enter(Phase.STOPPING, now, max(1.0, self.config.launch.stop_timeout - 4.0))
 
@@ -301,6 +315,7 @@ class Coordinator:
         flow, conserved = self.reporter.audit()
         self._write_summary(flow, conserved)
         self.workers.stop(outcome)
+        self.engines.stop(outcome)
         self.trainer.stop(outcome)
         self._tell(self._status())
         self._tell(RunEnd(outcome, self.error))
@@ -341,6 +356,7 @@ class Coordinator:
         waits += [
             f"{w.name}: {w.beat.waiting}" for w in self.workers.workers.values() if w.beat and w.beat.waiting
         ]
+        waits += [f"{k.name}: {k.beat.waiting}" for k in self.engines.keepers.values() if k.beat.waiting]
         waits += [f"trainer {r}: {b.waiting}" for r, b in self.trainer.ranks.beats.items() if b.waiting]
         step = self.core.batches.committed
         return Status(self.phase, step, self.config.total_steps, self.reporter.gauges(), tuple(waits))

@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import DeadlineError, EngineError, ProtocolError, one_line
-from asyncrl.roles.lanes import Lane
 from asyncrl.roles.scoring import RewardError, Scorer
 from asyncrl.roles.waits import Waits
 from asyncrl.rollout import episode as machine
@@ -27,7 +28,7 @@ from asyncrl.rollout.episode import Episode, Rules
 from asyncrl.tools import Tool, call_tool, unknown_tool
 from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.transport.outbox import Outbox
-from asyncrl.types import FailReason, ToolCall, ToolReply, Turn
+from asyncrl.types import FailReason, Generation, ToolCall, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -43,6 +44,22 @@ _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (DeadlineError, FailReason.DEADLINE),
     (Exception, FailReason.EPISODE_ERROR),
 )
+
+
+class Lane(Protocol):
+    """Where an episode is sampled: an engine of this process, or a fleet of servers."""
+
+    def episode(self) -> AbstractAsyncContextManager[None]:
+        """The body is one episode."""
+
+    async def fresh(self, oldest: Callable[[], int]) -> None:
+        """Wait for weights that are not older than `oldest()`."""
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample a turn. Raises EngineError."""
+
+    def release(self, session: str) -> None:
+        """The episode is over."""
 
 
 @dataclass

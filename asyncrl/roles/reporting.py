@@ -12,6 +12,7 @@ import msgspec
 from asyncrl.buffer.records import Episode, Flow, State
 from asyncrl.observe.files import read_rows
 from asyncrl.roles.core import Core
+from asyncrl.roles.engine_desk import EngineDesk
 from asyncrl.roles.trainer_desk import TrainerDesk
 from asyncrl.roles.worker_desk import WorkerDesk
 from asyncrl.transport.messages import Finished
@@ -34,8 +35,8 @@ class Landed:
 class Reporter:
     """Collects, and writes `metrics.jsonl`. Totals survive a restart through the file."""
 
-    def __init__(self, core: Core, workers: WorkerDesk, trainer: TrainerDesk) -> None:
-        self.core, self.workers, self.trainer = core, workers, trainer
+    def __init__(self, core: Core, workers: WorkerDesk, engines: EngineDesk, trainer: TrainerDesk) -> None:
+        self.core, self.workers, self.engines, self.trainer = core, workers, engines, trainer
         self.landed, self.last = Landed(), Landed()
         self.started = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.tokens = 0  # totals of this process
@@ -43,6 +44,10 @@ class Reporter:
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
         self._file = (core.run_dir / "metrics.jsonl").open("a", buffering=1)
         self._busy = self._totals()
+
+    def begin(self) -> None:
+        """The run leaves its start phase: the first row counts from here."""
+        self.row_at, self._busy = time.monotonic(), self._totals()
 
     def on_landed(self, episode: Episode, message: Finished) -> None:
         landed = self.landed
@@ -81,21 +86,34 @@ class Reporter:
         core, counts = self.core, self.core.buffer.counts()
         published = self.trainer.published
         flow = msgspec.structs.asdict(core.buffer.flow())
-        return {f"flow/{name}": float(value) for name, value in flow.items()} | {
-            "async/ready": float(counts[State.READY]),
-            "async/running": float(counts[State.RUNNING]),
-            "async/credits": float(self.workers.free_slots),
-            "async/live_groups": float(len(core.buffer.live)),
-            "async/workers": float(len(self.workers.workers)),
-            "weights/pushed": float(core.ledger.latest[1]),
-            "weights/acked": float(core.ledger.latest[1] - core.ledger.acked_lag),
-            "weights/acked_lag": float(core.ledger.acked_lag),
-            "weights/stall_s": published.snapshot_s if published else 0.0,
-            "weights/push_s": published.write_s if published else 0.0,
-            "weights/probe_logprob_diff_max": self.workers.probe_gap,
-            "weights/probe_tokens": float(self.workers.probe_tokens),
-            "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
-        }
+        files = core.config.weights.transport == "disk"  # broadcasts are measured per engine
+        return (
+            {f"flow/{name}": float(value) for name, value in flow.items()}
+            | {
+                "async/ready": float(counts[State.READY]),
+                "async/running": float(counts[State.RUNNING]),
+                "async/credits": float(self.workers.free_slots),
+                "async/live_groups": float(len(core.buffer.live)),
+                "async/workers": float(len(self.workers.workers)),
+                "weights/pushed": float(core.ledger.latest[1]),
+                "weights/acked": float(core.ledger.latest[1] - core.ledger.acked_lag),
+                "weights/acked_lag": float(core.ledger.acked_lag),
+                "weights/stall_s": published.snapshot_s if published else 0.0,
+                "weights/probe_logprob_diff_max": self.engines.probe_gap,
+                "weights/probe_tokens": float(self.engines.probe_tokens),
+                "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
+            }
+            | ({"weights/push_s": published.write_s if published else 0.0} if files else {})
+            | self._engines()
+        )
+
+    def _engines(self) -> dict[str, float]:
+        """Per server, and the share of all prompt tokens that needed no computing."""
+        beats = [worker.beat for worker in self.workers.workers.values() if worker.beat]
+        uses = [use for beat in beats for use in beat.engines]
+        prompt = sum(use.prompt_tokens for use in uses)
+        hit = {"rollout/prefix_cache_hit": sum(use.cached_tokens for use in uses) / prompt} if prompt else {}
+        return self.engines.gauges(uses) | hit
 
     def _episodes(self) -> dict[str, float]:
         landed = self.landed

@@ -12,20 +12,24 @@ from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.engines.base import Engine, engines
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.rewards import load_reward
+from asyncrl.roles.roster import Client
 from asyncrl.roles.scoring import Scorer
 from asyncrl.rollout.chat import Chat
 from asyncrl.rollout.episode import Limits, Rules
 from asyncrl.rollout.parsers import parsers
 from asyncrl.tools import Tool, load_tool
+from asyncrl.transport.messages import EngineEntry
 
 BUILT_IN = {"torch": "asyncrl.engines.torch"}  # imported only by the workers that use it
 
 
 @dataclass(frozen=True)
 class Parts:
-    """`build` makes an engine with the initial weights; it may be called from a thread."""
+    """`build` makes an embedded engine with the initial weights; it may be called from a thread. `connect`
+    makes a client of a server. A run has one or the other."""
 
-    build: Callable[[], Engine]
+    build: Callable[[], Engine] | None
+    connect: Callable[[EngineEntry], Client] | None
     rules: Rules
     tools: dict[str, Tool]
     scorer: Scorer
@@ -35,7 +39,9 @@ def prepare(config: RunConfig) -> Parts:
     """Everything that can be wrong with a name or a file is found here."""
     tools = load_tools(config.rollout)
     scorer = Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout)
-    return Parts(engine_factory(config), load_rules(config, tools), tools, scorer)
+    remote = config.engine.remote
+    build, connect = (None, connector(config)) if remote else (engine_factory(config), None)
+    return Parts(build, connect, load_rules(config, tools), tools, scorer)
 
 
 def engine_factory(config: RunConfig) -> Callable[[], Engine]:
@@ -53,6 +59,17 @@ def engine_factory(config: RunConfig) -> Callable[[], Engine]:
         max_batch_tokens=config.engine.max_batch_tokens,
         device=device,
     )
+
+
+def connector(config: RunConfig) -> Callable[[EngineEntry], Client]:
+    """See `Parts.connect`."""
+    from asyncrl.engines.sglang import SGLangEngine
+    from asyncrl.engines.sglang_connect import terms_of
+    from asyncrl.engines.sglang_http import Server
+    from asyncrl.engines.sglang_process import keys
+
+    terms, secrets = terms_of(config), keys(config.engine)
+    return lambda entry: SGLangEngine(Server(entry.url, *secrets), terms, salt=entry.incarnation)
 
 
 def load_tools(config: RolloutConfig) -> dict[str, Tool]:

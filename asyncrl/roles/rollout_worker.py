@@ -1,7 +1,7 @@
-"""A rollout worker: many episodes in one asyncio loop, over one engine.
+"""A rollout worker: many episodes in one asyncio loop, over an engine of its own or over all servers.
 
-consumes: assignments, versions, the clock (control); acks and fences (bulk)
-waits for: the coordinator's lease, the engine, tools and rewards -- each by name, see `waits`
+consumes: assignments, versions or the table of servers, the clock (control); acks and fences (bulk)
+waits for: the coordinator's lease, engines, tools and rewards -- each by name, see `waits`
 unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
 
 It owns nothing that could be lost: what was not acknowledged is sent again, what was not sent is sampled
@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,13 @@ from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.roles.episode_runner import EpisodeRunner
-from asyncrl.roles.lanes import Lane
+from asyncrl.roles.fleet import Fleet
+from asyncrl.roles.lanes import OwnLane
 from asyncrl.roles.lease import Contact, Lease
 from asyncrl.roles.meter import Meter
 from asyncrl.roles.rollout_setup import Parts, prepare
+from asyncrl.roles.roster import Client
+from asyncrl.roles.signals import on_signals
 from asyncrl.roles.waits import Waits
 from asyncrl.transport.messages import (
     Ack,
@@ -38,6 +39,8 @@ from asyncrl.transport.messages import (
     Attempt,
     Cancel,
     Clock,
+    EngineEntry,
+    Engines,
     Fenced,
     Heartbeat,
     LoadWeights,
@@ -60,7 +63,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Be a rollout worker until told to stop. Returns 0, or 1 when left alone or with a broken engine."""
     torch.set_num_threads(config.rollout.threads)
     parts = prepare(config)
-    engine = parts.build()
+    engine = parts.build() if parts.build is not None else None
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
@@ -85,18 +88,15 @@ class Worker:
         index: int,
         incarnation: str,
         parts: Parts,
-        engine: Engine,
+        engine: Engine | None,
     ) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
         self.waits, self.meter = Waits(), Meter(self.timeline)
-        shared = (parts.build, self.waits, self.meter, self.timeline, config.weights.deadline)
-        self.lanes = {
-            "train": Lane("train", *shared, engine=engine),
-            "eval": Lane("eval", *shared, pinned=True),
-        }
+        self.lanes = self._own_lanes(parts.build, engine) if parts.build is not None else {}
+        self.fleets = self._fleets(parts.connect) if parts.connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         self.runner = EpisodeRunner(
             config.rollout,
@@ -111,6 +111,15 @@ class Worker:
         self._assigned = self._oldest = self._beats = 0
         self._epoch = -1
 
+    def _own_lanes(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, OwnLane]:
+        shared = (build, self.waits, self.meter, self.timeline, self.config.weights.deadline)
+        train = OwnLane("train", *shared, engine=engine)
+        return {"train": train, "eval": OwnLane("eval", *shared, pinned=True)}
+
+    def _fleets(self, connect: Callable[[EngineEntry], Client]) -> dict[str, Fleet]:
+        patience = self.config.engine.start_timeout
+        return {name: Fleet(name, connect, self.waits, self.meter, patience) for name in ("train", "eval")}
+
     async def serve(self) -> int:
         """Until `Stop` or a signal; raises DeadlineError when the coordinator does not come back."""
         loop = asyncio.get_running_loop()
@@ -119,7 +128,7 @@ class Worker:
         self._ending: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.lease = Lease(launch.lease, launch.start_timeout, loop.time())
-        self._listen_to_signals()
+        on_signals(self._end)
         services = [asyncio.create_task(service) for service in self._services()]
         try:
             waited: list[asyncio.Future[Any]] = [self._ending, *services]
@@ -131,11 +140,6 @@ class Worker:
     def _services(self) -> list[Coroutine[Any, Any, None]]:
         lanes = [lane.run(self._control.send) for lane in self.lanes.values()]
         return [self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run(), *lanes]
-
-    def _listen_to_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self._end, f"signal {number}")
 
     def _end(self, reason: str) -> None:
         if not self._ending.done():
@@ -155,8 +159,8 @@ class Worker:
         for task in services:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
-        for lane in self.lanes.values():
-            await lane.close()
+        for name in ("train", "eval"):
+            await self._lane(name).close()
         self.meter.flush()
         self.timeline.close()
         self._control.close()
@@ -176,10 +180,13 @@ class Worker:
                 case Cancel():
                     self._drop(message.attempt)
                 case LoadWeights():
-                    self._lane(message.lane).offer(message.ref)
+                    self._own(message.lane).offer(message.ref)
+                case Engines():
+                    for fleet in self.fleets.values():
+                        fleet.table(message.entries)
                 case Clock():
                     self._oldest = message.oldest
-                    self.lanes["train"].changed.fire()
+                    self._lane("train").changed.fire()
                 case Stop():
                     self._end(message.reason)
 
@@ -224,7 +231,7 @@ class Worker:
 
     async def _hello(self) -> None:
         self.outbox.pause()
-        slots, version = self.config.rollout.slots, self.lanes["train"].version
+        slots, version = self.config.rollout.slots, self._lane("train").version
         hello = WorkerHello(self.index, self.incarnation, slots, version, os.getpid(), self.outbox.acked)
         await self._control.send(hello)
 
@@ -240,6 +247,7 @@ class Worker:
             idle_s=idle,
             tokens=self.meter.tokens,
             waiting=self.waits.longest(),
+            engines=tuple(use for fleet in self.fleets.values() for use in fleet.use()),
         )
 
     # -- episodes ------------------------------------------------------------------------------------
@@ -273,7 +281,10 @@ class Worker:
         for attempt in list(self._episodes):
             self._drop(attempt)
 
-    def _lane(self, name: str) -> Lane:
+    def _lane(self, name: str) -> OwnLane | Fleet:
+        return self.fleets[name] if name in self.fleets else self._own(name)
+
+    def _own(self, name: str) -> OwnLane:
         if name not in self.lanes:
             raise ProtocolError(f"unknown lane {name!r}")
         return self.lanes[name]

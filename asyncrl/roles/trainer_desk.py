@@ -111,7 +111,10 @@ class TrainerDesk:
 
     def publish(self, message: Published, now: float) -> None:
         core = self.core
-        if message.ref.trainer_epoch == core.trainer_epoch and core.ledger.publish(message.ref.order):
+        current = message.ref.trainer_epoch == core.trainer_epoch
+        # A restarted coordinator knows of the version, but not where it is if that is no directory.
+        again = core.latest is None and message.ref.order == core.ledger.latest
+        if current and (core.ledger.publish(message.ref.order) or again):
             core.latest, self.published = message.ref, message
             core.store.put_version(message.ref.trainer_epoch, message.ref.version, message.ref.path)
             core.progress(now)

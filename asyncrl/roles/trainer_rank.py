@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +24,8 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
+from asyncrl.roles.publishing import Publishing
 from asyncrl.trainer import checkpoint, world
-from asyncrl.trainer.model import full_state, score
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.transport.messages import (
@@ -37,7 +36,6 @@ from asyncrl.transport.messages import (
     Go,
     Message,
     Plan,
-    Published,
     Row,
     Stop,
     Take,
@@ -49,15 +47,11 @@ from asyncrl.transport.messages import (
 )
 from asyncrl.transport.sockets import Endpoints, Link, Poller, identity
 from asyncrl.types import Turn
-from asyncrl.weights.disk import weights_directory
-from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.weights.publisher import Publisher, Snapshot
 
 log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
-PROBE_TOKENS = 65
 TIMED = ("update_actor", "update_weights", "save_checkpoint", "wait_data")  # phases reported as timing_s/*
 _turns = msgspec.msgpack.Decoder(Turn)
 
@@ -78,6 +72,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         trainer.loop()
     except Stopped as stop:
         log.info("leaving: %s", stop)
+        trainer.publishing.drain()
     finally:
         trainer.close()
         world.leave()
@@ -93,7 +88,6 @@ class TrainerRank:
         self.rank, self.first = mesh.rank, mesh.rank == 0
         self.learner = Learner(config, mesh)
         self.checkpoints = self.run_dir / "checkpoints"
-        self.probe_ids = probe_ids(self.learner.policy.lm.config.vocab_size)
         self.trained: list[str] = []  # since the last checkpoint
         self.trained_total, self.parent = 0, -1
         self._resume()
@@ -109,12 +103,7 @@ class TrainerRank:
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
         self.published_step, self.repeating = -1, False
-        self._announced: Published | None = None  # set by the publisher's thread
-        self._publisher: Publisher | None = None
-        if self.first:
-            self._publisher = Publisher(
-                self._weights_directory(), config.weights.keep, self._announcer(endpoints)
-            )
+        self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
 
     def _resume(self) -> None:
         """Start from the newest sound checkpoint of the run, the same on all ranks."""
@@ -232,8 +221,7 @@ class TrainerRank:
         self.waiting, resend_at = name, 0.0
         while True:
             now = time.monotonic()
-            if self._publisher is not None and self._publisher.error is not None:
-                raise self._publisher.error
+            self.publishing.check()
             if now >= resend_at:
                 link.send(message)
                 resend_at = now + RESEND_EVERY
@@ -253,8 +241,8 @@ class TrainerRank:
                 self._heard_at = time.monotonic()
                 if isinstance(received[0], Stop):
                     raise Stopped(received[0].reason)
-                if isinstance(received[0], Welcome) and self._announced is not None:
-                    self.control.send(self._announced)  # a restarted coordinator may not have heard
+                if isinstance(received[0], Welcome) and self.publishing.announced is not None:
+                    self.control.send(self.publishing.announced)  # a restarted coordinator may not have heard
                 yield received
 
     def _beat(self, now: float) -> None:
@@ -290,33 +278,9 @@ class TrainerRank:
     # -- publishing and saving -------------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Snapshot in the foreground (a collective), write in the background."""
         self.published_step = self.learner.step
-        start = time.monotonic()
         with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
-            tensors = full_state(self.learner.policy)
-            probe = Probe(self.probe_ids, score(self.learner.policy, self.probe_ids, self.mesh.device))
-        if self._publisher is not None:
-            seconds = time.monotonic() - start
-            step = self.learner.step
-            self._publisher.submit(Snapshot(tensors, self.trainer_epoch, step, seconds, probe))
-
-    def _announcer(self, endpoints: Endpoints) -> Callable[[WeightsRef, float, float], None]:
-        """Published goes out from the publisher's own thread, over its own socket."""
-        links: list[Link] = []
-
-        def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-            if not links:
-                links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
-            self._announced = Published(ref, snapshot_s, write_s)
-            links[0].send(self._announced)
-
-        return announce
-
-    def _weights_directory(self) -> Path:
-        size = sum(p.numel() * p.element_size() for p in self.learner.policy.parameters())  # of all ranks
-        needed = size * (self.config.weights.keep + 2)
-        return weights_directory(self.config.weights.directory, self.run_dir, self.config.name, needed)
+            self.publishing.publish(self.trainer_epoch, self.learner.step)
 
     def _save(self) -> None:
         """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
@@ -339,8 +303,6 @@ class TrainerRank:
         )
 
     def close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close(self.config.launch.stop_timeout / 2)
         self.timeline.close()
         self.control.close()
         self.bulk.close()
@@ -354,11 +316,6 @@ def decode_rows(rows: tuple[Row, ...], frames: list[bytes]) -> Iterator[tuple[Ro
     for row in rows:
         yield row, [_turns.decode(frame) for frame in frames[position : position + row.frames]]
         position += row.frames
-
-
-def probe_ids(vocabulary: int) -> tuple[int, ...]:
-    """The fixed text that trainer and engines score at each publish; any ids do."""
-    return tuple(random.Random(0).choices(range(vocabulary), k=PROBE_TOKENS))
 
 
 def performance(seconds: float, phases: dict[str, float], tokens: float) -> dict[str, float]:

@@ -1,5 +1,8 @@
 """Validation: held-out episodes at one pinned version, in their own ledger beside the training flow.
 
+An embedded engine has a second one for it in each worker; of several servers one is leased. With a single
+server the weights go on changing, and the versions that sampled are reported.
+
 consumes: validation episodes' records, from the worker desk
 waits for: a free share of slots, engines that hold the pinned version -- with a deadline
 unblocks: the end of the run (the last validation)
@@ -8,17 +11,17 @@ unblocks: the end of the run (the last validation)
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from asyncrl.roles.core import Core, log
+from asyncrl.roles.engine_desk import EngineDesk
 from asyncrl.roles.worker_desk import EVAL, Record, Worker, WorkerDesk, sampling_key
-from asyncrl.transport.messages import Assign, Attempt, Cancel, Failed, Finished, LoadWeights
+from asyncrl.transport.messages import Assign, Attempt, Cancel, Failed, Finished, Generated, LoadWeights
 from asyncrl.types import Sample
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import WeightsError, WeightsRef
 
 MODES = ("sampled", "greedy")
 
@@ -36,15 +39,17 @@ class Session:
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     scores: dict[str, Finished] = field(default_factory=dict)
     failed: int = 0
+    versions: set[int] = field(default_factory=set)  # that sampled its tokens
 
 
 class Validation:
     """Runs at most one session at a time; a session that cannot end in time is abandoned, with its name."""
 
-    def __init__(self, core: Core, desk: WorkerDesk, samples: list[Sample]) -> None:
-        self.core, self.desk, self.samples = core, desk, samples
+    def __init__(self, core: Core, desk: WorkerDesk, engines: EngineDesk, samples: list[Sample]) -> None:
+        self.core, self.desk, self.engines, self.samples = core, desk, engines, samples
         self.session: Session | None = None
         self.results: list[tuple[int, dict[str, float]]] = []
+        self._held = ExitStack()
 
     def begin(self, step: int, count: int, final: bool, now: float) -> bool:
         """Start validating the latest published version; False when there is none, or nothing to do."""
@@ -58,12 +63,12 @@ class Validation:
         queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
         queue.reverse()
         try:
-            ref = self._pin(self.core.latest)
-        except OSError as error:
+            self._hold(self.core.latest)
+        except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", step, error)
             return False
         deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
-        self.session = Session(step, ref, final, queue, deadline)
+        self.session = Session(step, self.core.latest, final, queue, deadline)
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:
@@ -79,8 +84,7 @@ class Validation:
             self._end(session)
             return
         for worker in self.desk.workers.values():
-            if worker.eval_version != session.ref.order:
-                self._load(session, worker, now)
+            if not self._ready(session, worker, now):
                 continue
             share = 1.0 if exclusive else self.core.config.validation.max_share
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
@@ -100,6 +104,8 @@ class Validation:
             log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
             session.failed += 1
         else:
+            if isinstance(message, Generated) and message.model_tokens:
+                session.versions |= {message.oldest, message.newest}
             return
         del session.running[uid]
         worker.eval_running -= 1
@@ -117,11 +123,24 @@ class Validation:
             and session.attempts[attempt.uid] == attempt.attempt
         )
 
-    def _load(self, session: Session, worker: Worker, now: float) -> None:
-        """Send the pinned version; again after a refusal or a long silence."""
+    def _hold(self, ref: WeightsRef) -> None:
+        """Workers load the version themselves, some of them late: it is not pruned during the session."""
+        if not self.engines.remote:
+            self._held.enter_context(disk.hold(ref))
+
+    def _ready(self, session: Session, worker: Worker, now: float) -> bool:
+        """The worker can sample the version. Its own engine is sent it; again after a refusal or a long
+        silence."""
+        if self.engines.remote:
+            ready = self.engines.pin(session.ref.order)
+            self.engines.tell(self.desk.workers, now)  # of the lease, ahead of the episodes
+            return ready
+        if worker.eval_version == session.ref.order:
+            return True
         if now - worker.eval_asked > self.core.config.weights.deadline:
             worker.eval_asked = now
             self.core.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
+        return False
 
     def _give(self, session: Session, worker: Worker) -> None:
         uid = session.queue.pop()
@@ -170,7 +189,9 @@ class Validation:
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session)))
         self._save(session)
-        shutil.rmtree(session.ref.path, ignore_errors=True)
+        self._held.close()
+        if self.engines.remote:
+            self.engines.release()
 
     def _metrics(self, session: Session) -> dict[str, float]:
         """`val-core/<source>/<mode>/mean@1` per data source, and over all of them."""
@@ -188,7 +209,8 @@ class Validation:
         return means | {
             "val-aux/episodes": float(len(session.scores)),
             "val-aux/failed": float(session.failed + unfinished),
-            "val-aux/policy_version": float(session.ref.version),
+            "val-aux/policy_version": float(max(session.versions, default=session.ref.version)),
+            "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version)),
         }
 
     def _save(self, session: Session) -> None:
@@ -202,12 +224,3 @@ class Validation:
             for uid, done in kept
         ]
         (directory / f"step-{session.step}.jsonl").write_text("\n".join(lines) + "\n")
-
-    def _pin(self, ref: WeightsRef) -> WeightsRef:
-        """Hard links to the version's files: the publisher may prune its own names meanwhile."""
-        source = Path(ref.path)
-        pinned = source.with_name(f"pinned-{source.name}")
-        for stale in source.parent.glob("pinned-*"):  # of a coordinator that was killed
-            shutil.rmtree(stale, ignore_errors=True)
-        shutil.copytree(source, pinned, copy_function=os.link)
-        return WeightsRef(ref.trainer_epoch, ref.version, str(pinned))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from asyncrl.buffer.records import Episode
 from asyncrl.errors import ProtocolError
 from asyncrl.roles.core import Core, log
+from asyncrl.roles.engine_desk import EngineDesk
 from asyncrl.transport.messages import (
     Ack,
     Assign,
@@ -26,7 +27,6 @@ from asyncrl.transport.messages import (
     Generated,
     Heartbeat,
     Loaded,
-    LoadWeights,
     Replied,
     Stop,
     Welcome,
@@ -35,7 +35,6 @@ from asyncrl.transport.messages import (
 from asyncrl.types import FailReason
 
 EVAL = "val"  # uids of validation episodes begin with it
-LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
 
 Record = Generated | Replied | Finished | Failed
 
@@ -53,7 +52,6 @@ class Worker:
     eval_version: tuple[int, int] | None = None
     eval_asked: float = 0.0  # when its eval lane was last sent a version
     eval_running: int = 0
-    quarantined: bool = False
 
     @property
     def name(self) -> str:
@@ -71,17 +69,17 @@ class WorkerDesk:
     def __init__(
         self,
         core: Core,
+        engines: EngineDesk,
         on_landed: Callable[[Episode, Finished], None],
         on_eval: Callable[[Worker, Record], None],
         eval_wanted: Callable[[Attempt], bool],
     ) -> None:
-        self.core, self.on_landed, self.on_eval, self.eval_wanted = core, on_landed, on_eval, eval_wanted
+        self.core, self.engines = core, engines
+        self.on_landed, self.on_eval, self.eval_wanted = on_landed, on_eval, eval_wanted
         self.workers: dict[bytes, Worker] = {}
         self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
-        self.checksum: tuple[tuple[int, int], str] = ((0, 0), "")  # of the newest version, as first loaded
         self.tokens = 0  # model tokens of durable turns
-        self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self._acks: set[bytes] = set()
 
     # -- control -------------------------------------------------------------------------------------
@@ -93,14 +91,18 @@ class WorkerDesk:
         if peer not in self.workers:
             log.info("worker %d joined: pid %d, %d slots", message.index, message.pid, message.slots)
             self.workers[peer] = Worker(peer, message, now, message.acked)
-            self.core.ledger.join(peer.decode())
+            if not self.engines.remote:
+                self.engines.join(peer.decode())
             self._adopt(self.workers[peer], now)
         self.workers[peer].seen = now
         core = self.core
         welcome = Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
         core.outbox.to_control(peer, welcome)
         core.outbox.to_control(peer, self._clock())
-        self.core.ledger.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
+        if self.engines.remote:
+            self.engines.forget(peer)
+        else:
+            core.ledger.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
 
     def _adopt(self, worker: Worker, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
@@ -135,31 +137,18 @@ class WorkerDesk:
         )
 
     def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
+        """An embedded engine's answer, from the worker it is part of."""
         worker = self.workers.get(peer)
         if worker is None:
             return
-        if message.error:
+        if message.lane == "train":
+            self.engines.loaded(peer.decode(), worker.name, message, now)
+        elif message.error:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version, message.error)
-            if message.lane == "train":
-                self.core.ledger.resend(peer.decode(), now + LOAD_RETRY)
-            else:
-                worker.eval_asked = 0.0
-            return
-        if message.ref.order > self.checksum[0]:
-            self.checksum = (message.ref.order, message.checksum)
-        if message.ref.order == self.checksum[0] and message.checksum != self.checksum[1]:
-            log.error("%s loaded other weights as v%d: sent again", worker.name, message.ref.version)
-            worker.quarantined = True
-            self.core.ledger.resend(peer.decode(), now)
-            return
-        self.probe_gap = max(self.probe_gap, message.probe_gap)
-        self.probe_tokens += message.probe_tokens
-        if message.lane == "eval":
-            worker.eval_version = message.ref.order
+            worker.eval_asked = 0.0
         else:
-            if self.core.ledger.ack(peer.decode(), message.ref.order):
-                self.core.progress(now)
-            worker.quarantined = False
+            self.engines.note_probe(message)
+            worker.eval_version = message.ref.order
 
     def clock(self) -> None:
         """Tell all workers the committed step, and the oldest version a turn may start on."""
@@ -233,9 +222,9 @@ class WorkerDesk:
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
         if message.newest > self.core.ledger.latest[1]:
-            worker.quarantined = True
-            self.core.ledger.resend(worker.peer.decode(), now)
-            log.error("%s names v%d, which was never pushed: quarantined", worker.name, message.newest)
+            log.error("%s names v%d, which was never pushed", worker.name, message.newest)
+            if not self.engines.remote:
+                self.engines.quarantine(worker.peer.decode(), now)
             self._give_up(worker, episode, FailReason.ENGINE_ERROR, now)
             return
         self.core.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
@@ -245,7 +234,7 @@ class WorkerDesk:
     # -- losing --------------------------------------------------------------------------------------
 
     def tick(self, now: float, gap: float) -> None:
-        """Expire leases, push versions, assign. `gap`: how long this loop itself was away."""
+        """Expire leases, assign. `gap`: how long this loop itself was away."""
         lease = self.core.config.launch.lease
         if gap > lease / 4:
             log.warning("the coordinator was away for %.1f s: all leases are extended", gap)
@@ -253,7 +242,7 @@ class WorkerDesk:
                 worker.seen = now
         for worker in [w for w in self.workers.values() if now - w.seen > lease]:
             self.lose(worker, f"silent for {lease:g} s", now)
-        self._push(now)
+        self.engines.tell(self.workers, now)
         self._assign(now)
 
     def lose(self, worker: Worker, why: str, now: float) -> None:
@@ -262,7 +251,8 @@ class WorkerDesk:
         for uid in list(worker.running):
             self._lose_episode(worker, uid, now)
         del self.workers[worker.peer]
-        self.core.ledger.leave(worker.peer.decode())
+        if not self.engines.remote:
+            self.engines.leave(worker.peer.decode())
 
     def orphans(self, now: float) -> None:
         """Episodes assigned to a process that is not connected (after a coordinator's restart)."""
@@ -297,18 +287,12 @@ class WorkerDesk:
 
     # -- giving out ----------------------------------------------------------------------------------
 
-    def _push(self, now: float) -> None:
-        ledger, latest = self.core.ledger, self.core.latest
-        for worker in self.workers.values():
-            if latest is not None and ledger.behind(worker.peer.decode(), now):
-                self.core.outbox.to_control(worker.peer, LoadWeights(latest, "train"))
-                ledger.push(worker.peer.decode(), now)
-        for engine in ledger.overdue(now, self.core.config.weights.deadline):
-            log.warning("%s has not loaded v%d in time; it is sent again", engine, ledger.latest[1])
-
     @property
     def free_slots(self) -> int:
-        return sum(worker.free for worker in self.workers.values() if not worker.quarantined)
+        return sum(worker.free for worker in self.workers.values() if self._usable(worker))
+
+    def _usable(self, worker: Worker) -> bool:
+        return worker.peer.decode() not in self.engines.quarantined
 
     @property
     def total_slots(self) -> int:
@@ -319,6 +303,9 @@ class WorkerDesk:
         core, open_slots = self.core, self.free_slots
         if not open_slots:
             return
+        if not self.engines.ready:
+            core.waits.append("new episodes wait for a server that holds a published version")
+            return
         for rank, episode in list(core.buffer.pending()):
             if not open_slots:
                 return
@@ -326,7 +313,7 @@ class WorkerDesk:
                 worker
                 for worker in self.workers.values()
                 if worker.free
-                and not worker.quarantined
+                and self._usable(worker)
                 and core.buffer.fresh_enough(self._acked(worker), core.batches.committed, rank)
             ]
             if not fit:
@@ -352,16 +339,15 @@ class WorkerDesk:
         self.core.outbox.to_control(worker.peer, message, frames)
 
     def _acked(self, worker: Worker) -> int:
-        return self.core.ledger.version(worker.peer.decode())
+        return self.engines.version(worker.peer.decode())
 
     def _named_wait(self, rank: int) -> str:
         core = self.core
         needed = core.batches.committed + rank // core.config.buffer.groups_per_batch
         needed -= core.config.buffer.max_staleness
-        fresh = sum(self._acked(worker) >= needed for worker in self.workers.values())
-        return (
-            f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(self.workers)} engines acked"
-        )
+        held = [held.acked[1] for held in core.ledger.engines.values()]
+        fresh = sum(version >= needed for version in held)
+        return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 
     # -- answering -----------------------------------------------------------------------------------
 

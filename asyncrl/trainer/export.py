@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from asyncrl.trainer.model import Policy, full_state
+from asyncrl.trainer.model import Policy, shards, whole_tensors
+from asyncrl.weights import tensorfile
+from asyncrl.weights.shards import layout_of
+from asyncrl.weights.snapshot import as_bytes
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
@@ -18,14 +21,18 @@ def export_hf(directory: Path, policy: Policy, source: str) -> None:
 
     Everything but the weights (tokenizer, chat template, generation settings) is that of `source`.
     """
-    state = full_state(policy)
+    tensors = whole_tensors(policy)
     if dist.get_rank() != 0:
+        for _ in tensors:  # takes part in the gathering
+            pass
         return
     directory.mkdir(parents=True, exist_ok=True)
     for file in sorted(Path(source).iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copyfile(file, directory / file.name)
-    policy.lm.save_pretrained(directory, state_dict=state)
+    layout = layout_of(shards(policy), policy.export_dtype)
+    chunks = ((spec, as_bytes(tensor)) for spec, (_, tensor) in zip(layout, tensors, strict=True))
+    tensorfile.write(directory / "model.safetensors", layout, chunks)
     config = copy.deepcopy(policy.lm.config)  # it names the dtype of the master weights
     config.dtype = policy.export_dtype
     config.save_pretrained(directory)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -147,22 +147,21 @@ def score(policy: Policy, ids: tuple[int, ...], device: torch.device) -> tuple[f
     row = torch.zeros_like(position)
     batch = torch.tensor([ids], device=device)
     scores = policy(Selected(batch, row, position, torch.ones(len(position), device=device)))
+    cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     return tuple(scores.logp.tolist())
 
 
-@torch.no_grad()
-def full_state(policy: Policy) -> dict[str, Tensor]:
-    """The whole weights on rank 0, on the CPU, in the configured dtype; {} on other ranks. A collective.
+def shards(policy: Policy) -> dict[str, DTensor]:
+    """The trained weights, not copied, under Hugging Face's names; one that two modules share has the first
+    name only."""
+    found = dict(policy.lm.named_parameters())
+    assert all(isinstance(shard, DTensor) for shard in found.values()), "between forward and backward"
+    return cast(dict[str, DTensor], found)
 
-    Names are Hugging Face's; a tensor shared by two modules appears once, under its first name. The
-    copies are the caller's: later steps do not change them.
-    """
-    state: dict[str, Tensor] = {}
-    first = torch.distributed.get_rank() == 0
-    for name, parameter in policy.lm.named_parameters():
-        shard = parameter.detach().to(policy.export_dtype)
-        assert isinstance(shard, DTensor)
-        full = shard.full_tensor()
-        if first:
-            state[name] = full.to("cpu", copy=True)
-    return state
+
+@torch.no_grad()
+def whole_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """The weights in the configured dtype, one tensor at a time, whole and on the CPU, on every rank. A
+    collective: all ranks exhaust it. A tensor may be the policy's own."""
+    for name, shard in shards(policy).items():
+        yield name, cast(DTensor, shard.detach().to(policy.export_dtype)).full_tensor().cpu()

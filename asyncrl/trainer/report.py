@@ -63,6 +63,7 @@ def tally_tokens(tally: Tally, seen: TokenSums, denominator: float) -> None:
     tally.ratio("rollout_corr/rollout_rs_masked_fraction", s["masked"], s["fresh"])
     tally.ratio("rollout_corr/truncated_fraction", s["truncated"], s["fresh"])
     tally.ratio("rollout_corr/logprob_diff_mean", s["exact_diff"], s["exact"])
+    tally.ratio("rollout_corr/k3_kl_same_version", s["exact_k3"], s["exact"])
     tally.total("rollout_corr/logprob_diff_tokens", s["exact"])
     tally.total("rollout_corr/nonfinite_tokens", s["nonfinite"])
     tally.total("trainer/kept_tokens", s["kept"])

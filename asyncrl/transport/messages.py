@@ -38,6 +38,21 @@ class WorkerHello(Message, frozen=True):
     acked: int = 0
 
 
+class EngineUse(msgspec.Struct, frozen=True, array_like=True):
+    """What one server has done for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
+    computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: requests that it did
+    not finish. `moved`: turns that it took over from another."""
+
+    name: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    busy: int = 0
+    lost: int = 0
+    moved: int = 0
+
+
 class Heartbeat(Message, frozen=True):
     """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
     absent from `held` is lost. Seconds and counts are totals since the incarnation began."""
@@ -49,11 +64,13 @@ class Heartbeat(Message, frozen=True):
     idle_s: float
     tokens: int
     waiting: str = ""  # the named wait the worker is in, if any
+    engines: tuple[EngineUse, ...] = ()
 
 
 class Loaded(Message, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
-    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens."""
+    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens. `superseded`: the trainer
+    has a newer version by now, and only that."""
 
     ref: WeightsRef
     lane: str
@@ -62,6 +79,29 @@ class Loaded(Message, frozen=True):
     error: str = ""
     probe_gap: float = 0.0
     probe_tokens: int = 0
+    superseded: bool = False
+
+
+# -- control: keeper of a server -> coordinator ----------------------------------------------------
+
+
+class KeeperHello(Message, frozen=True):
+    """First message of a keeper, repeated until welcomed, after silence and when its server is up.
+    `url` is empty while the server starts; `engine` says what it is ("sglang 0.5.23")."""
+
+    index: int
+    incarnation: str
+    url: str
+    pid: int
+    engine: str = ""
+
+
+class KeeperBeat(Message, frozen=True):
+    """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed."""
+
+    healthy: bool
+    starting: bool
+    waiting: str = ""
 
 
 # -- control: coordinator -> worker ----------------------------------------------------------------
@@ -92,11 +132,30 @@ class Cancel(Message, frozen=True):
     attempt: Attempt
 
 
+class EngineEntry(msgspec.Struct, frozen=True):
+    """A server as workers are to see it. `epoch` and `version` are what its keeper has confirmed last; only
+    `healthy` ones take requests. `lane` "eval": leased to validation, its weights do not change."""
+
+    name: str
+    url: str
+    incarnation: str
+    version: int
+    epoch: int
+    healthy: bool
+    lane: str = "train"
+
+
 class LoadWeights(Message, frozen=True):
     """Load a version into a lane and answer Loaded."""
 
     ref: WeightsRef
     lane: str
+
+
+class Engines(Message, frozen=True):
+    """All servers, whenever something about one changes."""
+
+    entries: tuple[EngineEntry, ...]
 
 
 class Clock(Message, frozen=True):
@@ -200,7 +259,7 @@ class Published(Message, frozen=True):
 
     ref: WeightsRef
     snapshot_s: float  # what the trainer waited
-    write_s: float  # in the background
+    write_s: float  # in the background; a broadcast is only offered here, keepers tell what each took
 
 
 class Checkpointed(Message, frozen=True):
@@ -327,11 +386,12 @@ class RunEnd(Message, frozen=True):
 
 
 ToCoordinatorControl = (
-    WorkerHello | Heartbeat | Loaded | TrainerHello | Commit | Published | Checkpointed | TrainerBeat
-    | ObserverHello | Stop
+    WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Published
+    | Checkpointed | TrainerBeat | ObserverHello | Stop
 )  # fmt: skip
 ToCoordinatorBulk = Generated | Replied | Finished | Failed | Take | Confirm
-ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Clock | Stop
+ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
+ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced
 ToTrainerControl = Welcome | Committed | Stop
 ToTrainerBulk = Plan | Go

@@ -27,6 +27,7 @@ from asyncrl.transport.messages import Message
 MAX_BYTES = 256 << 20
 HIGH_WATER = 4096
 SEND_DEADLINE = 30.0
+LINGER = 500  # milliseconds that a closed socket goes on sending
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -53,6 +54,14 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
         return Endpoints(
             control=f"tcp://{host}:{first.getsockname()[1]}", bulk=f"tcp://{host}:{second.getsockname()[1]}"
         )
+
+
+def local_address(endpoint: str) -> str:
+    """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
 
 
 def identity(role: str, index: int, incarnation: str = "") -> bytes:
@@ -111,7 +120,7 @@ class Hub:
             raise ProtocolError(f"{peer!r}: {error}") from None
 
     def close(self) -> None:
-        self.socket.close(linger=500)
+        self.socket.close(linger=LINGER)
 
 
 class Poller:
@@ -151,7 +160,7 @@ class Link:
         return self._codec.decode(self.socket.recv_multipart())
 
     def close(self) -> None:
-        self.socket.close(linger=500)
+        self.socket.close(linger=LINGER)
 
 
 class AsyncLink:
@@ -177,7 +186,13 @@ class AsyncLink:
         return self._codec.decode(await self._socket.recv_multipart())
 
     def close(self) -> None:
-        self._socket.close(linger=500)
+        self._socket.close(linger=LINGER)
+
+
+def flush_sockets() -> None:
+    """Wait for closed sockets to send what they hold, at most LINGER. Afterwards there are none any more."""
+    zmq.Context.instance().term()
+    zmq.asyncio.Context.instance().term()
 
 
 def _configure(sock: Any, name: bytes | None = None) -> None:
@@ -188,4 +203,4 @@ def _configure(sock: Any, name: bytes | None = None) -> None:
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-    sock.setsockopt(zmq.LINGER, 500)
+    sock.setsockopt(zmq.LINGER, LINGER)

@@ -1,40 +1,59 @@
 """Weights through a directory: both ends of the file protocol.
 
-A version is a directory `e<epoch>-v<version>` with `model.safetensors` and `manifest.json`. It is written
-under a temporary name and renamed when complete, so a reader sees all of it or nothing. One process publishes
-to a directory; any number read. Nothing is synced to the disk: a version lost in a power cut is published
-again, and a damaged one does not pass its checksums.
+A version is a directory `e<epoch>-v<version>` with a manifest and either all tensors (`model.safetensors`, so
+that it is a directory of weights for whoever reads Hugging Face's format) or what changed since an earlier
+version (`delta.bin`; `weights.delta` writes those). It is written under a temporary name and renamed when
+complete, so a reader sees all of it or nothing. One process publishes to a directory; any number read.
+Nothing is synced to the disk: a version lost in a power cut is published again, and a damaged one does not
+pass its checksums.
+
+Versions that are held, and those that kept ones build upon, are not pruned. A reader that holds nothing may
+lose a version at any moment: what it has mapped stays readable, everything else is a WeightsError. Holding is
+a file lock (flock), which network file systems have, too.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import shutil
+import socket
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2s
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import ConfigError
+from asyncrl.weights import codec, tensorfile
 from asyncrl.weights.manifest import (
+    ITEM_BYTES,
     Manifest,
     Probe,
-    TensorEntry,
     WeightsError,
     WeightsRef,
+    describe,
     overall_checksum,
     xxh3,
 )
+from asyncrl.weights.tensorfile import Arrays
+
+if TYPE_CHECKING:  # who only checks and prunes files does without torch
+    import torch
+
+    from asyncrl.weights.snapshot import Snapshot
 
 PAYLOAD = "model.safetensors"
+DELTA = "delta.bin"
 MANIFEST = "manifest.json"
 SHARED_MEMORY = Path("/dev/shm")
+BUCKET_BYTES = 256 << 20
 _TEMPORARY = ".writing-"
+log = logging.getLogger("asyncrl.weights")
 
 
 def publish(
@@ -44,24 +63,44 @@ def publish(
     version: int,
     probe: Probe | None = None,
 ) -> WeightsRef:
-    """Write one version, whole or not at all. Of tensors that share their storage (tied weights) the first
-    name is written. Publishing a version again replaces it. Raises OSError if it does not fit."""
+    """Write one version of tensors at hand, as `write` does."""
+    from asyncrl.weights.snapshot import whole
+
+    return write(whole(tensors, trainer_epoch, version, probe), directory, BUCKET_BYTES)
+
+
+def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
+    """Write one version, whole or not at all. Publishing a version again replaces it. Raises OSError if it
+    does not fit."""
+    with placed(directory, snapshot.order) as work:
+        chunks = snapshot.chunks(bucket_bytes)
+        entries = tensorfile.write(work / PAYLOAD, snapshot.layout, chunks)
+        write_manifest(work, describe(snapshot.order, entries, snapshot.probe))
+    return ref_to(directory, snapshot.order)
+
+
+@contextmanager
+def placed(directory: Path, order: tuple[int, int]) -> Iterator[Path]:
+    """A directory to fill, which becomes that of a version when the body succeeds."""
     directory.mkdir(parents=True, exist_ok=True)
     _clean(directory)
-    target = directory / f"e{trainer_epoch:04d}-v{version:08d}"
-    work = _temporary(directory)
+    work, target = _temporary(directory), Path(ref_to(directory, order).path)
     work.mkdir()
     try:
-        payload = _untied(tensors)
-        save_file(payload, work / PAYLOAD)
-        manifest = _describe(payload, trainer_epoch, version, probe)
-        (work / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        yield work
         if target.exists():
             target.rename(_temporary(directory))
         work.rename(target)
     finally:
         _clean(directory)
-    return WeightsRef(trainer_epoch, version, str(target))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    (directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+
+
+def ref_to(directory: Path, order: tuple[int, int]) -> WeightsRef:
+    return WeightsRef(*order, str(directory / f"e{order[0]:04d}-v{order[1]:08d}"))
 
 
 def read_manifest(ref: WeightsRef) -> Manifest:
@@ -71,7 +110,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
-    if (manifest.trainer_epoch, manifest.version) != ref.order:
+    if manifest.order != ref.order:
         found = f"epoch {manifest.trainer_epoch}, version {manifest.version}"
         wanted = f"epoch {ref.trainer_epoch}, version {ref.version}"
         raise WeightsError(f"weights {ref.path}: expected {wanted}; found {found}")
@@ -82,17 +121,83 @@ def read_manifest(ref: WeightsRef) -> Manifest:
 
 def read(ref: WeightsRef) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """A version's manifest and tensors (on the CPU), every checksum verified. Raises WeightsError."""
+    import torch
+
+    manifest, arrays = read_arrays(ref)
+    return manifest, {
+        spec.name: torch.from_numpy(arrays[spec.name]).view(getattr(torch, spec.dtype)).reshape(spec.shape)
+        for spec in manifest.layout
+    }
+
+
+def verify(ref: WeightsRef) -> Manifest:
+    """Check every byte of a version. Raises WeightsError."""
+    return read_arrays(ref)[0]
+
+
+def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
+    """A version's manifest and the bytes of its tensors, verified; a delta is applied to what it changes, in
+    this process's memory. Raises WeightsError."""
+    lineage = list(walk(ref))
+    start, origin = lineage[-1]
+    arrays = tensorfile.mapped(Path(start.path) / PAYLOAD, origin.layout, "c")
+    for later, manifest in reversed(lineage[:-1]):
+        patch(arrays, later, manifest)
+    check(arrays, ref, lineage[0][1])
+    return lineage[0][1], arrays
+
+
+def walk(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
+    """A version and those it builds upon, newest first; the last one is whole. Raises WeightsError."""
     manifest = read_manifest(ref)
+    yield ref, manifest
+    while (delta := manifest.delta) is not None:
+        base = ref_to(Path(ref.path).parent, delta.order)
+        manifest = read_manifest(base)
+        if base.order >= ref.order or manifest.checksum != delta.checksum:
+            raise WeightsError(f"weights {ref.path}: {base.path} is not the version it builds upon")
+        yield base, manifest
+        ref = base
+
+
+def patch(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
+    """Turn the bytes of the version that `ref`, a delta, builds upon into its own, in place."""
+    assert manifest.delta is not None
     try:
-        tensors = load_file(Path(ref.path) / PAYLOAD)
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"weights {ref.path}: no usable {PAYLOAD} ({error})") from error
-    if tensors.keys() != {entry.name for entry in manifest.tensors}:
-        raise WeightsError(f"weights {ref.path}: {PAYLOAD} and {MANIFEST} name different tensors")
+        data = (Path(ref.path) / DELTA).read_bytes()
+        if len(data) != sum(manifest.delta.sizes):
+            raise WeightsError("it is cut off")
+        start = 0
+        for spec, size in zip(manifest.layout, manifest.delta.sizes, strict=True):
+            codec.apply(arrays[spec.name], data[start : start + size], ITEM_BYTES[spec.dtype])
+            start += size
+    except (OSError, KeyError, ValueError, WeightsError) as error:
+        raise WeightsError(f"weights {ref.path}: no usable {DELTA} ({error})") from error
+
+
+def check(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
+    """Raises WeightsError unless these are the bytes of the version."""
     for entry in manifest.tensors:
-        if _entry(entry.name, tensors[entry.name]) != entry:
+        if xxh3(arrays[entry.name]) != entry.xxh3:
             raise WeightsError(f"weights {ref.path}: tensor {entry.name} does not match its manifest entry")
-    return manifest, tensors
+
+
+@contextmanager
+def hold(ref: WeightsRef) -> Iterator[None]:
+    """The version, and what it builds upon, is not pruned during the body, nor after the death of this
+    process. Raises WeightsError when it is gone already."""
+    path = Path(ref.path) / MANIFEST
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a `prune` that is about to delete it
+            there = os.path.samestat(os.fstat(descriptor), path.stat())
+        except OSError as error:
+            raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
+        if not there:
+            raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} (it was replaced meanwhile)")
+        yield
 
 
 def published(directory: Path) -> list[WeightsRef]:
@@ -105,59 +210,105 @@ def published(directory: Path) -> list[WeightsRef]:
     return sorted(refs, key=lambda ref: ref.order)
 
 
-def prune(directory: Path, keep: int, in_use: Collection[WeightsRef] = ()) -> list[WeightsRef]:
-    """Delete all but the newest `keep` versions and those in use; returns what was deleted."""
-    held = {ref.order for ref in in_use}
+def prune(directory: Path, keep: int) -> list[WeightsRef]:
+    """Delete all but the newest `keep` versions, those that are held, and what these build upon; returns
+    what was deleted."""
     refs = published(directory)
-    doomed = [ref for ref in refs[: max(0, len(refs) - keep)] if ref.order not in held]
-    for ref in doomed:
-        shutil.rmtree(ref.path, ignore_errors=True)
+    old = refs[: max(0, len(refs) - keep)]
+    with ExitStack() as stack:  # what nobody holds now cannot be held before it is deleted
+        held = [ref for ref in old if not stack.enter_context(_claimed(ref))]
+        needed = set[tuple[int, int]]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
+        doomed = [ref for ref in old if ref.order not in needed]
+        for ref in doomed:
+            _delete(ref)
     return doomed
 
 
-def weights_directory(
-    kind: Literal["auto", "shm", "run"], run_dir: Path, run_name: str, needed_bytes: int
-) -> Path:
-    """Where a run publishes: shared memory when it has room for `needed_bytes` (all versions kept at once),
-    or the run's own directory. `publish` creates it. Raises ConfigError if `shm` is asked for and full."""
+def room(version_bytes: int, keep: int, delta: bool, caches: int) -> int:
+    """Bytes that the versions kept at once may take, the one being written and one being read included. With
+    deltas: two lineages, each a whole version and deltas of about as much, the publisher's copy, and
+    readers' `caches`, if they are beside the versions."""
+    return version_bytes * (keep + 2 + (3 + caches if delta else 0))
+
+
+def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
+    """Where a run publishes, by the key weights.directory: in shared memory when that has room for
+    `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path.
+    `publish` creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
     on_disk = run_dir / "weights"
-    if kind == "run":
+    if where == "run":
         return on_disk
-    tag = blake2s(str(run_dir.resolve()).encode(), digest_size=4).hexdigest()  # two runs may share a name
+    # Runs may share a name, on a path that machines share even that of their directory.
+    place = f"{socket.gethostname()}:{run_dir.resolve()}"
+    tag = blake2s(place.encode(), digest_size=4).hexdigest()
+    if where not in ("auto", "shm"):
+        if not Path(where).is_absolute():
+            raise ConfigError(f"$.weights.directory: {where!r} is none of auto, shm, run, an absolute path")
+        return Path(where) / f"{run_name}-{tag}"
     shared = SHARED_MEMORY / f"asyncrl-{run_name}-{tag}"
-    own = sum(path.stat().st_size for path in shared.rglob("*") if path.is_file())  # is written over
-    free = own + shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    free = 0
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free + _bytes_in(shared)  # the run's own is written over
     if free >= needed_bytes:
         return shared
-    if kind == "shm":
-        room = f"{SHARED_MEMORY} has {free} bytes free and the weights need {needed_bytes}"
-        raise ConfigError(f"{room}; set weights.directory=run")
+    if where == "shm":
+        problem = f"{SHARED_MEMORY} has {free} bytes free and the weights need {needed_bytes}"
+        raise ConfigError(f"{problem}; set weights.directory=run")
     return on_disk
 
 
-def _untied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors, each storage once."""
-    seen: set[tuple] = set()
-    kept: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        kept[name] = tensor.detach().cpu().contiguous()
-    return kept
+def cache_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int, index: int) -> Path:
+    """Where reader `index` makes deltas whole: on its own machine always, beside the versions unless these
+    are on a path that machines may share."""
+    local = "auto" if Path(where).is_absolute() else where
+    return weights_directory(local, run_dir, run_name, needed_bytes) / f"cache-{index}"
 
 
-def _describe(
-    tensors: Mapping[str, torch.Tensor], trainer_epoch: int, version: int, probe: Probe | None
-) -> Manifest:
-    entries = tuple(_entry(name, tensor) for name, tensor in tensors.items())
-    return Manifest(trainer_epoch, version, entries, overall_checksum(entries, probe), probe)
+def _bytes_in(directory: Path) -> int:
+    """The size of its files; some may go meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += (Path(parent) / name).stat().st_size
+    return total
 
 
-def _entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), xxh3(data))
+def _needs(ref: WeightsRef) -> set[tuple[int, int]]:
+    """A version and those it builds upon, as far as they can be read."""
+    found = {ref.order}
+    with suppress(WeightsError):
+        found |= {base.order for base, _ in walk(ref)}
+    return found
+
+
+@contextmanager
+def _claimed(ref: WeightsRef) -> Iterator[bool]:
+    """True: nobody holds the version, nor can before the end of the body. A version that cannot be locked
+    counts as held, for whoever reads it could not tell either."""
+    with ExitStack() as stack:
+        try:
+            # To be opened for writing: on NFS an exclusive lock needs that.
+            descriptor = os.open(Path(ref.path) / MANIFEST, os.O_RDWR)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:  # no version: somebody has begun to delete it
+            claimed = True
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                log.warning("weights %s are kept: they cannot be locked (%s)", ref.path, error)
+            claimed = False
+        else:
+            claimed = True
+        yield claimed
+
+
+def _delete(ref: WeightsRef) -> None:
+    """All at once for readers; what cannot be removed is tried again at the next publish."""
+    aside = _temporary(Path(ref.path).parent)
+    with suppress(OSError):
+        Path(ref.path).rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _temporary(directory: Path) -> Path:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from asyncrl.errors import AsyncrlError
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_LABEL = re.compile(r"e(\d+)-v(\d+)")
 
 
 class WeightsError(AsyncrlError):
@@ -26,14 +31,44 @@ class WeightsRef(msgspec.Struct, frozen=True):
     def order(self) -> tuple[int, int]:
         return self.trainer_epoch, self.version
 
+    @property
+    def label(self) -> str:
+        """The version's name on a server, which stamps sampled tokens with it."""
+        return f"e{self.trainer_epoch}-v{self.version}"
+
+
+def order_of(label: str) -> tuple[int, int] | None:
+    """(trainer_epoch, version) of a `WeightsRef.label`; None for what this project did not name."""
+    found = _LABEL.fullmatch(label)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+class TensorSpec(NamedTuple):
+    """A whole tensor; `dtype` is a key of ITEM_BYTES."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Layout = tuple[TensorSpec, ...]
+
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a version."""
+    """One tensor of a version, with the checksum of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     xxh3: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.shape, self.dtype)
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -44,14 +79,52 @@ class Probe(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """The version whose bytes a delta changes, and how many bytes of the delta belong to each tensor."""
+
+    trainer_epoch: int
+    version: int
+    checksum: str
+    sizes: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.trainer_epoch, self.version
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries and the probe."""
+    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries and the probe: the same
+    for a version that is published whole and one that is published as a `delta`."""
 
     trainer_epoch: int
     version: int
     tensors: tuple[TensorEntry, ...]
     checksum: str
     probe: Probe | None = None
+    delta: Delta | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.trainer_epoch, self.version
+
+    @property
+    def layout(self) -> Layout:
+        return tuple(entry.spec for entry in self.tensors)
+
+
+def describe(
+    order: tuple[int, int],
+    tensors: tuple[TensorEntry, ...],
+    probe: Probe | None,
+    delta: Delta | None = None,
+) -> Manifest:
+    """The manifest of a version, its checksum included."""
+    return Manifest(*order, tensors, overall_checksum(tensors, probe), probe, delta)
+
+
+def entry(spec: TensorSpec, data: Any) -> TensorEntry:
+    """A tensor with the checksum of its bytes."""
+    return TensorEntry(*spec, xxh3(data))
 
 
 def xxh3(data: Any) -> str:

@@ -6,39 +6,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from asyncrl.weights.disk import prune, publish
-from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.buffers import Superseded
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.snapshot import Snapshot
 
 log = logging.getLogger("asyncrl.weights")
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A version in host memory. `seconds`: what the trainer waited for it."""
-
-    tensors: dict[str, torch.Tensor]
-    trainer_epoch: int
-    version: int
-    seconds: float
-    probe: Probe | None = None
 
 
 class Publisher:
     """A thread with a mailbox of one: a newer snapshot replaces one that is still waiting.
 
-    `announce(ref, snapshot_s, write_s)` is called on this thread when a version is in place. A failed
-    write is kept in `error` for the owner to raise: the thread ends.
+    On it, `write` puts a version where engines find it, and `announce(ref, snapshot_s, write_s)` tells of
+    it. A failed write is kept in `error` for the owner to raise: the thread ends.
     """
 
     def __init__(
-        self, directory: Path, keep: int, announce: Callable[[WeightsRef, float, float], None]
+        self,
+        write: Callable[[Snapshot], WeightsRef],
+        announce: Callable[[WeightsRef, float, float], None],
     ) -> None:
-        self.directory, self.keep, self._announce = directory, keep, announce
+        self._write, self._announce = write, announce
         self.error: Exception | None = None
         self._pending: Snapshot | None = None
         self._closing = False
@@ -70,16 +58,12 @@ class Publisher:
             if snapshot is None:
                 return
             try:
-                self._write(snapshot)
+                start = time.monotonic()
+                ref = self._write(snapshot)
+                self._announce(ref, snapshot.seconds, time.monotonic() - start)
+            except Superseded:
+                log.info("v%d was replaced by a newer version before it was written", snapshot.version)
             except Exception as error:  # the owner raises it at its next submit
                 log.exception("publishing v%d failed", snapshot.version)
                 self.error = error
                 return
-
-    def _write(self, snapshot: Snapshot) -> None:
-        start = time.monotonic()
-        ref = publish(
-            snapshot.tensors, self.directory, snapshot.trainer_epoch, snapshot.version, snapshot.probe
-        )
-        self._announce(ref, snapshot.seconds, time.monotonic() - start)
-        prune(self.directory, self.keep, in_use=[ref])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from asyncrl.engines.base import Request
 from asyncrl.types import Generation, StopReason, VersionSpan
-from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.disk import read_manifest
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from tests.fakes.chat import END, encode
 
 
@@ -51,13 +53,16 @@ class ScriptedEngine:
     def release(self, session: str) -> None:
         self.released.append(session)
 
-    async def load(self, ref: WeightsRef) -> str:
+    async def load(self, ref: WeightsRef) -> Manifest:
         self.loads.append(ref)
         await self.load_gate.wait()
         if ref.path == "damaged":
             raise WeightsError("weights damaged: checksum")
         self._version = ref.version
-        return f"sum-{ref.version}"
+        probe = None
+        with suppress(WeightsError):  # most tests name versions that are nowhere
+            probe = read_manifest(ref).probe
+        return Manifest(ref.trainer_epoch, ref.version, (), f"sum-{ref.version}", probe)
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(-1.0 for _ in ids[1:])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from asyncrl.buffer.packing import balance, bucket
 from asyncrl.config import RunConfig, parse
-from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.model import Policy, load_policy, whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.transport.messages import Row
@@ -141,6 +141,11 @@ def make_row(
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def full_state(policy: Policy) -> dict[str, Tensor]:
+    """The whole weights, copied, on all ranks. A collective."""
+    return {name: tensor.clone() for name, tensor in whole_tensors(policy)}
 
 
 def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:

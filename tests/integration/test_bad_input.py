@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -206,6 +208,24 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "missing function": (setting("rollout.reward=json:lodas"), ("lodas", "loads")),
     "unknown parser": (setting("rollout.parser=hermse"), ("hermes",)),
     "unknown engine": (setting("engine.name=troch"), ("unknown engine", "torch")),
+    "no server at the URL": (
+        setting("engine=sglang", "engine.urls=[http://127.0.0.1:9]"),
+        ("$.engine.urls", "http://127.0.0.1:9"),
+    ),
+    "two names of a server": (
+        setting("engine=sglang", "engine.urls=[http://h:1,http://h:1/]"),
+        ("$.engine.urls", "twice"),
+    ),
+    "a key that is not there": (
+        setting("engine=sglang", "engine.api_key_env=ASYNCRL_NO_SUCH_KEY"),
+        ("$.engine.api_key_env", "ASYNCRL_NO_SUCH_KEY is not set"),
+    ),
+    "no SGLang": (setting("engine=sglang"), ("sglang", "not installed", "engine.urls")),
+    "no server command": (
+        setting("engine=sglang", "engine.server_command=[/nowhere/python]"),
+        ("$.engine.server_command", "/nowhere/python"),
+    ),
+    "broadcast without servers": (setting("weights.transport=collective"), ("engine=sglang",)),
     "unknown advantage": (setting("algorithm.advantage=gprpo"), ("unknown advantage", "grpo")),
     "unknown loss": (setting("algorithm.loss=reinforced"), ("unknown loss", "reinforce")),
     "uninstalled tracker": (setting("observe.trackers=[swanlab]"), ("asyncrl[swanlab]",)),
@@ -220,14 +240,39 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
 }
 
 
+@dataclass
+class Refusal:
+    """One case's run."""
+
+    inputs: Inputs
+    done: subprocess.CompletedProcess[str]
+    left: list[int]
+
+
+@pytest.fixture(scope="module")
+def refusals(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Refusal]]]:
+    """The selected cases, two at a time: each is mostly the imports of a process of its own."""
+
+    def run(case: str) -> Refusal:
+        inputs = Inputs(folders[case], model)
+        return Refusal(inputs, *train(*inputs.overrides, *CASES[case][0](inputs)))
+
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    cases = [each["case"] for each in params if each.get("case") in CASES]
+    folders = {case: tmp_path_factory.mktemp("case") for case in cases}
+    with ThreadPoolExecutor(2) as pool:
+        yield {case: pool.submit(run, case) for case in cases}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_is_refused_in_one_line(inputs: Inputs, case: str) -> None:
-    spoil, says = CASES[case]
+def test_is_refused_in_one_line(refusals: dict[str, Future[Refusal]], case: str) -> None:
     if case == "uninstalled tracker" and importlib.util.find_spec("swanlab"):
         pytest.skip("swanlab is installed here")
-    done, left = train(*inputs.overrides, *spoil(inputs))
-    refused(done, left, *says)
-    assert not (inputs.runs / "x" / "logs").exists()
+    refusal = refusals[case].result(120)
+    refused(refusal.done, refusal.left, *CASES[case][1])
+    assert not (refusal.inputs.runs / "x" / "logs").exists()
 
 
 def test_a_port_in_use(inputs: Inputs) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from asyncrl.trainer import checkpoint
-from asyncrl.trainer.model import full_state
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -17,6 +16,7 @@ from tests.fakes.training import (
     Episode,
     Recorder,
     balanced_cut,
+    full_state,
     make_learner,
     plain_model,
     run_batch,

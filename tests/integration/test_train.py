@@ -37,9 +37,15 @@ def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
 
 
 def test_two_workers_two_ranks(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=4", "rollout.workers=2", "trainer.ranks=2", "data.test=''") as run:
+    """Weights travel as deltas, in buckets smaller than a layer."""
+    weights = ["weights.delta=true", "weights.directory=run", "weights.bucket_bytes=65536"]
+    with Run(
+        tmp_path, "total_steps=4", "rollout.workers=2", "trainer.ranks=2", "data.test=''", *weights
+    ) as run:
         summary = run.completed(4)
     assert summary["flow"]["trained"] == 4 * 16
+    assert summary["probe_logprob_diff_max"] <= 1e-4 and summary["probe_tokens_compared"] >= 4 * 64
+    assert list((run.path / "weights").glob("*/delta.bin")), "every version was published whole"
 
 
 def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
@@ -87,7 +93,10 @@ def test_ray_runs_the_same_roles(tmp_path: Path) -> None:
     assert summary["flow"]["trained"] == 3 * 16
 
 
-def test_memory_is_not_left_in_dev_shm(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=1", "weights.directory=shm", "data.test=''") as run:
+@pytest.mark.parametrize("where", ["shm", "path"])
+def test_no_weights_are_left_outside_of_the_run(tmp_path: Path, where: str) -> None:
+    directory = str(tmp_path / "shared") if where == "path" else where
+    with Run(tmp_path, "total_steps=1", f"weights.directory={directory}", "data.test=''") as run:
         run.completed(1)
-    assert not weights_directory("auto", run.path, "run", 0).exists()
+    left = weights_directory(directory, run.path, "run", 0)
+    assert left.parent.is_dir() and not left.exists()

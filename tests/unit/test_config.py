@@ -75,6 +75,12 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"algorithm__advantage": "grpo", "buffer__group_policy": "partial"}, "biased"),
         ({"rollout__max_new_tokens": 2000}, "exceeds max_tokens"),
         ({"trainer__micro_batch_tokens": 100}, "would not fit"),
+        ({"weights__transport": "collective"}, "needs servers"),
+        ({"engine__urls": ["http://a:1", "http://b:1", "http://a:1/"]}, "names a server twice"),
+        (
+            {"engine__name": "sglang", "weights__transport": "collective", "weights__delta": True},
+            "knows no deltas",
+        ),
     ],
 )
 def test_refusals_name_the_key(keys: dict[str, Any], complaint: str) -> None:

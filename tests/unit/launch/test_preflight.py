@@ -152,8 +152,54 @@ def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
         tmp_path, model={"path": str(tmp_path / "model")}, weights={"directory": "shm", "keep": 3}
     )
     with pytest.raises(ConfigError, match="40 bytes free and the weights need 50"):
-        preflight.check_shared_memory(insisting)
-    version = preflight.shared_weights(insisting) / "e0001-v00000001"
+        preflight.check_weights_directory(insisting)
+    version = preflight.outside_weights(insisting)[0] / "e0001-v00000001"
     version.mkdir(parents=True)
     (version / "model.safetensors").write_bytes(bytes(10))
-    preflight.check_shared_memory(insisting)
+    preflight.check_weights_directory(insisting)
+
+
+def test_versions_are_written_and_removed_where_nodes_share_a_path(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = {"path": str(tmp_path)}
+
+    def at(directory: str) -> RunConfig:
+        return config(tmp_path, model=model, weights={"directory": directory})
+
+    shared = at(str(tmp_path / "shared"))
+    preflight.check_weights_directory(shared)
+    assert not (tmp_path / "shared").exists()
+    memory, path = sorted(preflight.outside_weights(shared), key=lambda each: each.is_relative_to(tmp_path))
+    assert memory.parent == disk.SHARED_MEMORY and path.parent == tmp_path / "shared"
+    for directory, says in {
+        f"{tmp_path}/file/weights": "file is not a writable directory; set weights.directory",
+        "shared": "'shared' is none of auto, shm, run, an absolute path",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            preflight.check_weights_directory(at(directory))
+
+
+@pytest.mark.parametrize(
+    ("host", "url", "reached"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:30000", True),
+        ("127.0.0.1", "http://localhost:30000", True),
+        ("localhost", "http://[::1]:30000", True),
+        ("127.0.0.1", "http://10.0.0.5:30000", False),
+        ("localhost", "http://gpu-7:30000", False),
+        ("10.0.0.4", "http://10.0.0.5:30000", True),
+    ],
+)
+def test_servers_elsewhere_are_not_told_to_join_themselves(
+    tmp_path: Path, host: str, url: str, reached: bool
+) -> None:
+    def with_weights(**weights: str) -> RunConfig:
+        engine = {"name": "sglang", "urls": ["http://127.0.0.1:1", url]}
+        return config(tmp_path, engine=engine, launch={"host": host}, weights=weights)
+
+    preflight.check_group_address(with_weights(transport="disk"))
+    if reached:
+        preflight.check_group_address(with_weights(transport="collective"))
+        return
+    with pytest.raises(ConfigError, match=rf"launch.host: {host} cannot be reached by {url}"):
+        preflight.check_group_address(with_weights(transport="collective"))

@@ -30,7 +30,7 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "SHARED_MEMORY", tmp_path / "shm")
-    left = preflight.shared_weights(config) / "e0001-v00000001"  # of a launcher that was killed
+    left = preflight.outside_weights(config)[0] / "e0001-v00000001"  # of a launcher that was killed
     left.mkdir(parents=True)
     seen: list[bool] = []
 

@@ -20,7 +20,7 @@ KEYS = (
     "steps seconds reward_first reward_last success_before success_after greedy_after policy_version "
     "tokens_trained tokens_per_s lag_mean lag_max masked_token_frac trajectories_multi_version "
     "trainer_idle_frac rollout_idle_frac weights_stall_s_mean logprob_diff_max_same_version "
-    "logprob_tokens_compared flow conserved"
+    "logprob_tokens_compared k3_same_version flow conserved"
 )
 
 
@@ -76,9 +76,15 @@ def test_one_validation_is_before_and_not_after() -> None:
 def test_extremes_are_of_the_whole_run() -> None:
     rows = [
         step(1, staleness__lag__max=3.0, rollout_corr__logprob_diff_max=1e-3),
-        step(2, staleness__lag__max=1.0, rollout_corr__logprob_diff_tokens=10.0),
+        step(
+            2,
+            staleness__lag__max=1.0,
+            rollout_corr__logprob_diff_tokens=10.0,
+            rollout_corr__k3_kl_same_version=1e-9,
+        ),
     ]
     summary = summarize(rows, FLOW, True)
+    assert summary["k3_same_version"] == pytest.approx(1e-9)
     assert summary["lag_max"] == 3 and summary["logprob_diff_max_same_version"] == 1e-3
     assert summary["logprob_tokens_compared"] == 10
 

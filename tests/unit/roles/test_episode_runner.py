@@ -13,7 +13,7 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
 from asyncrl.roles.episode_runner import EpisodeRunner, generated, turns_of
-from asyncrl.roles.lanes import Lane
+from asyncrl.roles.lanes import OwnLane
 from asyncrl.roles.meter import Meter
 from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.waits import Waits
@@ -42,7 +42,7 @@ class Bench:
         self.auto_ack = True
         self.waits, self.oldest = Waits(), 0
         self.engine = ScriptedEngine(self.script)
-        self.lane = Lane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 5.0)
+        self.lane = OwnLane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 5.0)
         self.lane.engine = self.engine
         self.outbox = Outbox(self.send)
         config = RolloutConfig(**{"episode_timeout": 5.0, "reward_timeout": 5.0, **options})

@@ -20,10 +20,12 @@ from asyncrl.transport.messages import (
     Confirm,
     Go,
     Plan,
+    Published,
     Take,
     TrainerHello,
     Welcome,
 )
+from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, land, make
 
@@ -131,3 +133,14 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(world: Desk) -> 
 def test_a_checkpoint_of_another_run_is_refused(world: Desk) -> None:
     with pytest.raises(ProtocolError, match="not of one run"):
         world.hello("z", step=2)
+
+
+def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(world: Desk) -> None:
+    """Its store has the version, but an address is no directory that could be looked into."""
+    epoch = world.core.trainer_epoch
+    published = Published(WeightsRef(epoch, 3, "tcp://host:1"), 0.0, 0.0)
+    world.core.ledger.publish((epoch, 3))
+    world.desk.publish(Published(WeightsRef(epoch, 2, "tcp://host:1"), 0.0, 0.0), 0.0)
+    assert world.core.latest is None
+    world.desk.publish(published, 0.0)
+    assert world.core.latest == published.ref

@@ -10,6 +10,7 @@ from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.buffer.records import Episode, State
 from asyncrl.config import parse
 from asyncrl.roles.core import Core
+from asyncrl.roles.engine_desk import EngineDesk
 from asyncrl.roles.worker_desk import WorkerDesk
 from asyncrl.store.runstore import RunStore
 from asyncrl.transport.messages import (
@@ -52,8 +53,13 @@ class Desk:
             coordinator_epoch=1,
         )
         self.landed: list[Episode] = []
+        self.engines = EngineDesk(self.core, 0.0)
         self.desk = WorkerDesk(
-            self.core, lambda episode, _: self.landed.append(episode), lambda *_: None, lambda _: False
+            self.core,
+            self.engines,
+            lambda episode, _: self.landed.append(episode),
+            lambda *_: None,
+            lambda _: False,
         )
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
@@ -62,6 +68,7 @@ class Desk:
 
     def tick(self, now: float = 0.0, gap: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""
+        self.engines.tick(now, gap)
         self.desk.tick(now, gap)
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
@@ -145,7 +152,7 @@ def test_an_ending_that_does_not_fit_its_turns_is_not_trained(desk: Desk) -> Non
 def test_a_version_that_was_never_pushed_quarantines_the_worker(desk: Desk) -> None:
     (_, first), _ = desk.tick()
     desk.desk.record(A, Generated(1, first, 0, 20, 10, 0, 99), [b"frame"], 0.0)
-    assert desk.desk.workers[A].quarantined and desk.desk.free_slots == 0
+    assert A.decode() in desk.engines.quarantined and desk.desk.free_slots == 0
     assert desk.state(first.uid)[0] is State.PENDING
 
 
@@ -159,4 +166,4 @@ def test_engines_must_agree_on_a_version(desk: Desk) -> None:
     desk.desk.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
     desk.desk.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
     assert [desk.core.ledger.version(peer.decode()) for peer in (A, B)] == [1, 0]
-    assert desk.desk.workers[B].quarantined
+    assert desk.engines.quarantined == {B.decode()}

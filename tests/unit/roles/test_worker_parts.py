@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError
-from asyncrl.roles.lanes import BROKEN, Lane
+from asyncrl.roles.lanes import BROKEN, OwnLane
 from asyncrl.roles.lease import Contact, Lease
 from asyncrl.roles.meter import Meter
 from asyncrl.roles.scoring import RewardError, Scorer
@@ -103,7 +103,7 @@ class Fixture:
         self.builds = 0
         timeline = Intervals()
         first = None if pinned else self.engine
-        self.lane = Lane(
+        self.lane = OwnLane(
             "lane", self.build, self.waits, Meter(timeline), timeline, 5.0, pinned=pinned, engine=first
         )
         self.task = asyncio.create_task(self.lane.run(self.report))

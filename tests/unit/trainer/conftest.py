@@ -1,21 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from asyncrl.trainer.world import World, join, leave
 from tests.fakes.training import plain_model, save_tiny_model
-
-
-@pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    torch.set_num_threads(1)
-    yield join(0, 1, device="cpu")
-    leave()
 
 
 @pytest.fixture(scope="session")

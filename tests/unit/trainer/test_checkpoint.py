@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.checkpoint import CheckpointError, CheckpointManifest
-from asyncrl.trainer.model import full_state
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from tests.fakes.training import Recorder, make_learner, run_batch, tiny_config
+from tests.fakes.training import Recorder, full_state, make_learner, run_batch, tiny_config
 
 
 @pytest.fixture

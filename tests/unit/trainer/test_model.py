@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model import Policy, Selected, full_state, load_policy
+from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
-from tests.fakes.training import plain_model, save_tiny_model, save_tiny_qwen
+from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
 
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen2 tied", "qwen2"])
@@ -64,14 +64,10 @@ def test_parameters_are_sharded_and_the_export_is_whole(world: World, path: str)
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
-def test_the_export_is_a_copy(world: World, path: str) -> None:
+def test_parameters_are_sharded_again_after_scoring(world: World, path: str) -> None:
     policy = load_policy(path, "float32", world)
-    state = full_state(policy)
-    before = {name: tensor.clone() for name, tensor in state.items()}
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(1.0)
-    assert all(torch.equal(state[name], before[name]) for name in state)
+    score(policy, (1, 2, 3), world.device)
+    assert all(isinstance(p, DTensor) for p in policy.parameters())
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(world: World, path: str) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from asyncrl.trainer import step
 from asyncrl.trainer.batch import collate
-from asyncrl.trainer.model import full_state
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from tests.fakes import reference
@@ -24,6 +23,7 @@ from tests.fakes.training import (
     Recorder,
     difference,
     final_gradients,
+    full_state,
     make_learner,
     random_cut,
     run_batch,
@@ -82,6 +82,8 @@ def test_loss_and_counts_are_reported(
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(max(r for r, _ in fresh))
     exact = sum(v == STEP for _, v in fresh)
     assert metrics["rollout_corr/logprob_diff_tokens"] == exact > 0
+    same = [rho - 1 - math.log(rho) for rho in (math.exp(p.item() - mu) for p, mu, v in tokens if v == STEP)]
+    assert metrics["rollout_corr/k3_kl_same_version"] == pytest.approx(sum(same) / exact)
 
 
 def test_a_learner_that_masks_nothing_is_seen_in_the_lag(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections import namedtuple
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.errors import ConfigError
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.snapshot import whole
 
 
 @pytest.fixture
@@ -93,7 +102,7 @@ def test_a_crashed_publish_leaves_nothing_behind(tmp_path, tensors, monkeypatch)
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "save_file", full)
+        patch.setattr(disk, "write_manifest", full)
         with pytest.raises(OSError, match="no space"):
             disk.publish(tensors, tmp_path, 0, 1)
     assert list(tmp_path.iterdir()) == []
@@ -105,12 +114,132 @@ def test_a_crashed_publish_leaves_nothing_behind(tmp_path, tensors, monkeypatch)
     assert not killed.exists()
 
 
-def test_prune_keeps_the_newest_and_those_in_use(tmp_path, tensors):
+def test_prune_keeps_the_newest_and_those_that_are_held(tmp_path, tensors):
     refs = [disk.publish(tensors, tmp_path, *order) for order in ((0, 8), (0, 9), (0, 10), (1, 2), (1, 3))]
     assert disk.published(tmp_path) == refs
-    assert disk.prune(tmp_path, keep=2, in_use=[refs[1]]) == [refs[0], refs[2]]
-    assert disk.published(tmp_path) == [refs[1], *refs[3:]]
+    with disk.hold(refs[1]), disk.hold(refs[1]):
+        assert disk.prune(tmp_path, keep=2) == [refs[0], refs[2]]
+        assert disk.published(tmp_path) == [refs[1], *refs[3:]]
+    assert disk.prune(tmp_path, keep=2) == [refs[1]]
     assert disk.prune(tmp_path, keep=5) == []
+    with pytest.raises(WeightsError, match="no usable manifest"), disk.hold(refs[0]):
+        pass
+
+
+def test_a_reader_that_died_holds_nothing(tmp_path, tensors):
+    old, new = (disk.publish(tensors, tmp_path, 0, version) for version in (1, 2))
+    code = f"""
+from asyncrl.weights import disk, manifest
+with disk.hold(manifest.WeightsRef(0, 1, {old.path!r})):
+    print("held", flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None and reader.stdout.readline() == "held\n"
+        assert disk.prune(tmp_path, keep=1) == []
+        reader.kill()
+        reader.wait()
+        assert disk.prune(tmp_path, keep=1) == [old]
+    assert disk.published(tmp_path) == [new]
+
+
+def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monkeypatch):
+    old, _ = (disk.publish(tensors, tmp_path, 0, version) for version in (1, 2))
+    found = []
+
+    def read() -> None:
+        try:
+            with disk.hold(old):
+                found.append("held")
+        except WeightsError as error:
+            found.append(str(error))
+
+    def while_it_is_read(ref: WeightsRef) -> None:
+        reader.start()
+        end = time.monotonic() + 20
+        while _opened(Path(old.path) / disk.MANIFEST) < 2 and not found:  # by `prune` and the reader
+            assert time.monotonic() < end
+        delete(ref)
+
+    delete, reader = disk._delete, threading.Thread(target=read)
+    monkeypatch.setattr(disk, "_delete", while_it_is_read)
+    assert disk.prune(tmp_path, keep=1) == [old]
+    reader.join(20)
+    assert "no usable manifest" in found[0]
+    assert _opened(tmp_path) == 0
+
+
+def _opened(path: Path) -> int:
+    """How many times this process has a file, or files below a directory, open."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += Path(os.readlink(descriptor)).is_relative_to(path)
+    return found
+
+
+def test_a_version_that_is_replaced_before_it_is_locked_is_not_held(tmp_path, tensors, monkeypatch):
+    ref, lock = disk.publish(tensors, tmp_path, 0, 1), fcntl.flock
+
+    def late(descriptor: int, how: int) -> None:
+        disk.publish(tensors, tmp_path, 0, 1)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(disk.fcntl, "flock", late)
+    with pytest.raises(WeightsError, match="no usable manifest"), disk.hold(ref):
+        pass
+
+
+def test_exclusive_locks_are_taken_as_nfs_wants_them(tmp_path, tensors, monkeypatch):
+    old, _ = (disk.publish(tensors, tmp_path, 0, version) for version in (1, 2))
+    lock = fcntl.flock
+
+    def as_on_nfs(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "not open for writing")
+        lock(descriptor, how)
+
+    monkeypatch.setattr(disk.fcntl, "flock", as_on_nfs)
+    with disk.hold(old):
+        assert disk.prune(tmp_path, keep=1) == []
+    assert disk.prune(tmp_path, keep=1) == [old]
+
+
+def test_where_nothing_can_be_locked_nothing_is_deleted(tmp_path, tensors, monkeypatch, caplog):
+    refs = [disk.publish(tensors, tmp_path, 0, version) for version in (1, 2)]
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(disk.fcntl, "flock", without_locks)
+    assert disk.prune(tmp_path, keep=1) == []
+    assert disk.published(tmp_path) == refs and "no locks available" in caplog.text
+    with pytest.raises(WeightsError, match="no locks available"), disk.hold(refs[0]):
+        pass
+
+
+def test_what_is_read_outlives_its_version(tmp_path, tensors):
+    old, _ = (disk.publish(tensors, tmp_path, 0, version) for version in (1, 2))
+    _, read = disk.read(old)
+    assert disk.prune(tmp_path, keep=1) == [old]
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(WeightsError, match="no usable manifest"):
+        disk.read(old)
+
+
+def test_readers_do_without_torch():
+    code = "import sys, asyncrl.weights.disk, asyncrl.weights.delta; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_the_file_is_safetensors_whatever_the_buckets(tmp_path, tensors, bucket_bytes):
+    ref = disk.write(whole(tensors, 0, 1), tmp_path, bucket_bytes)
+    held = load_file(Path(ref.path) / disk.PAYLOAD)
+    assert held.keys() == tensors.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
 
 
 def test_weights_directory(tmp_path, monkeypatch):
@@ -129,3 +258,24 @@ def test_weights_directory(tmp_path, monkeypatch):
     assert str(tmp_path) in str(caught.value)
     monkeypatch.setattr(disk, "SHARED_MEMORY", tmp_path / "none")
     assert disk.weights_directory("auto", run, "demo", 1) == run / "weights"
+
+
+def test_a_weights_directory_of_its_own(tmp_path, monkeypatch):
+    """On a path that machines share: what is the run's own there, and what stays on each machine."""
+    monkeypatch.setattr(disk, "SHARED_MEMORY", tmp_path)
+    run, path = tmp_path / "runs" / "demo", "/somewhere/shared"
+    where = disk.weights_directory(path, run, "demo", 1 << 60)
+    assert where.parent == Path(path) and where.name.startswith("demo-")
+    assert where != disk.weights_directory(path, tmp_path / "elsewhere" / "demo", "demo", 0)
+    assert disk.cache_directory(path, run, "demo", 0, 3).parent == disk.weights_directory(
+        "shm", run, "demo", 0
+    )
+    assert disk.cache_directory("run", run, "demo", 0, 3) == run / "weights" / "cache-3"
+    monkeypatch.setattr(disk.socket, "gethostname", lambda: "another-node")
+    assert where != disk.weights_directory(path, run, "demo", 0)
+
+
+@pytest.mark.parametrize("where", ["shared/weights", "ram", "~/weights"])
+def test_a_weights_directory_that_is_none(tmp_path, where):
+    with pytest.raises(ConfigError, match=rf"weights.directory: '{where}' is none of auto, shm, run, an abs"):
+        disk.weights_directory(where, tmp_path, "demo", 0)

@@ -1,0 +1,152 @@
+"""A server as a child of its keeper: the command line, the start, the end.
+
+It cannot outlive the keeper: the kernel kills it with its parent, and SGLang asks the same for its own
+children, once they have started; a keeper that ends in order ends the whole process group. Its output is the
+keeper's: one log per server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+
+from asyncrl.config import EngineConfig, RunConfig
+from asyncrl.errors import EngineError
+
+PR_SET_PDEATHSIG = 1
+# From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
+STOP_SECONDS = 0.8
+STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
+_libc = ctypes.CDLL(None)
+
+
+def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) -> list[str]:
+    """The command line of server `index` on a machine where `gpus` GPUs are visible, keys left out.
+    `engine.server_args` come last and win."""
+    engine = config.engine
+    own: dict[str, str | int | float | bool] = {
+        "model-path": str(Path(config.model.path).resolve()),
+        "host": host,
+        "port": port,
+        "dtype": config.model.dtype,
+        "tp-size": engine.tp,
+        "mem-fraction-static": engine.memory_fraction,
+        "incremental-streaming-output": True,
+        "stream-interval": STREAM_INTERVAL,
+        "base-gpu-id": base_gpu(config, index, gpus),
+        "skip-server-warmup": True,  # the first load is checked anyway
+        "log-level-http": "warning",  # a line per request is a line per turn
+    }
+    command = engine.server_command or [sys.executable, "-m", "sglang.launch_server"]
+    return [*command, *_flags(own | engine.server_args)]
+
+
+def base_gpu(config: RunConfig, index: int, gpus: int) -> int:
+    """The first GPU of a server: after those of the trainer ranks on this machine, or, where these do not
+    leave enough, from 0 on again, shared with them. Ray shows each server only its own GPUs."""
+    tp = config.engine.tp
+    first = index * tp + (config.trainer.ranks if config.launch.kind == "local" else 0)
+    return first if first + tp <= gpus else index * tp % max(1, gpus - tp + 1)
+
+
+def _flags(values: dict[str, str | int | float | bool]) -> list[str]:
+    """`{"tp-size": 2, "flag": True}` as `--tp-size 2 --flag`; what is False is left out."""
+    found: list[str] = []
+    for name, value in values.items():
+        if value is not False:
+            found += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return found
+
+
+def keys(engine: EngineConfig) -> tuple[str, str]:
+    """(API key, admin key) from the environment; '' for none."""
+    return os.environ.get(engine.api_key_env, ""), os.environ.get(engine.admin_key_env, "")
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A started server. Context manager: nothing of it is left afterwards."""
+
+    def __init__(self, process: asyncio.subprocess.Process, key_file: Path | None) -> None:
+        self._process, self._key_file = process, key_file
+
+    @classmethod
+    async def start(
+        cls, config: RunConfig, index: int, host: str, port: int, directory: Path
+    ) -> ServerProcess:
+        """Start one; it will listen at host:port. EngineError when there is no such command."""
+        command = arguments(config, index, host, port, torch.cuda.device_count())
+        key_file = _write_keys(config.engine, index, directory)
+        if key_file is not None:
+            command += ["--config", str(key_file)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(
+                f"no server: {command[0]} cannot be run ({error.strerror}); correct engine.server_command"
+            ) from error
+        return cls(process, key_file)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.returncode
+
+    async def ended(self) -> int:
+        return await self._process.wait()
+
+    def forget_keys(self) -> None:
+        """The server has read them: the file goes."""
+        if self._key_file is not None:
+            self._key_file.unlink(missing_ok=True)
+
+    async def stop(self) -> None:
+        """Terminate, then kill what is left of it and its children, also of a server that died by itself."""
+        self.forget_keys()
+        if self.code is None:
+            self._process.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self.ended()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self.ended()
+
+
+def _write_keys(engine: EngineConfig, index: int, directory: Path) -> Path | None:
+    """Keys do not belong on a command line that every user of the machine can read. What a keeper that was
+    killed has left of them goes."""
+    path = directory / f"keys-{index}.yaml"
+    path.unlink(missing_ok=True)
+    api, admin = keys(engine)
+    values = {"api-key": api, "admin-api-key": admin}
+    given = {name: value for name, value in values.items() if value}
+    if not given:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.yaml.encode(given))
+    return path
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

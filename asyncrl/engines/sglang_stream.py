@@ -1,0 +1,192 @@
+"""What an SGLang server streams back for one turn, put together: ids, log-probs and who sampled them.
+
+Streams come cumulative (each event repeats what was there) or incremental (each brings what is new); each
+event tells which, because it always says how many tokens there are by now. Ids are read from the log-prob
+entries, where the two cannot be out of step. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from asyncrl.engines.base import EngineBusy
+from asyncrl.errors import EngineError
+from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.weights.manifest import order_of
+
+Order = tuple[int, int]  # (trainer_epoch, version)
+Stamp = tuple[int, Order, bool]  # tokens from this one on were sampled by that version; False: or a newer one
+
+QUEUE_FULL = 503
+UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known
+
+
+class ForeignWeights(EngineError):
+    """The server sampled with weights that this run never gave it; what it sampled is worth nothing."""
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of `output_token_logprobs`."""
+
+    logprob: float
+    id: int
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of `input_token_logprobs`; the first of a prompt has no log-prob."""
+
+    logprob: float | None
+    id: int
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Why the server ended a request: type stop, length or abort."""
+
+    type: str
+    message: str = ""
+    status_code: int | None = None
+    matched: int | str | list[int] | None = None
+
+
+class LabelSpan(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """`meta_info`; an aborted request lacks most of it."""
+
+    finish_reason: Finish | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str = ""
+    weight_versions: tuple[LabelSpan, ...] | None = None
+    output_token_logprobs: tuple[Sampled, ...] = ()
+    input_token_logprobs: tuple[Scored, ...] = ()
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One event of a stream, or the whole answer to a request that is not streamed."""
+
+    meta_info: Meta = Meta()
+    error: msgspec.Raw = msgspec.Raw()
+
+
+_decode = msgspec.json.Decoder(Event).decode
+
+
+def decode(payload: bytes) -> Event:
+    """EngineError for what is not an event, and for one that reports an error. (JSON has no NaN: a server
+    whose logits are not finite numbers sends null for a log-prob, which is not an event.)"""
+    try:
+        event = _decode(payload)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"a server's answer is not understood: {error}") from error
+    if event.error:
+        raise EngineError(f"the server refused the request: {bytes(event.error).decode()[:300]}")
+    return event
+
+
+class Answer:
+    """One request's tokens so far.
+
+    `acked`: the version that the server was known to hold when the request was sent: nothing older can have
+    sampled it. `in_place`: updates leave the KV cache as it is, and a batch that is under way meanwhile is
+    stamped with the new version; in the other modes an update empties the cache, and stamps are exact.
+    """
+
+    def __init__(self, acked: Order, in_place: bool) -> None:
+        self.tokens: list[Sampled] = []
+        self.finish: Finish | None = None
+        self.prompt_tokens = self.cached_tokens = 0
+        self._acked, self._in_place = acked, in_place
+        self._started = time.perf_counter()
+        self._labels: set[str] = set()
+        self._spans: tuple[LabelSpan, ...] | None = None
+
+    def add(self, event: Event) -> None:
+        """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
+        request: EngineBusy if its queue is full."""
+        meta = event.meta_info
+        self.finish = meta.finish_reason
+        if self.finish is not None and self.finish.status_code is not None and not self.tokens:
+            raise _refusal(self.finish)
+        self._extend(meta.output_token_logprobs, meta.completion_tokens)
+        self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
+        self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
+        self._labels.add(meta.weight_version)
+        self._spans = meta.weight_versions
+
+    def _extend(self, new: tuple[Sampled, ...], total: int) -> None:
+        if len(new) >= total:
+            # All so far: a cumulative stream, or the last event of a request aborted in the queue, which may
+            # come merged with events that are only news, in front of it.
+            self.tokens = list(new[len(new) - total :])
+        elif len(self.tokens) + len(new) == total:
+            self.tokens += new
+        else:
+            lost = total - len(self.tokens) - len(new)
+            raise EngineError(f"the server's stream lost {lost} of {total} tokens")
+
+    def generation(self) -> Generation:
+        """What there is, as a part of a turn. Raises ForeignWeights."""
+        ids = tuple(token.id for token in self.tokens)
+        logprobs = tuple(token.logprob for token in self.tokens)
+        seconds = time.perf_counter() - self._started
+        return Generation(ids, logprobs, self.spans(), StopReason.ABORT, seconds)
+
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Who sampled what. Raises ForeignWeights."""
+        stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
+        ends = [start for start, _, _ in stamps[1:]] + [len(self.tokens)]
+        return tuple(
+            VersionSpan(start, end, order[1], self._oldest_kv(order)[1] if certain else UNKNOWN)
+            for (start, order, certain), end in zip(stamps, ends, strict=True)
+            if start < end
+        )
+
+    def _oldest_kv(self, order: Order) -> Order:
+        """In place, the request reads KV of its own and, by its salt, of others from `acked` on."""
+        return min(order, self._acked) if self._in_place else order
+
+    def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
+        """From the scheduler's own record. In place, a token that was being computed at an update is counted
+        after it, though the version before sampled it. Whether there was one, nobody says: the first token
+        after an update may be of either, and so may a request's very first if it is newer than acked."""
+        labelled = [(span.start, _order(span.version)) for span in spans]
+        if not self._in_place:
+            return [(start, order, True) for start, order in labelled]
+        stamps: list[Stamp] = []
+        before, known = self._acked, 0
+        for start, order in labelled:
+            if order > before and start >= known:
+                stamps.append((start, before, False))
+                known = min(start + 1, len(self.tokens))
+            stamps.append((max(start, known), order, True))
+            before = order
+        return stamps
+
+    def _cautious(self) -> list[Stamp]:
+        """Of a request that did not finish there is no record, only the label that the server's front end had
+        when it passed on each event; tokens sampled just before an update may reach it just after. So nothing
+        is believed to be newer than what the server held when the request was sent."""
+        orders = {self._acked, *map(_order, self._labels)}
+        return [(0, min(orders), len(orders) == 1)]
+
+
+def _refusal(finish: Finish) -> EngineError:
+    text = f"the server ended a request with {finish.status_code}: {finish.message}"
+    return EngineBusy(text) if finish.status_code == QUEUE_FULL else EngineError(text)
+
+
+def _order(label: str) -> Order:
+    order = order_of(label)
+    if order is None:
+        raise ForeignWeights(
+            f"the server's weights are {label!r}, which this run never gave it; load them anew"
+        )
+    return order

@@ -1,0 +1,177 @@
+"""HTTP to one SGLang server: keys, deadlines, event streams, and every shape of error as a typed one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from asyncrl.engines.base import EngineBusy
+from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
+from asyncrl.weights.manifest import WeightsError
+
+CONNECT_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse one it is about to drop
+# Commands are rare: on a connection of their own they never meet one that the server has just dropped, as it
+# does after every error of its own (500).
+_ONCE = {"Connection": "close"}
+_DONE = b"[DONE]"
+_DATA = b"data:"
+_END = b"\n\n"
+
+
+class ServerGone(EngineError):
+    """The server does not answer: it is down, or hangs, or the connection was cut."""
+
+
+class KeyRejected(ConfigError, EngineError):
+    """The server wants another API key or admin key."""
+
+
+class Transport:
+    """Connections to the server at `url`, those of streams pooled. Used within one event loop."""
+
+    def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._api = _bearer(api_key)
+        self._admin = _bearer(admin_key or api_key)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        seconds: float,
+        body: Any = None,
+        admin: bool = False,
+        failure: type[AsyncrlError] = EngineError,
+    ) -> bytes:
+        """The body of a successful answer; `failure` is raised for what the server refuses."""
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        headers = _ONCE | (self._admin if admin else self._api)
+        with self._named(f"{method} {path}", f"{seconds:g} s"):
+            async with self._open().request(
+                method, self.url + path, json=body, headers=headers, timeout=timeout
+            ) as response:
+                content = await response.read()
+        if response.status != 200:
+            raise self._error(path, response.status, content, failure)
+        return content
+
+    async def status(self, path: str, seconds: float) -> int:
+        """The bare status of a question that needs no key."""
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        with self._named(f"GET {path}", f"{seconds:g} s"):
+            async with self._open().get(self.url + path, headers=_ONCE, timeout=timeout) as response:
+                return response.status
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Any, silence: float) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Post, and open the event stream that answers. Leaving the context before its end cuts the
+        connection. ServerGone, also from the iterator: cut, or silent for `silence` seconds."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
+        with self._named(f"POST {path}", f"{silence:g} s"):
+            response = await self._open().post(self.url + path, json=body, headers=self._api, timeout=timeout)
+        try:
+            if response.status != 200:
+                with self._named(f"POST {path}", f"{silence:g} s"):
+                    content = await response.read()
+                raise self._error(path, response.status, content, EngineError)
+            yield self._events(path, response, silence)
+        finally:
+            response.close()
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _events(
+        self, path: str, response: aiohttp.ClientResponse, silence: float
+    ) -> AsyncIterator[bytes]:
+        """Payloads up to `[DONE]`; a stream that ends without it was cut."""
+        events = Events()
+        with self._named(f"the stream of {path}", f"{silence:g} s"):
+            async for chunk in response.content.iter_any():
+                for payload in events.feed(chunk):
+                    if payload == _DONE:
+                        return
+                    yield payload
+        raise ServerGone(f"server {self.url}: the stream of {path} ended before its end mark")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Not limited here: the engine bounds its streams, and an abort must not queue behind them.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, json_serialize=_json)
+        return self._session
+
+    @contextmanager
+    def _named(self, what: str, deadline: str) -> Iterator[None]:
+        """Failures of the connection become ServerGone."""
+        try:
+            yield
+        except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
+            raise ServerGone(f"server {self.url}: {what} got no answer within {deadline}") from error
+        except aiohttp.InvalidURL as error:
+            raise ConfigError(f"server {self.url!r}: not a URL; expected http://host:port") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerGone(f"server {self.url}: {what} failed ({one_line(error)})") from error
+
+    def _error(self, path: str, status: int, content: bytes, failure: type[AsyncrlError]) -> AsyncrlError:
+        text = error_text(content) or f"HTTP {status}"
+        where = f"server {self.url}: {path} answered {status}: {text}"
+        if status in (401, 403):
+            return KeyRejected(f"{where}; check the API key and the admin key")
+        if status == 503:
+            return EngineBusy(where)
+        return failure(where)
+
+
+class Events:
+    """Splits a byte stream into the payloads of server-sent events, wherever it was cut."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._searched = 0
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        self._pending += chunk
+        while (end := self._pending.find(_END, self._searched)) >= 0:
+            event = bytes(self._pending[:end])
+            del self._pending[: end + len(_END)]
+            self._searched = 0
+            if event.startswith(_DATA):
+                yield event[len(_DATA) :].strip()
+        self._searched = max(0, len(self._pending) - len(_END) + 1)
+
+
+def error_text(content: bytes) -> str:
+    """What a server said went wrong, on one line, whichever of its shapes it chose: `{"error": {"message"}}`,
+    `{"error": text}`, `{"message"}`, `{"detail"}`, plain text."""
+    try:
+        answer = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        return " ".join(content.decode(errors="replace").split())[:300]
+    for key in ("error", "message", "detail"):
+        if isinstance(answer, dict) and key in answer:
+            answer = answer[key]
+    return " ".join(str(answer).split())[:300]
+
+
+def checked(content: bytes, where: str) -> None:
+    """WeightsError if a weight endpoint says, even with status 200, that it failed."""
+    answer = msgspec.json.decode(content) if content else {}
+    if isinstance(answer, dict) and not answer.get("success", True):
+        raise WeightsError(f"{where}: {error_text(content)}")
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _json(body: Any) -> str:
+    return msgspec.json.encode(body).decode()

@@ -1,0 +1,94 @@
+"""Host memory for copies of one process's weights: written by the trainer, read behind its back.
+
+A buffer that is being read is never written to. Copies are numbered: who reads says which one it means.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.weights.manifest import WeightsError
+
+
+class Superseded(WeightsError):
+    """A newer version was copied over this one before it was read."""
+
+
+@dataclass
+class Buffer:
+    """`copied`: number of the copy it holds; 0: none, or one being written."""
+
+    memory: Tensor  # [n], all tensors one after another
+    copied: int = 0
+    readers: int = 0
+    event: torch.cuda.Event | None = None  # the copy is complete when this has happened
+
+
+class Buffers:
+    """Two buffers of `size` numbers, used again and again; a third only if both are being read at once."""
+
+    def __init__(self, size: int, dtype: torch.dtype, pinned: bool) -> None:
+        self._size, self._dtype, self._pinned = size, dtype, pinned
+        self._buffers = [self._buffer(), self._buffer()]
+        self._changed = threading.Condition()
+        self.copies = 0
+
+    def claim(self) -> int:
+        """The buffer to write next, the oldest that nobody reads; it holds nothing from now on."""
+        with self._changed:
+            free = [buffer for buffer in self._buffers if not buffer.readers]
+            if not free:  # the trainer does not wait
+                self._buffers.append(self._buffer())
+                free = self._buffers[-1:]
+            oldest = min(free, key=lambda buffer: buffer.copied)
+            oldest.copied = 0
+            return next(index for index, buffer in enumerate(self._buffers) if buffer is oldest)
+
+    def copy(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Copy and cast the tensors, of `size` numbers in all, into a buffer that was claimed."""
+        while len(self._buffers) <= index:  # claimed by another process, which has one more
+            self._buffers.append(self._buffer())
+        buffer = self._buffers[index]
+        with self._changed:
+            buffer.copied = 0
+        parts = buffer.memory.split([tensor.numel() for tensor in tensors])
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.reshape(-1), non_blocking=True)
+        if self._pinned:
+            # From a GPU all this is only enqueued; what changes the weights next is behind it on the stream.
+            # Not run so far: for want of a GPU.
+            buffer.event = torch.cuda.Event()
+            buffer.event.record()
+        with self._changed:
+            self.copies += 1
+            buffer.copied = self.copies
+            self._changed.notify_all()
+
+    @contextmanager
+    def reading(self, index: int, copied: int, wait: float) -> Iterator[Tensor]:
+        """The memory of a copy that is made within `wait` seconds. Raises Superseded if it is not there."""
+
+        def there() -> bool:
+            return index < len(self._buffers) and self._buffers[index].copied == copied
+
+        with self._changed:
+            if not self._changed.wait_for(there, wait):
+                raise Superseded(f"copy {copied} of the weights is not in host memory (any more)")
+            buffer = self._buffers[index]
+            buffer.readers += 1
+        try:
+            if buffer.event is not None:
+                buffer.event.synchronize()
+            yield buffer.memory
+        finally:
+            with self._changed:
+                buffer.readers -= 1
+
+    def _buffer(self) -> Buffer:
+        return Buffer(torch.empty(self._size, dtype=self._dtype, pin_memory=self._pinned))

@@ -1,0 +1,103 @@
+"""What changed between two versions of a tensor, in few bytes.
+
+A fine-tuning step changes a few percent of the bfloat16 numbers, in their last bits. A tensor is cut into
+blocks. In a block with few changes stand their positions, as gaps of one byte each (255: the gap is among the
+wide ones), and old XOR new of each; in a block with many, old XOR new of all. The bytes of these words are
+regrouped by significance, in which zeros gather, and compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import numpy as np
+import zstandard
+
+from asyncrl.weights.manifest import WeightsError
+
+BLOCK = 1 << 22  # numbers; what is in memory beside the tensors is a few times this
+DENSE = 0.25  # share of changed numbers from which their positions cost more than the zeros
+LEVEL = 1  # higher ones take longer and save nothing here
+WIDE = 255
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """`changed` numbers, `wide` gaps; `data` is empty when nothing changed."""
+
+    kind: Literal["same", "sparse", "dense"]
+    changed: int = 0
+    wide: int = 0
+    data: bytes = b""
+
+
+_decoder = msgspec.msgpack.Decoder(list[Block])
+
+
+def encode(old: np.ndarray, new: np.ndarray, item: int) -> bytes:
+    """What turns the bytes `old` into `new`, numbers of `item` bytes."""
+    pairs = zip(_blocks(old, item), _blocks(new, item), strict=True)
+    return msgspec.msgpack.encode([_encode(before, after) for before, after in pairs])
+
+
+def apply(target: np.ndarray, piece: bytes, item: int) -> None:
+    """Change the bytes `target` in place. Raises WeightsError for a damaged piece; that the result is the
+    right one, only its checksum tells."""
+    try:
+        found = _decoder.decode(piece)
+        for words, block in zip(_blocks(target, item), found, strict=True):
+            _apply(words, block)
+    except (msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError) as error:
+        raise WeightsError(f"a damaged delta ({error})") from error
+
+
+def _blocks(data: np.ndarray, item: int) -> Iterator[np.ndarray]:
+    words = data.view(f"<u{item}")
+    return (words[start : start + BLOCK] for start in range(0, len(words), BLOCK))
+
+
+def _encode(old: np.ndarray, new: np.ndarray) -> Block:
+    differs = old != new
+    changed = int(np.count_nonzero(differs))
+    if not changed:
+        return Block("same")
+    if changed > DENSE * len(old):
+        return Block("dense", changed, 0, _compress(_planes(old ^ new)))
+    at = np.flatnonzero(differs)
+    gaps = np.diff(at, prepend=0)
+    wide = gaps[gaps >= WIDE].astype("<u4")
+    narrow = np.minimum(gaps, WIDE).astype(np.uint8)
+    data = narrow.tobytes() + wide.tobytes() + _planes(old[at] ^ new[at])
+    return Block("sparse", changed, len(wide), _compress(data))
+
+
+def _apply(words: np.ndarray, block: Block) -> None:
+    item = words.itemsize
+    if block.kind == "dense":
+        words ^= _unplanes(_decompress(block.data, len(words) * item), item)
+    elif block.kind == "sparse":
+        narrow, wide = block.changed, 4 * block.wide
+        data = _decompress(block.data, narrow * (1 + item) + wide)
+        gaps = data[:narrow].astype(np.int64)
+        gaps[gaps == WIDE] = data[narrow : narrow + wide].view("<u4")
+        words[np.cumsum(gaps)] ^= _unplanes(data[narrow + wide :], item)
+
+
+def _planes(words: np.ndarray) -> bytes:
+    """The first bytes of all words, then the second ones, and so on."""
+    return words.view(np.uint8).reshape(-1, words.itemsize).T.tobytes()
+
+
+def _unplanes(data: np.ndarray, item: int) -> np.ndarray:
+    return np.ascontiguousarray(data.reshape(item, -1).T).view(f"<u{item}")[:, 0]
+
+
+def _compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=LEVEL).compress(data)
+
+
+def _decompress(data: bytes, size: int) -> np.ndarray:
+    if zstandard.frame_content_size(data) != size:
+        raise ValueError(f"a frame does not hold {size} bytes")
+    return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)

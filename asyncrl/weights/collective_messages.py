@@ -1,0 +1,133 @@
+"""What the trainer's and the keepers' ends of the collective weight plane say to each other, and how.
+
+A message is its length and msgpack. Keepers write and read within their event loop, the trainer in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from typing import TypeVar
+
+import msgspec
+
+from asyncrl.errors import ProtocolError
+from asyncrl.weights.manifest import Layout, Manifest
+
+T = TypeVar("T")
+
+QUESTION_BYTES = 1 << 16  # a message of a receiver is at most this long
+ANSWER_BYTES = 1 << 26  # and one of the sender, which lists all tensors
+_LENGTH = struct.Struct("!I")
+
+
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """Send this version to an engine of `ranks` ranks, which waits until `seconds` from now."""
+
+    engine: str
+    trainer_epoch: int
+    version: int
+    ranks: int
+    seconds: float
+
+
+class Next(msgspec.Struct, frozen=True, tag="next"):
+    """All buckets before this one have arrived."""
+
+    bucket: int
+
+
+class Plan(msgspec.Struct, frozen=True, tag="plan"):
+    """It is the engine's turn. `port`: rank 0 of a new group is listening there; 0: the group is the one that
+    the engine is in."""
+
+    group: str
+    port: int
+    backend: str
+    buckets: tuple[Layout, ...]
+
+
+class Going(msgspec.Struct, frozen=True, tag="going"):
+    """This bucket is ready, and its broadcast begins."""
+
+    bucket: int
+
+
+class Sent(msgspec.Struct, frozen=True, tag="sent"):
+    """The checksums are those of what was broadcast."""
+
+    manifest: Manifest
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """There will be no more of this push. `superseded`: the version is not to be had any more."""
+
+    reason: str
+    superseded: bool = False
+
+
+Question = Want | Next
+Answer = Plan | Going | Sent | Refused
+_question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, question: Question) -> Answer:
+    """A keeper's question, answered. Raises OSError, EOFError when the sender is gone, ProtocolError."""
+    writer.write(_framed(question))
+    await writer.drain()
+    size = _checked(await reader.readexactly(_LENGTH.size), ANSWER_BYTES)
+    return _decoded(await reader.readexactly(size), _answer)
+
+
+def tell(connection: socket.socket, answer: Answer, deadline: float) -> None:
+    """The sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the keeper left."""
+    connection.settimeout(left(deadline))
+    connection.sendall(_framed(answer))
+
+
+def hear(connection: socket.socket, kind: type[T], deadline: float | None) -> T:
+    """A keeper's next question, waited for until `deadline` (None: for ever). Raises EOFError when the keeper
+    left, TimeoutError, ProtocolError when it is another one."""
+    size = _checked(_read(connection, _LENGTH.size, deadline), QUESTION_BYTES)
+    question = _decoded(_read(connection, size, deadline), _question)
+    if not isinstance(question, kind):
+        raise ProtocolError(f"weights: a {type(question).__name__} where a {kind.__name__} is due")
+    return question
+
+
+def left(deadline: float) -> float:
+    """Seconds, more than none: a socket takes 0 for not waiting at all."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+    data = b""
+    while len(data) < size:
+        connection.settimeout(None if deadline is None else left(deadline))
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError("the keeper closed the connection")
+        data += more
+    return data
+
+
+def _framed(message: msgspec.Struct) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _checked(header: bytes, limit: int) -> int:
+    size: int = _LENGTH.unpack(header)[0]
+    if size > limit:
+        raise ProtocolError(f"weights: a message of {size} bytes; at most {limit} are taken")
+    return size
+
+
+def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"weights: a message that is not understood: {error}") from error

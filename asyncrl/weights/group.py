@@ -1,0 +1,102 @@
+"""Rank 0 of a process group that nobody else in this process knows, and whose other ranks may die or freeze.
+
+It is made of the backend's own class, not by `init_process_group`: training has the default group of this
+process, and its threads. The other ranks come as SGLang's `init_custom_process_group` does, which nests the
+prefixes of keys as `Group._make` does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from asyncrl.errors import DeadlineError
+
+T = TypeVar("T")
+Backend = Literal["gloo", "nccl"]
+POLL = 0.005  # seconds between two looks at whether rank 0 is listening
+
+
+def background(work: Callable[[], T]) -> Future[T]:
+    """Run on a thread of its own that keeps no process from ending: for calls that nothing can interrupt."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # whoever waits for the result gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights-group", daemon=True).start()
+    return future
+
+
+class Group:
+    """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
+
+    def __init__(self, name: str, ranks: int, device: torch.device, seconds: float) -> None:
+        self.name, self.ranks = name, ranks
+        self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
+        self._device, self._seconds = device, timedelta(seconds=seconds)
+        # On all interfaces. Rank 0 itself waits for nobody in it.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self._store.port
+        self._made = background(self._make)
+
+    def await_listening(self, deadline: float) -> None:
+        """Until a rank that joins finds rank 0. Only then may one be told to: alone it would wait, and its
+        server with it, for half an hour. Raises what kept rank 0 from listening."""
+        while not self._made.done() and not self._store.num_keys():
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"group {self.name}: rank 0 was not listening in time")
+            time.sleep(POLL)
+        if self._made.done():
+            self._made.result()
+
+    def broadcast(self, data: Tensor) -> Future[None]:
+        """Begin to send `data` to all other ranks, once they have joined. Not to be written to meanwhile."""
+        made = self._made
+        return background(lambda: _broadcast(made.result(), data.to(self._device)))
+
+    def close(self) -> None:
+        """Never waits. Ranks that wait for a broadcast get an error; one that was told to join and comes late
+        still finds rank 0, without which it would hang. What is under way ends by itself, within `seconds`.
+        """
+        made, self._made = self._made, Future()  # the last reference waits for what is under way
+        made.add_done_callback(_abort)
+
+    def _make(self) -> Any:
+        # A client of its own: a store answers one call at a time, also those that wait.
+        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=default_pg_timeout)
+        inner = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
+        if self.backend == "gloo":
+            group = ProcessGroupGloo(PrefixStore("cpu/", inner), 0, self.ranks, default_pg_timeout)
+            group._set_default_timeout(self._seconds)
+            return group
+        # Has not been run: no GPU was at hand.
+        from torch.distributed import ProcessGroupNCCL  # exists with CUDA only
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = default_pg_timeout  # then its watchdog ends the process; `close` comes long before
+        torch.cuda.set_device(self._device)
+        return ProcessGroupNCCL(PrefixStore("cuda/", inner), 0, self.ranks, options)
+
+
+def _abort(made: Future[Any]) -> None:
+    if made.exception() is None:
+        background(made.result().abort)
+
+
+def _broadcast(group: Any, data: Tensor) -> None:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([data], options).wait()

@@ -1,0 +1,165 @@
+"""Sharded weights in host memory: each rank copies its own part, rank 0 collects the parts later.
+
+    foreground, all ranks:  claim (rank 0 says which buffer) ──► copy (no collective) ──► training goes on
+    background:             rank 0 ──(buffer, copy, tensors)──► other ranks ──bytes──► rank 0
+
+Collecting has a gloo group of its own: training's collectives neither wait for it nor meet it in another
+order. As all ranks copy together, the n-th copy is of the same version on each; so rank 0 names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from asyncrl.weights.buffers import Buffers, Superseded
+from asyncrl.weights.manifest import Layout, Probe, TensorSpec, WeightsError
+from asyncrl.weights.snapshot import Read, Snapshot, Tensors
+
+log = logging.getLogger("asyncrl.weights")
+
+Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
+IDLE_S = 365 * 86400.0  # rank 0 may need nothing for as long as it likes; its death ends the wait
+_END = torch.tensor([-1, 0, 0, 0])
+
+
+class HostShards:
+    """One rank's end, made by all ranks together. On one rank there is neither group nor thread, and what is
+    read is the buffer itself. `deadline`: seconds in which a rank must deliver a bucket."""
+
+    def __init__(self, shards: Shards, dtype: torch.dtype, deadline: float) -> None:
+        self.layout = layout_of(shards, dtype)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._dtype, self._deadline = dtype, deadline
+        self._group: dist.ProcessGroup | None = None
+        if self.ranks > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
+        self._sizes = self._exchange([_local(shard).numel() for shard in shards.values()])
+        pinned = any(shard.device.type == "cuda" for shard in shards.values())
+        self._buffers = Buffers(sum(self._sizes[self.rank]), dtype, pinned)
+        self._wire = threading.Lock()  # one bucket is collected at a time
+        self._thread = threading.Thread(target=self._serve, name="weight-shards", daemon=True)
+        if self.rank:
+            self._thread.start()
+
+    # -- foreground ------------------------------------------------------------------------------------
+
+    def claim(self) -> int:
+        """The buffer that all ranks copy into next; only rank 0 knows which one is free on all."""
+        return self._buffers.claim()
+
+    def copy(self, index: int, shards: Shards) -> None:
+        """Copy this rank's shards, cast to the exported type. Not a collective."""
+        self._buffers.copy(index, [_local(shard) for shard in shards.values()])
+
+    def snapshot(
+        self, index: int, trainer_epoch: int, version: int, probe: Probe | None, seconds: float
+    ) -> Snapshot:
+        """Rank 0: the copy just made, as a version."""
+        copied = self._buffers.copies
+
+        @contextmanager
+        def pin() -> Iterator[Read]:
+            with self._buffers.reading(index, copied, wait=0) as memory:
+                yield lambda part: self._collect(memory, index, copied, part)
+
+        return Snapshot(trainer_epoch, version, self.layout, probe, seconds, pin)
+
+    def close(self, timeout: float) -> None:
+        """Rank 0 lets the others go; they wait for that, `timeout` seconds at most."""
+        if self.rank:
+            self._thread.join(timeout)
+        elif self._wire.acquire(timeout=timeout):
+            try:
+                self._tell(_END, timeout)
+            except RuntimeError as error:
+                log.info("a rank was gone before it was let go: %s", error)
+            finally:
+                self._wire.release()
+
+    # -- rank 0 ----------------------------------------------------------------------------------------
+
+    def _collect(self, memory: Tensor, index: int, copied: int, part: slice) -> Tensors:
+        """The whole tensors of a part of the layout."""
+        pieces = [self._mine(memory, part).split(self._sizes[0][part])]
+        if self.ranks > 1:
+            with self._wire:
+                try:
+                    self._tell(torch.tensor([index, copied, part.start, part.stop]), self._deadline)
+                    pieces += [self._receive(rank, part) for rank in range(1, self.ranks)]
+                except RuntimeError as error:
+                    raise WeightsError(f"a trainer rank did not deliver its shards ({error})") from error
+        return {
+            spec.name: (torch.cat(of_ranks) if self.ranks > 1 else of_ranks[0]).view(spec.shape)
+            for spec, *of_ranks in zip(self.layout[part], *pieces, strict=True)
+        }
+
+    def _tell(self, request: Tensor, timeout: float) -> None:
+        for rank in range(1, self.ranks):
+            _wait(dist.isend(request, rank, group=self._group), timeout)
+
+    def _receive(self, rank: int, part: slice) -> tuple[Tensor, ...]:
+        sizes = self._sizes[rank][part]
+        data = torch.empty(sum(sizes), dtype=self._dtype)
+        if data.numel():
+            _wait(dist.irecv(data.view(torch.uint8), rank, group=self._group), self._deadline)
+        return data.split(sizes)
+
+    # -- the other ranks -------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Send what rank 0 asks for, until it needs nothing more."""
+        request = torch.empty_like(_END)
+        try:
+            while True:
+                _wait(dist.irecv(request, 0, group=self._group), IDLE_S)
+                if torch.equal(request, _END):
+                    return
+                index, copied, start, stop = request.tolist()
+                with self._buffers.reading(index, copied, wait=self._deadline) as memory:
+                    data = self._mine(memory, slice(start, stop))
+                    if data.numel():
+                        _wait(dist.isend(data.view(torch.uint8), 0, group=self._group), self._deadline)
+        except (RuntimeError, Superseded) as error:  # one rank alone cannot go on: the supervisor sees to it
+            log.error("rank %d delivers no more weights: %s", self.rank, error)
+
+    # -- both ------------------------------------------------------------------------------------------
+
+    def _mine(self, memory: Tensor, part: slice) -> Tensor:
+        """This rank's piece of a part of the layout."""
+        sizes = self._sizes[self.rank]
+        start = sum(sizes[: part.start])
+        return memory[start : start + sum(sizes[part])]
+
+    def _exchange(self, mine: list[int]) -> list[list[int]]:
+        """The sizes of all ranks' shards, by rank."""
+        if self.ranks == 1:
+            return [mine]
+        everyone = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self.ranks)]
+        dist.all_gather(everyone, torch.tensor(mine), group=self._group)
+        return [sizes.tolist() for sizes in everyone]
+
+
+def layout_of(shards: Shards, dtype: torch.dtype) -> Layout:
+    """The whole tensors, as they are exported."""
+    kind = str(dtype).removeprefix("torch.")
+    return tuple(TensorSpec(name, tuple(shard.shape), kind) for name, shard in shards.items())
+
+
+def _wait(work: dist.Work | None, timeout: float) -> None:
+    assert work is not None, "this rank is not in the group"
+    work.wait(timedelta(seconds=timeout))
+
+
+def _local(shard: DTensor) -> Tensor:
+    """This rank's part, empty where there are more ranks than rows."""
+    assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
+    return shard.to_local().detach()

@@ -1,0 +1,107 @@
+"""A policy version in host memory, read bucket by bucket: what every way of publishing starts from.
+
+The tensors of a version may lie in pieces on many ranks. Rank 0 reads them a bucket at a time, so the whole
+model is never in one process because of a publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.weights.manifest import ITEM_BYTES, Layout, Probe, TensorSpec
+
+Tensors = dict[str, Tensor]
+Bytes = np.ndarray  # [n], uint8
+Read = Callable[[slice], Tensors]  # the whole tensors of a slice of the layout
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A version in host memory. `seconds`: what the trainer waited for it. Only rank 0 has snapshots."""
+
+    trainer_epoch: int
+    version: int
+    layout: Layout  # in the order in which `buckets` yields
+    probe: Probe | None
+    seconds: float
+    pin: Callable[[], AbstractContextManager[Read]]  # entering raises Superseded
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.trainer_epoch, self.version
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.layout)
+
+    def buckets(self, bucket_bytes: int) -> Iterator[Tensors]:
+        """All tensors, whole and on the CPU, in groups of at most `bucket_bytes` (a larger tensor alone).
+
+        May be read again, from any thread. While an iterator is open the memory behind it is not written
+        over; close one that is left early. A bucket may be a view of that memory: not to be written to, nor
+        kept for longer. Raises Superseded, at the start only, when a newer version has taken its place, and
+        WeightsError when a rank does not deliver.
+        """
+        with self.pin() as read:
+            for part in split(self.layout, bucket_bytes):
+                yield read(part)
+
+    def chunks(self, bucket_bytes: int) -> Iterator[tuple[TensorSpec, Bytes]]:
+        """`buckets`, tensor by tensor and as bytes."""
+        specs = iter(self.layout)
+        for bucket in self.buckets(bucket_bytes):
+            for tensor in bucket.values():
+                yield next(specs), as_bytes(tensor)
+
+
+def whole(
+    tensors: Mapping[str, Tensor], trainer_epoch: int, version: int, probe: Probe | None = None
+) -> Snapshot:
+    """A snapshot of tensors that this process has. Of those that share their storage (tied weights) the
+    first name is taken."""
+    kept = _untied(tensors)
+    specs = (
+        TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in kept.items()
+    )
+    layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
+
+    def read(part: slice) -> Tensors:
+        return {spec.name: kept[spec.name] for spec in layout[part]}
+
+    return Snapshot(trainer_epoch, version, layout, probe, 0.0, lambda: nullcontext(read))
+
+
+def as_bytes(tensor: Tensor) -> Bytes:
+    """The bytes of a CPU tensor, not copied if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
+    """Consecutive tensors of at most `bucket_bytes` together; a larger one alone."""
+    start, size = 0, 0
+    for index, spec in enumerate(layout):
+        if index > start and size + spec.nbytes > bucket_bytes:
+            yield slice(start, index)
+            start, size = index, 0
+        size += spec.nbytes
+    if layout:
+        yield slice(start, len(layout))
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Contiguous CPU tensors, each storage once."""
+    seen: set[tuple] = set()
+    kept: Tensors = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor.detach().cpu().contiguous()
+    return kept

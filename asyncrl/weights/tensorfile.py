@@ -1,0 +1,65 @@
+"""A safetensors file, written tensor by tensor and read in place.
+
+Its header follows from the layout alone, so a file whose header is another one is not that version's. There
+is no torch here: who only keeps and checks files does without.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from asyncrl.weights.manifest import Layout, TensorEntry, TensorSpec, WeightsError, entry
+
+Arrays = dict[str, np.ndarray]  # by tensor: its bytes, [n] of uint8
+_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def write(
+    path: Path, layout: Layout, chunks: Iterable[tuple[TensorSpec, np.ndarray]]
+) -> tuple[TensorEntry, ...]:
+    """Write the tensors of `layout`, whose bytes come in its order; returns them with their checksums."""
+    entries = []
+    with path.open("wb") as file:
+        file.write(header(layout))
+        for spec, data in chunks:
+            file.write(data.data)
+            entries.append(entry(spec, data))
+    assert tuple(found.spec for found in entries) == layout, "tensors came in another order"
+    return tuple(entries)
+
+
+def mapped(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
+    """The file's bytes by tensor, mapped into memory: writes stay in this process ("c") or go to the file
+    ("r+"). Raises WeightsError for a file that does not hold exactly this layout."""
+    expected = header(layout)
+    try:
+        data = np.memmap(path, np.uint8, mode)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"weights {path.parent}: no usable {path.name} ({error})") from error
+    size = len(expected) + sum(spec.nbytes for spec in layout)
+    if data[: len(expected)].tobytes() != expected or data.size != size:
+        problem = f"{path.name} and its manifest name different tensors"
+        raise WeightsError(f"weights {path.parent}: {problem}, or it is cut off")
+    arrays, end = {}, len(expected)
+    for spec in layout:
+        start, end = end, end + spec.nbytes
+        arrays[spec.name] = data[start:end]
+    return arrays
+
+
+def header(layout: Layout) -> bytes:
+    """What stands before the data, which starts at a multiple of 8."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    end = 0
+    for spec in layout:
+        start, end = end, end + spec.nbytes
+        fields[spec.name] = {"dtype": _CODES[spec.dtype], "shape": spec.shape, "data_offsets": (start, end)}
+    text = msgspec.json.encode(fields)
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return struct.pack("<Q", len(text)) + text

@@ -1,0 +1,182 @@
+"""Servers that do what a test tells them to, and a fleet of them.
+
+They write the same text: every token is its own position in the whole sequence, and its log-prob the negative
+of that. However a turn is moved about, what comes out must count up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
+from asyncrl.engines.sglang import Counters
+from asyncrl.errors import EngineError
+from asyncrl.roles.fleet import Fleet
+from asyncrl.roles.meter import Meter
+from asyncrl.roles.waits import Waits
+from asyncrl.transport.messages import EngineEntry
+from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.loop import Intervals
+
+SECONDS = 0.25  # that each part of a turn says it took
+
+
+@dataclass(frozen=True)
+class Lose:
+    """Sample so many tokens, then be lost."""
+
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The request is at fault."""
+
+
+@dataclass(frozen=True)
+class Busy:
+    """No room."""
+
+
+Act = Lose | Refuse | Busy
+
+
+class FakeServer:
+    """A client whose server plays `acts`, one per request, and after that samples whole turns. While `gate`
+    is closed a request hangs, with `streamed` tokens. `asked` is set by the first."""
+
+    def __init__(self, entry: EngineEntry) -> None:
+        self.entry, self.counters = entry, Counters()
+        self.acts: list[Act] = []
+        self.requests: list[Request] = []
+        self.cancelled: list[str] = []
+        self.released: list[str] = []
+        self.asked = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.streamed = 0
+        self.closed = False
+        self._order = (0, 0)
+        self._hanging: dict[str, asyncio.Task[Any]] = {}
+
+    @property
+    def version(self) -> int:
+        return self._order[1]
+
+    def mark(self, order: tuple[int, int]) -> None:
+        self._order = order
+
+    async def generate(self, request: Request) -> Generation:
+        assert not self.closed
+        self.requests.append(request)
+        self.asked.set()
+        self.counters.requests += 1
+        act = self.acts.pop(0) if self.acts else None
+        match act:
+            case Busy():
+                self.counters.busy += 1
+                raise EngineBusy("full")
+            case Refuse():
+                raise EngineError("refused")
+            case Lose(tokens):
+                self.counters.lost += 1
+                raise EngineLost("gone", self._write(request, tokens, StopReason.ABORT))
+        if await self._aborted(request.session):
+            return self._write(request, self.streamed, StopReason.ABORT)
+        return self._write(request, request.sampling.max_new_tokens, StopReason.LENGTH)
+
+    def abort(self, session: str) -> None:
+        if session in self._hanging:
+            self._hanging[session].cancel()
+
+    def release(self, session: str) -> None:
+        self.released.append(session)
+
+    async def load(self, ref: WeightsRef) -> Any:
+        raise AssertionError("only keepers load")
+
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        raise AssertionError("only keepers score")
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def _aborted(self, session: str) -> bool:
+        """Wait at the gate."""
+        waiting = self._hanging[session] = asyncio.ensure_future(self.gate.wait())
+        try:
+            await asyncio.wait([waiting])
+        except asyncio.CancelledError:
+            self.cancelled.append(session)
+            waiting.cancel()
+            raise
+        finally:
+            del self._hanging[session]
+        return waiting.cancelled()
+
+    def _write(self, request: Request, tokens: int, stop: StopReason) -> Generation:
+        """As many tokens, or fewer if one is a stop id."""
+        begin = len(request.ids)
+        ids = range(begin, begin + min(tokens, request.sampling.max_new_tokens))
+        stops = [id for id in ids if id in request.sampling.stop_ids]
+        if stops:
+            ids, stop = range(begin, stops[0] + 1), StopReason.STOP
+        self.counters.generated_tokens += len(ids)
+        self.counters.prompt_tokens += begin
+        spans = (VersionSpan(0, len(ids), self.version, self.version),) if ids else ()
+        return Generation(tuple(ids), tuple(-float(id) for id in ids), spans, stop, SECONDS)
+
+
+class Servers:
+    """A fleet whose servers are all fakes. `entries` is the table, by name."""
+
+    def __init__(self, *names: str, lane: str = "train", patience: float = 5.0) -> None:
+        self.now = 0.0
+        self.waits = Waits(lambda: self.now)
+        self.meter = Meter(Intervals())
+        self.clients: list[FakeServer] = []
+        self.fleet = Fleet(lane, self._connect, self.waits, self.meter, patience)
+        self.entries = {name: entry(name) for name in names}
+        self.tell()
+
+    def _connect(self, entry: EngineEntry) -> FakeServer:
+        self.clients.append(FakeServer(entry))
+        return self.clients[-1]
+
+    def tell(self, *entries: EngineEntry) -> None:
+        """Send the table, with these changed."""
+        self.entries |= {entry.name: entry for entry in entries}
+        self.fleet.table(tuple(self.entries.values()))
+
+    def __getitem__(self, name: str) -> FakeServer:
+        """The client of its newest incarnation."""
+        return next(client for client in reversed(self.clients) if client.entry.name == name)
+
+    def asked(self) -> list[str]:
+        """How many requests each client got, as "name:requests"."""
+        return [f"{client.entry.name}:{len(client.requests)}" for client in self.clients]
+
+
+def entry(name: str, version: int = 0, **changes: Any) -> EngineEntry:
+    facts = {"url": f"http://{name}", "incarnation": "1", "epoch": 0, "healthy": True} | changes
+    return EngineEntry(name=name, version=version, **facts)
+
+
+def request(session: str = "s", prompt: int = 3, limit: int = 8, stops: Sequence[int] = ()) -> Request:
+    return Request(session, tuple(range(prompt)), Sampling(limit, tuple(stops)))
+
+
+def counts_up(generation: Generation, prompt: int = 3) -> bool:
+    """Whether tokens, log-probs and spans of a turn are complete and in line."""
+    ids = tuple(range(prompt, prompt + len(generation.ids)))
+    edges = [0, *(span.end for span in generation.spans)]
+    return (
+        generation.ids == ids
+        and generation.logprobs == tuple(-float(id) for id in ids)
+        and [span.start for span in generation.spans] == edges[:-1]
+        and edges[-1] == len(ids)
+    )

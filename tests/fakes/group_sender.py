@@ -1,0 +1,71 @@
+"""A trainer that offers one version for broadcast, as a process that can be killed or frozen in mid-push."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncrl.weights.collective import Sender
+from asyncrl.weights.group import Group
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.snapshot import whole
+from tests.fakes.group_server import PROCESSES
+
+BUCKET_BYTES = 2 << 20
+BUCKETS = 4
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """Six tensors of several kinds, in `BUCKETS` buckets that do not fit in the buffers of a socket."""
+    generator = torch.Generator().manual_seed(seed)
+    big = {f"big{index}": torch.randn(1 << 18, 2, generator=generator) for index in range(3)}
+    small = torch.randn(7, generator=generator).bfloat16()
+    return big | {
+        "small": small,
+        "scalar": torch.tensor(3.0 + seed),
+        "turned": torch.randn(5, 3, generator=generator).t(),
+    }
+
+
+def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int) -> None:
+    torch.set_num_threads(1)
+    broadcast, count = Group.broadcast, 0
+
+    def until_then(group: Group, data: Tensor) -> Future[None]:
+        nonlocal count
+        count += 1
+        return broadcast(group, data) if count <= silent_from else Future()
+
+    Group.broadcast = until_then  # type: ignore[method-assign]
+    sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))
+    connection.send(sender.offer(whole(load_file(path) if path else weights(0), 0, 1)))
+    threading.Event().wait()
+
+
+class SenderProcess:
+    """It says that it broadcasts bucket `silent_from`, and does not. `ref`: what it offers: some random
+    weights, or a safetensors file."""
+
+    def __init__(self, silent_from: int, path: str = "", bucket_bytes: int = BUCKET_BYTES) -> None:
+        mine, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(
+            target=_run, args=(theirs, silent_from, path, bucket_bytes), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        if not mine.poll(60.0):
+            raise TimeoutError("the sender did not start")
+        self.ref: WeightsRef = mine.recv()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid or 0, number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()

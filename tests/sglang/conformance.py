@@ -1,0 +1,213 @@
+"""What the conformance tests share: engines to test, and the trainer's own model to test them against."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+import asyncrl.engines.torch  # noqa: F401  registers "torch"
+from asyncrl.engines.base import Engine, EngineLost, Request, Sampling, engines
+from asyncrl.engines.continuation import NOTHING, extended, rest
+from asyncrl.engines.sglang import SGLangEngine, Terms
+from asyncrl.engines.sglang_http import PauseMode, Server
+from asyncrl.trainer.model import Policy, Selected, load_policy, score
+from asyncrl.trainer.world import World
+from asyncrl.types import Generation, StopReason
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Manifest, WeightsRef
+from tests.fakes.training import full_state
+from tests.sglang.models import CONTEXT, build
+
+VOCABULARY = 258
+EOS = VOCABULARY - 1
+MAX_LEN = CONTEXT - 16  # ids of an episode: a server keeps a few places of its context for itself
+TOLERANCE = 1e-3  # of a log-prob, in nats
+DEADLINE = 90.0  # seconds for one test's requests
+E = TypeVar("E", bound=Engine)
+Open = Callable[[], AbstractAsyncContextManager[Engine]]
+Body = Callable[[Engine], Awaitable[None]]
+
+
+class Versions:
+    """Published versions of one model: 0 as in `model`, the others quite different ones; and the trainer's
+    policy with the weights of each."""
+
+    def __init__(self, family: str, directory: Path, world: World, count: int = 4) -> None:
+        self.directory, self.world = directory / "published", world
+        self.paths = [build(family, directory / str(version), seed=version) for version in range(count)]
+        self.policies = [load_policy(str(path), "float32", world) for path in self.paths]
+        self.refs = [self.publish(full_state(policy), at) for at, policy in enumerate(self.policies)]
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        return disk.read(self.refs[version])[1]
+
+    def publish(self, tensors: dict[str, Tensor], version: int, epoch: int = 0) -> WeightsRef:
+        return disk.publish(tensors, self.directory, epoch, version)
+
+    def score(self, version: int, ids: tuple[int, ...]) -> tuple[float, ...]:
+        return score(self.policies[version], ids, self.world.device)
+
+    def logprobs(self, version: int, request: Request, generation: Generation) -> Tensor:
+        """What the trainer computes, teacher-forced, for the sampled ids at the temperature of the request
+        (greedy: 1)."""
+        ids = request.ids + generation.ids
+        position = torch.arange(len(request.ids), len(ids))
+        temperature = torch.full(position.shape, request.sampling.temperature or 1.0)
+        selected = Selected(torch.tensor([ids]), torch.zeros_like(position), position, temperature)
+        return _forward(self.policies[version], selected)
+
+    def next_logprobs(self, version: int, ids: tuple[int, ...]) -> Tensor:
+        """Of every id of the vocabulary, as the one that follows `ids`."""
+        texts = torch.tensor([(*ids, following) for following in range(VOCABULARY)])
+        position = torch.full((VOCABULARY,), len(ids))
+        selected = Selected(texts, torch.arange(VOCABULARY), position, torch.ones(VOCABULARY))
+        return _forward(self.policies[version], selected)
+
+    def check(self, request: Request, generation: Generation) -> int:
+        """Spans cover the ids exactly, and where all of the context is of one version, recorded log-probs are
+        the trainer's. Returns how many were compared."""
+        position = compared = 0
+        recorded = torch.tensor(generation.logprobs)
+        for span in generation.spans:
+            assert span.start == position < span.end and span.kv_version <= span.version
+            position = span.end
+            if span.kv_version == span.version:
+                own = slice(span.start, span.end)
+                expected = self.logprobs(span.version, request, generation)[own]
+                torch.testing.assert_close(recorded[own], expected, atol=TOLERANCE, rtol=0)
+                compared += span.end - span.start
+        assert position == len(generation.ids) == len(generation.logprobs)
+        return compared
+
+
+@torch.no_grad()
+def _forward(policy: Policy, selected: Selected) -> Tensor:
+    return policy(selected).logp
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test. `open` starts it, or connects to it, within the running event loop."""
+
+    name: str
+    versions: Versions
+    open: Open
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Requests under way at an update go on with the keys and values that the old weights wrote."""
+        return not self.name.endswith(("retract", "abort"))
+
+    def run(self, body: Body) -> None:
+        """One test: an engine that holds version 0, and a deadline."""
+
+        async def main() -> None:
+            async with asyncio.timeout(DEADLINE), self.open() as engine:
+                await engine.load(self.versions.refs[0])
+                await body(engine)
+
+        asyncio.run(main())
+
+
+def embedded(model: Path) -> Open:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Engine]:
+        engine = engines.get("torch")(
+            model_path=str(model), dtype="float32", slots=64, max_len=MAX_LEN, max_batch_tokens=4096
+        )
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    return opened
+
+
+class Served:
+    """A server as a run sees it: a worker's client samples, a keeper's loads, and tells the worker."""
+
+    def __init__(self, url: str, mode: PauseMode, salt: str = "a run") -> None:
+        terms = Terms(VOCABULARY, MAX_LEN, mode=mode)
+        self.worker, self.keeper = (SGLangEngine(Server(url), terms, salt=salt) for _ in range(2))
+        self.generate, self.score = self.worker.generate, self.worker.score
+        self.abort, self.release = self.worker.abort, self.worker.release
+
+    @property
+    def version(self) -> int:
+        return self.worker.version
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        manifest = await self.keeper.load(ref)
+        self.worker.mark(ref.order)
+        return manifest
+
+    async def close(self) -> None:
+        await asyncio.gather(self.worker.close(), self.keeper.close())
+
+
+@asynccontextmanager
+async def in_use(engine: E) -> AsyncIterator[E]:
+    """It is closed afterwards."""
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def served(url: str, mode: PauseMode) -> Open:
+    """A running server."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Engine]:
+        engine = Served(url, mode)
+        try:
+            # Labels come again in the next test, as they never do in a run: its cache starts empty.
+            await engine.keeper.server.flush_cache(wait=10)
+            yield engine
+        finally:
+            await engine.close()
+
+    return opened
+
+
+def prompt(count: int, seed: object = 0) -> tuple[int, ...]:
+    return tuple(random.Random(str(seed)).choices(range(EOS), k=count))
+
+
+def ask(ids: tuple[int, ...], new: int = 16, session: str = "s", key: int = 0, **knobs: object) -> Request:
+    knobs.setdefault("stop_ids", ())
+    return Request(session, ids, Sampling(new, **knobs), key)  # type: ignore[arg-type]
+
+
+async def finish(engine: Engine, request: Request) -> Generation:
+    """The whole turn, also from an engine that gives requests back at an update (mode `abort`)."""
+    sampled = NOTHING
+    while True:
+        try:
+            return extended(request, sampled, await engine.generate(rest(request, sampled)))
+        except EngineLost as lost:
+            sampled = extended(request, sampled, lost.partial)
+            if sampled.stop is not StopReason.ABORT:
+                return sampled
+
+
+def seen(generation: Generation) -> list[int]:
+    """The versions that sampled, one after another."""
+    return [version for version, _ in groupby(span.version for span in generation.spans)]
+
+
+async def under_way(engine: Engine, *requests: Request) -> list[asyncio.Task[Generation]]:
+    """Start requests, and return when they are sampling: what was asked for after them is done by then."""
+    tasks = [asyncio.create_task(finish(engine, request)) for request in requests]
+    await asyncio.sleep(0)  # a task has sent nothing before it has run
+    await finish(engine, ask(prompt(3, "gate"), 8, "gate"))
+    return tasks

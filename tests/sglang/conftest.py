@@ -1,0 +1,131 @@
+"""Real servers for tests. They are expensive (2 GB and 12 s or more each), so that at most two run at once:
+
+`shared_server(family)` is one server per model for the whole session: leave it running, not paused, and load
+weights before relying on them. `sglang_server(model, *arguments)` starts one that its module may kill.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from asyncrl.trainer.world import World
+from tests.sglang.conformance import Subject, Versions, embedded, served
+from tests.sglang.models import FAMILIES, build
+from tests.sglang.server import PYTHON, START_SECONDS, SGLangServer
+
+Start = Callable[..., SGLangServer]
+Shared = Callable[[str], SGLangServer]
+Named = Callable[[str], Versions]
+MOST = 2
+
+
+class Pool:
+    """All servers of the session. Room for a new one is made by stopping shared ones, the oldest first."""
+
+    def __init__(self, models: dict[str, Path], logs: Path) -> None:
+        self.models, self.logs = models, logs
+        self.shared: dict[str, SGLangServer] = {}
+        self.own: list[SGLangServer] = []
+        self._started = 0
+
+    def start(self, model: Path, *arguments: str, wait: bool = True) -> SGLangServer:
+        self._make_room()
+        server = self._spawn(model, *arguments, wait=wait)
+        self.own.append(server)
+        return server
+
+    def share(self, family: str) -> SGLangServer:
+        server = self.shared.get(family)
+        if server is None or not server.alive:
+            self._make_room()
+            server = self.shared[family] = self._spawn(self.models[family])
+        return server
+
+    def stop_own(self) -> None:
+        while self.own:
+            self.own.pop().stop()
+
+    def stop(self) -> None:
+        self.stop_own()
+        while self.shared:
+            self.shared.popitem()[1].stop()
+
+    def _make_room(self) -> None:
+        for family, server in list(self.shared.items()):
+            if sum(each.alive for each in (*self.shared.values(), *self.own)) >= MOST:
+                self.shared.pop(family)
+                server.stop()
+        assert sum(each.alive for each in self.own) < MOST, f"at most {MOST} servers at once: stop one first"
+
+    def _spawn(self, model: Path, *arguments: str, wait: bool = True) -> SGLangServer:
+        self._started += 1
+        return SGLangServer(model, self.logs / f"server-{self._started}.log", *arguments, wait=wait)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model directories by family: "qwen2", "qwen3", "llama"."""
+    directory = tmp_path_factory.mktemp("models")
+    return {family: build(family, directory / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def pool(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    if not PYTHON.exists():
+        missing = f"there is no SGLang in {PYTHON.parents[1]}; `make sglang-cpu` builds it"
+        if os.environ.get("CI") or os.environ.get("ASYNCRL_REQUIRE_SGLANG"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    pool = Pool(tiny_models, tmp_path_factory.mktemp("servers"))
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_server(pool: Pool) -> Shared:
+    return pool.share
+
+
+@pytest.fixture(scope="module")
+def sglang_server(pool: Pool) -> Iterator[Start]:
+    yield pool.start
+    pool.stop_own()
+
+
+@pytest.fixture(scope="session")
+def versions_of(world: World, tmp_path_factory: pytest.TempPathFactory) -> Named:
+    return cache(lambda family: Versions(family, tmp_path_factory.mktemp(family), world))
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, tiny_models: dict[str, Path], versions_of: Named) -> Subject:
+    """The engine that the parameter names: "torch-qwen2", "sglang-llama-retract"."""
+    engine, family, *mode = request.param.split("-")
+    if engine == "torch":
+        return Subject(request.param, versions_of(family), embedded(tiny_models[family]))
+    server = request.getfixturevalue("shared_server")(family)
+    return Subject(request.param, versions_of(family), served(server.url, *mode))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on one server run together: no more servers are started than there are families. A test that
+    starts some may take as long as these may take to start."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(2 * START_SECONDS + 120))
+    places = [at for at, item in enumerate(items) if _family(item)]
+    ordered = sorted((items[at] for at in places), key=_family)
+    for at, item in zip(places, ordered, strict=True):
+        items[at] = item
+
+
+def _family(item: pytest.Item) -> str:
+    """Of a conformance test; '' of any other."""
+    callspec = getattr(item, "callspec", None)
+    found = callspec.params.get("subject", "") if callspec else ""
+    return found.split("-")[1] if isinstance(found, str) and "-" in found else ""

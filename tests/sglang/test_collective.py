@@ -1,0 +1,273 @@
+"""Weights broadcast into a real server: it samples with exactly these, and outlives a trainer that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing
+from signal import SIGCONT, SIGSTOP
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.engines import sglang_loader, sglang_versions
+from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang import SGLangEngine, Terms
+from asyncrl.engines.sglang_http import DISOWNED, PauseMode, Server
+from asyncrl.engines.sglang_loader import Loader
+from asyncrl.engines.sglang_versions import Dialect, dialect_of
+from asyncrl.errors import EngineError
+from asyncrl.types import Generation
+from asyncrl.weights import collective
+from asyncrl.weights.collective import Receiver, Sender
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.snapshot import whole
+from tests.fakes.group_sender import SenderProcess
+from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, seen, under_way
+from tests.sglang.server import SGLangServer
+from tests.sglang.traps import running, until
+
+FAMILY = "qwen2"
+EPOCH = 7  # labels that no other test uses: what they salted is not found again
+BUCKET_BYTES = 50_000  # several buckets
+LONG = 60.0  # seconds in which everything is over that does not hang
+
+
+@pytest.fixture
+def server(shared_server: Callable[[str], SGLangServer]) -> SGLangServer:
+    return shared_server(FAMILY)
+
+
+@pytest.fixture
+def versions(versions_of: Callable[[str], Versions]) -> Versions:
+    return versions_of(FAMILY)
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))) as sender:
+        yield sender
+
+
+@pytest.fixture(autouse=True)
+def _quick_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "CLEANUP_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_versions, "CLEANUP_SECONDS", 1.0)
+    monkeypatch.setattr(sglang_loader, "RESUME_SECONDS", 2.0)
+
+
+class Told:
+    """The server, as the receiver sees it. `event`: it has been told to receive for the `number`-th time."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self.init_group, self.destroy_group = server.init_group, server.destroy_group
+        self._server = server
+        self.expect(number)
+
+    def expect(self, number: int) -> None:
+        """From now on."""
+        self.event, self._left = asyncio.Event(), number
+
+    async def update_from_group(self, *arguments: Any, **settings: Any) -> None:
+        task = asyncio.create_task(self._server.update_from_group(*arguments, **settings))
+        self._left -= 1
+        if not self._left:
+            self.event.set()
+        await task
+
+
+class Keeper:
+    """A server's client, as its keeper has one."""
+
+    def __init__(self, server: Server, dialect: Dialect, mode: PauseMode, deadline: float) -> None:
+        self.server, self.told = server, Told(server, 3)
+        receiver = Receiver(self.told, "engine 0", 1)
+        loader = Loader(server, mode, deadline, receiver=receiver, dialect=dialect)
+        self.engine = SGLangEngine(server, Terms(VOCABULARY, MAX_LEN, mode=mode), loader=loader)
+
+    async def load(self, ref: WeightsRef) -> None:
+        await self.engine.load(ref)
+        self.engine.mark(ref.order)
+
+    async def check(self, versions: Versions, version: int) -> None:
+        """It samples with exactly these weights, under their label."""
+        request = ask(prompt(20, version), 40, str(version))
+        generation = await self.engine.generate(request)
+        assert [span.version for span in generation.spans] == [version]
+        assert versions.check(request, generation) == 40
+
+
+@asynccontextmanager
+async def keeping(
+    running: SGLangServer, mode: PauseMode = "in_place", deadline: float = LONG
+) -> AsyncIterator[Keeper]:
+    async with asyncio.timeout(4 * LONG):
+        server = Server(running.url)
+        dialect = dialect_of((await server.server_info()).version, server.url)
+        keeper = Keeper(server, dialect, mode, deadline)
+        try:
+            await server.flush_cache(wait=10)
+            yield keeper
+        finally:
+            await keeper.engine.close()
+
+
+def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
+    return sender.offer(whole(versions.tensors(version), EPOCH, version))
+
+
+def test_it_samples_with_what_was_pushed(server, versions, sender):
+    """Several buckets, three versions over one group."""
+
+    async def main() -> None:
+        async with keeping(server) as keeper:
+            for version in (1, 2, 3):
+                await keeper.load(offer(sender, versions, version))
+                await keeper.check(versions, version)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_requests_go_on_during_a_push(server, versions, sender, mode):
+    """Their spans say where the version changed, and recorded log-probs are those of that version."""
+    requests = [ask(prompt(8, index), 600, str(index), index) for index in range(4)]
+
+    async def main() -> None:
+        async with keeping(server, mode) as keeper:
+            await keeper.load(offer(sender, versions, 1))
+            tasks = await under_way(keeper.engine, *requests)
+            await keeper.load(offer(sender, versions, 2))
+            for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
+                assert seen(generation) == [1, 2]
+                assert len(generation.ids) == 600
+                compared = versions.check(request, generation)
+                assert compared == (600 if mode == "retract" else generation.spans[0].end)
+            await keeper.check(versions, 2)
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
+    """The server, which waits for a broadcast, answers again at once, with an error. It holds a mixture then:
+    a full push from the next trainer makes it whole."""
+
+    async def main() -> None:
+        async with keeping(server) as keeper:
+            trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
+            start = time.monotonic()
+            task = asyncio.create_task(keeper.load(trainer.ref))
+            await keeper.told.event.wait()
+            trainer.end()
+            with pytest.raises(WeightsError):
+                await task
+            assert time.monotonic() - start < LONG / 2
+            await keeper.load(offer(sender, versions, 1))
+            await keeper.check(versions, 1)
+
+    asyncio.run(main())
+
+
+def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, sender):
+    """Requests under way are lost, with nothing but what the old weights sampled; others get nothing until a
+    full load."""
+    requests = [ask(prompt(8, index), 900, str(index), index) for index in range(4)]
+
+    async def lost(task: Awaitable[Generation]) -> Generation:
+        with pytest.raises(EngineLost) as error:
+            await task
+        return error.value.partial
+
+    async def main() -> None:
+        worker = SGLangEngine(Server(server.url), Terms(VOCABULARY, MAX_LEN))
+        async with keeping(server) as keeper, in_use(worker):
+            await keeper.load(offer(sender, versions, 1))
+            worker.mark((EPOCH, 1))
+            keeper.told.expect(3)
+            trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
+            tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
+            await until(lambda: running(keeper.engine, len(requests)))
+            load = asyncio.create_task(keeper.load(trainer.ref))
+            await keeper.told.event.wait()
+            held = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
+            await asyncio.sleep(0)
+            assert not await keeper.server.ready()
+            trainer.end()
+            with pytest.raises(WeightsError):
+                await load
+            assert await keeper.server.ready() and await keeper.engine.label() == DISOWNED
+            partials = [await lost(task) for task in tasks]
+            for request, partial in zip(requests, partials, strict=True):
+                assert versions.check(request, partial) == len(partial.ids)
+            assert (await lost(held)).ids == ()
+            assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
+            await keeper.load(offer(sender, versions, 2))
+            worker.mark((EPOCH, 2))
+            await keeper.check(versions, 2)
+            request = ask(prompt(9), 20)
+            assert versions.check(request, await worker.generate(request)) == 20
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
+    """The push ends at its deadline, but the server is stuck until the end of the trainer, or its own."""
+
+    async def main() -> None:
+        async with keeping(server, deadline=5.0) as keeper:
+            trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
+            task = asyncio.create_task(keeper.load(trainer.ref))
+            await keeper.told.event.wait()
+            trainer.signal(SIGSTOP)
+            with pytest.raises(WeightsError):
+                await task
+            assert keeper.engine.broken
+            with pytest.raises(EngineError):
+                await keeper.server.flush_cache(seconds=2.0)
+            trainer.end()
+            await keeper.load(offer(sender, versions, 1))
+            await keeper.check(versions, 1)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_freezes_before_it_joins(server, versions, sender):
+    """The push ends at its deadline; the server, which joins when it wakes up, is not caught there."""
+
+    async def main() -> None:
+        async with keeping(server, deadline=5.0) as keeper:
+            ref = offer(sender, versions, 2)
+            _signal(server, SIGSTOP)
+            try:
+                with pytest.raises(WeightsError):
+                    await keeper.load(ref)
+            finally:
+                _signal(server, SIGCONT)
+            assert not keeper.engine.broken  # it has its old weights
+            await keeper.load(ref)
+            await keeper.check(versions, 2)
+
+    asyncio.run(main())
+
+
+def test_weights_of_another_model_are_an_error(server, versions, sender):
+    """A load that the server refuses is an error with its own words, and the next one is whole again."""
+
+    async def main() -> None:
+        async with keeping(server) as keeper:
+            tensors = versions.tensors(1)
+            name = next(name for name in tensors if "embed_tokens" in name)
+            wrong = tensors | {name: tensors[name][:-1].contiguous()}
+            with pytest.raises(WeightsError, match="partially updated"):
+                await keeper.load(sender.offer(whole(wrong, EPOCH, 4)))
+            await keeper.load(offer(sender, versions, 3))
+            await keeper.check(versions, 3)
+
+    asyncio.run(main())
+
+
+def _signal(server: SGLangServer, number: int) -> None:
+    for process in server.processes():
+        process.send_signal(number)

@@ -1,0 +1,268 @@
+"""What every engine promises about sampling, tested on each through `Engine` alone: ids in, ids out, the
+log-probs of the trainer's own model. Its promises about weights: test_conformance_weights.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asyncrl.engines.base import Engine, Request
+from asyncrl.errors import EngineError
+from asyncrl.types import Generation, StopReason, VersionSpan
+from tests.sglang.conformance import (
+    EOS,
+    MAX_LEN,
+    TOLERANCE,
+    VOCABULARY,
+    Subject,
+    ask,
+    finish,
+    prompt,
+    under_way,
+)
+from tests.sglang.models import FAMILIES
+
+every_engine = pytest.mark.parametrize("subject", ["torch-qwen2", "sglang-qwen2-in_place"], indirect=True)
+every_family = pytest.mark.parametrize(
+    "subject",
+    [engine for name in FAMILIES for engine in (f"torch-{name}", f"sglang-{name}-in_place")],
+    indirect=True,
+)
+LONG = 900  # tokens: still running when whatever the test does has happened
+
+
+@every_family
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_trainers_model(subject: Subject, temperature: float):
+    async def body(engine: Engine) -> None:
+        for length in (1, 17, 120):
+            request = ask(prompt(length, length), 60, str(length), temperature=temperature)
+            generation = await engine.generate(request)
+            assert generation.stop is StopReason.LENGTH and len(generation.ids) == 60
+            assert generation.spans == (VersionSpan(0, 60, 0, 0),)
+            assert subject.versions.check(request, generation) == 60
+
+    subject.run(body)
+
+
+@every_engine
+def test_recorded_logprobs_are_scaled_by_the_temperature(subject: Subject):
+    async def body(engine: Engine) -> None:
+        for temperature in (0.5, 1.5):
+            request = ask(prompt(9), 40, temperature=temperature)
+            generation = await engine.generate(request)
+            raw = subject.versions.logprobs(0, ask(prompt(9)), generation)
+            scaled = subject.versions.logprobs(0, request, generation)
+            recorded = torch.tensor(generation.logprobs)
+            assert (recorded - scaled).abs().max() < TOLERANCE < 0.1 < (recorded - raw).abs().max()
+
+    subject.run(body)
+
+
+@every_engine
+def test_greedy_is_the_argmax_and_recorded_at_temperature_1(subject: Subject):
+    async def body(engine: Engine) -> None:
+        request = ask(prompt(12), 30, temperature=0.0)
+        generation = await engine.generate(request)
+        assert subject.versions.check(request, generation) == 30
+        assert_greedy(subject, request, generation)
+        assert (await engine.generate(ask(prompt(12), 30, "again", 7, temperature=0.0))).ids == generation.ids
+
+    subject.run(body)
+
+
+def assert_greedy(subject: Subject, request: Request, generation: Generation) -> None:
+    """No other id is likelier, by the trainer's model, than each that was sampled."""
+    for at, chosen in enumerate(generation.logprobs):
+        likeliest = subject.versions.next_logprobs(0, request.ids + generation.ids[:at]).max()
+        assert likeliest <= chosen + TOLERANCE
+
+
+@every_engine
+def test_top_k_and_top_p_restrict_the_ids_not_the_logprobs(subject: Subject):
+    async def body(engine: Engine) -> None:
+        greedy = await engine.generate(ask(prompt(6), 20, "greedy", temperature=0.0))
+        for index, knobs in enumerate(({"top_k": 1}, {"top_p": 1e-6, "temperature": 1.5})):
+            request = ask(prompt(6), 20, str(index), index, **knobs)
+            generation = await engine.generate(request)
+            assert generation.ids == greedy.ids
+            assert subject.versions.check(request, generation) == 20
+        wide = ask(prompt(6), 40, "wide", temperature=1.5, top_k=50, top_p=0.9)
+        generation = await engine.generate(wide)
+        assert generation.ids[:20] != greedy.ids
+        assert subject.versions.check(wide, generation) == 40
+
+    subject.run(body)
+
+
+@every_engine
+def test_a_stop_id_ends_the_turn_and_is_its_last_id(subject: Subject):
+    async def body(engine: Engine) -> None:
+        full = await engine.generate(ask(prompt(9), 20, temperature=0.0))
+        stop = next(token for at, token in enumerate(full.ids) if at >= 4 and token not in full.ids[:at])
+        size = full.ids.index(stop) + 1
+        for limit in (20, size):  # a stop id at the limit is a stop, too
+            request = ask(prompt(9), limit, f"to {limit}", temperature=0.0, stop_ids=(stop,))
+            cut = await engine.generate(request)
+            assert cut.stop is StopReason.STOP and cut.ids == full.ids[:size]
+            assert subject.versions.check(request, cut) == size
+        short = await engine.generate(ask(prompt(9), size - 1, "short", temperature=0.0, stop_ids=(stop,)))
+        assert short.stop is StopReason.LENGTH and short.ids == full.ids[: size - 1]
+
+    subject.run(body)
+
+
+@every_engine
+def test_nothing_but_the_requested_ids_stops_a_turn(subject: Subject):
+    """The model's own end-of-sequence id, for one, goes on like any other unless it is asked for."""
+
+    async def one(engine: Engine, index: int, stops: tuple[int, ...]) -> Generation:
+        request = ask(prompt(5, index), 100, f"{index}", index, temperature=1.5, stop_ids=stops)
+        generation = await engine.generate(request)
+        subject.versions.check(request, generation)
+        return generation
+
+    async def body(engine: Engine) -> None:
+        free = await asyncio.gather(*(one(engine, index, ()) for index in range(32)))
+        assert {generation.stop for generation in free} == {StopReason.LENGTH}
+        assert all(len(generation.ids) == 100 for generation in free)
+        assert any(EOS in generation.ids[:-1] for generation in free)
+        stops = (*range(0, VOCABULARY, 9), EOS)
+        for generation in await asyncio.gather(*(one(engine, index, stops) for index in range(32))):
+            assert generation.stop is StopReason.STOP or len(generation.ids) == 100
+            assert not set(stops) & set(generation.ids[:-1])
+            assert (generation.ids[-1] in stops) == (generation.stop is StopReason.STOP)
+
+    subject.run(body)
+
+
+@every_engine
+def test_max_len_is_a_limit(subject: Subject):
+    async def body(engine: Engine) -> None:
+        for room in (1, 10):
+            request = ask(prompt(MAX_LEN - room), 50)
+            generation = await engine.generate(request)
+            assert generation.stop is StopReason.LENGTH
+            assert subject.versions.check(request, generation) == room
+        with pytest.raises(EngineError):
+            await engine.generate(ask(prompt(MAX_LEN), 1, "full"))
+
+    subject.run(body)
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ask(()),
+        ask((3, VOCABULARY)),
+        ask((-1, 3)),
+        ask((1,), 0),
+        ask((1,), temperature=-1.0),
+        ask((1,), top_p=0.0),
+    ],
+    ids=["empty", "over vocabulary", "negative id", "no token", "temperature", "top_p"],
+)
+def test_a_bad_request_is_refused_and_hurts_nobody(subject: Subject, bad: Request):
+    async def body(engine: Engine) -> None:
+        request = ask(prompt(4), 60, "good")
+        (task,) = await under_way(engine, request)
+        with pytest.raises(EngineError):
+            await engine.generate(bad)
+        assert subject.versions.check(request, await task) == 60
+
+    subject.run(body)
+
+
+@every_engine
+def test_abort_gives_back_what_there_is(subject: Subject):
+    async def body(engine: Engine) -> None:
+        long, other = ask(prompt(7), LONG, "aborted"), ask(prompt(8), 60, "other")
+        engine.abort("unknown")
+        aborted, undisturbed = await under_way(engine, long, other)
+        engine.abort("aborted")
+        partial = await aborted
+        assert partial.stop is StopReason.ABORT and 0 < len(partial.ids) < LONG
+        assert subject.versions.check(long, partial) == len(partial.ids)
+        assert len((await undisturbed).ids) == 60
+        engine.abort("aborted")  # is over
+        again = ask(long.ids + partial.ids, 20, "aborted")  # the turn goes on from there
+        assert subject.versions.check(again, await engine.generate(again)) == 20
+
+    subject.run(body)
+
+
+@every_engine
+def test_abort_right_after_the_start(subject: Subject):
+    async def body(engine: Engine) -> None:
+        task = asyncio.create_task(engine.generate(ask(prompt(7), LONG)))
+        await asyncio.sleep(0)
+        engine.abort("s")
+        partial = await task
+        assert partial.stop is StopReason.ABORT and len(partial.ids) < LONG
+
+    subject.run(body)
+
+
+@every_engine
+def test_cancelling_the_call_ends_the_turn(subject: Subject):
+    async def body(engine: Engine) -> None:
+        (task,) = await under_way(engine, ask(prompt(7), LONG))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        again = ask(prompt(7), 20)  # the session is free
+        assert subject.versions.check(again, await engine.generate(again)) == 20
+
+    subject.run(body)
+
+
+@every_family
+def test_64_streams_at_once_each_with_its_own_logprobs(subject: Subject):
+    async def stream(engine: Engine, index: int) -> int:
+        temperature = (0.0, 0.7, 1.0, 1.3)[index % 4]
+        request = ask(prompt(1 + index, index), 20 + index % 30, f"{index}", index, temperature=temperature)
+        generation = await engine.generate(request)
+        assert len(generation.ids) == request.sampling.max_new_tokens
+        return subject.versions.check(request, generation)
+
+    async def body(engine: Engine) -> None:
+        compared = await asyncio.gather(*(stream(engine, index) for index in range(64)))
+        assert sum(compared) == sum(20 + index % 30 for index in range(64))
+
+    subject.run(body)
+
+
+@every_family
+def test_turns_on_a_kept_prefix_equal_fresh_computations(subject: Subject):
+    async def body(engine: Engine) -> None:
+        ids = prompt(30)
+        for turn in range(5):
+            request = ask(ids, 24, "kept", turn, temperature=0.7)
+            generation = await engine.generate(request)
+            assert subject.versions.check(request, generation) == 24
+            ids += generation.ids + prompt(6, turn)
+        branch = ask(ids[:50] + prompt(20, "branch"), 24, "kept")  # the session's text is another one now
+        assert subject.versions.check(branch, await engine.generate(branch)) == 24
+        engine.release("kept")
+        engine.release("unknown")
+        greedy = [ask(ids, 24, session, temperature=0.0) for session in ("kept", "fresh")]
+        first, second = [await finish(engine, request) for request in greedy]
+        assert first.ids == second.ids
+
+    subject.run(body)
+
+
+@every_engine
+def test_score_is_the_trainers(subject: Subject):
+    async def body(engine: Engine) -> None:
+        for version in (0, 1):
+            await engine.load(subject.versions.refs[version])
+            for ids in (prompt(2), prompt(100)):
+                found = torch.tensor(await engine.score(ids))
+                expected = torch.tensor(subject.versions.score(version, ids))
+                torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+    subject.run(body)

@@ -1,0 +1,111 @@
+"""Ways to kill a real server, keys, and a full queue: servers of their own, some of which do not survive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.engines.base import EngineBusy, EngineLost
+from asyncrl.engines.sglang_http import KeyRejected, Server, ServerGone
+from asyncrl.errors import EngineError
+from asyncrl.types import Generation
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
+from tests.sglang.conftest import Start
+from tests.sglang.server import SGLangServer
+from tests.sglang.traps import LONG, client, idle, publish, raw, run, sampling
+
+KEYS = ("the-api-key", "the-admin-key")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> WeightsRef:
+    return publish(tmp_path_factory.mktemp("versions"), 0)
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_models: dict[str, Path], sglang_server: Start) -> Iterator[SGLangServer]:
+    """With keys, and a short queue."""
+    keys = ("--api-key", KEYS[0], "--admin-api-key", KEYS[1])
+    server = sglang_server(
+        tiny_models["qwen2"], *keys, "--max-running-requests", "2", "--max-queued-requests", "1"
+    )
+    yield server
+    server.stop()
+
+
+def test_keys_open_what_they_are_for_and_a_wrong_one_is_named(guarded: SGLangServer):
+    async def body() -> None:
+        for keys, sees, rules in (
+            (KEYS, True, True),
+            ((KEYS[0],), True, False),
+            (("no", "no"), False, False),
+        ):
+            server = Server(guarded.url, *keys)
+            assert await server.ready()  # needs none
+            for question, allowed in ((server.model_info(), sees), (server.resume(), rules)):
+                if allowed:
+                    await question
+                else:
+                    with pytest.raises(KeyRejected, match="check the API key and the admin key"):
+                        await question
+            await server.close()
+
+    run(body())
+
+
+def test_a_full_queue_is_busy_and_nothing_is_lost(guarded: SGLangServer, first: WeightsRef):
+    async def body() -> None:
+        async with client(guarded, *KEYS) as engine:
+            await engine.load(first)
+            turns = [asyncio.create_task(engine.generate(ask(prompt(4), LONG, str(i)))) for i in range(6)]
+            outcomes = await asyncio.gather(*turns, return_exceptions=True)
+            refused = [answer for answer in outcomes if isinstance(answer, BaseException)]
+            served = [answer for answer in outcomes if isinstance(answer, Generation)]
+            assert {type(error) for error in refused} == {EngineBusy}
+            assert len(served) >= 2 and len(served) + engine.counters.busy == 6
+            assert all(len(answer.ids) == LONG for answer in served)
+            crowd = (engine.server.generate_whole(raw(prompt(4), LONG)) for _ in range(6))
+            answers = await asyncio.gather(*crowd, return_exceptions=True)  # in plain HTTP too
+            assert {type(answer) for answer in answers} == {bytes, EngineBusy}
+            assert await idle(engine)
+
+    run(body())
+
+
+def test_ids_outside_the_vocabulary_kill_a_server_and_are_not_sent(guarded: SGLangServer, first: WeightsRef):
+    async def body() -> None:
+        async with client(guarded, *KEYS) as engine:
+            await engine.load(first)
+            for ids in ((0, VOCABULARY), (-1,), (), prompt(MAX_LEN)):
+                with pytest.raises(EngineError, match=r"vocabulary|no ids|no room"):
+                    await engine.generate(ask(ids))
+            task = await sampling(engine, ask(prompt(4), LONG))
+            with pytest.raises(ServerGone):  # the trap
+                await engine.server.generate_whole(raw((0, 10 * VOCABULARY), 4))
+            with pytest.raises(EngineLost) as lost:
+                await task
+            assert len(lost.value.partial.ids) > 0
+            assert guarded.gone()
+            assert not await engine.server.alive()
+            with pytest.raises(EngineLost, match="Cannot connect"):
+                await engine.generate(ask(prompt(4)))
+
+    run(body())
+
+
+def test_a_file_of_another_shape_kills_a_server_and_its_load_says_so(
+    tiny_models: dict[str, Path], sglang_server: Start, tmp_path: Path
+):
+    """Its checksums are right. No run gets here: configurations are compared when a keeper connects."""
+
+    async def body(server: SGLangServer) -> None:
+        async with client(server) as engine:
+            with pytest.raises(WeightsError, match="load of e0-v3 failed"):
+                await engine.load(publish(tmp_path, 3, hidden_size=32))
+            assert engine.broken and server.gone()
+
+    run(body(sglang_server(tiny_models["qwen2"])))

@@ -1,0 +1,202 @@
+"""A fleet over two real servers: turns survive one that hangs, is updated, is killed.
+
+Every token that comes out is compared with the trainer's model, teacher-forced, at the version of its span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.engines.base import Request
+from asyncrl.engines.sglang import SGLangEngine, Terms
+from asyncrl.engines.sglang_http import PauseMode, Server
+from asyncrl.roles.fleet import Fleet
+from asyncrl.roles.meter import Meter
+from asyncrl.roles.waits import Waits
+from asyncrl.trainer.world import World
+from asyncrl.transport.messages import EngineEntry
+from asyncrl.types import Generation, StopReason
+from tests.fakes.loop import Intervals
+from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt
+from tests.sglang.conftest import Shared, Start
+from tests.sglang.server import SGLangServer
+
+FAMILY = "qwen2"
+PROMPT, NEW = 20, 900  # long enough to be under way when something happens
+Turn = tuple[Request, asyncio.Task[Generation]]
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory, world: World) -> Versions:
+    return Versions(FAMILY, tmp_path_factory.mktemp("fleet"), world, count=3)
+
+
+@pytest.fixture(scope="module")
+def survivor(shared_server: Shared) -> SGLangServer:
+    return shared_server(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def victim(survivor: SGLangServer, tiny_models: dict[str, Path], sglang_server: Start) -> SGLangServer:
+    return sglang_server(tiny_models[FAMILY])
+
+
+class Site:
+    """A fleet and, as keepers would have them, the clients that load its servers."""
+
+    def __init__(self, mode: PauseMode, *servers: SGLangServer) -> None:
+        self._mode: PauseMode = mode
+        self.clients: dict[str, SGLangEngine] = {}
+        self.keepers = {server.url: self._client(server.url) for server in servers}
+        self.held = dict.fromkeys(self.keepers, 0)
+        self.fleet = Fleet("train", self._connect, Waits(), Meter(Intervals()), patience=DEADLINE)
+
+    def _client(self, url: str) -> SGLangEngine:
+        return SGLangEngine(Server(url), Terms(VOCABULARY, MAX_LEN, mode=self._mode))
+
+    def _connect(self, entry: EngineEntry) -> SGLangEngine:
+        self.clients[entry.url] = self._client(entry.url)
+        return self.clients[entry.url]
+
+    async def load(self, server: SGLangServer, versions: Versions, version: int) -> None:
+        await self.keepers[server.url].load(versions.refs[version])
+        self.held[server.url] = version
+        self.tell()
+
+    def tell(self, *without: SGLangServer) -> None:
+        """Send the table: every server with what it holds."""
+        missing = {server.url for server in without}
+        self.fleet.table(
+            [
+                EngineEntry(url, url, "1", held, 0, True)
+                for url, held in self.held.items()
+                if url not in missing
+            ]
+        )
+
+    def start(self, count: int) -> list[Turn]:
+        """Long turns, one per session."""
+        requests = [ask(prompt(PROMPT, session), NEW, f"{session}", session) for session in range(count)]
+        return [(request, asyncio.create_task(self.fleet.generate(request))) for request in requests]
+
+    async def under_way(self) -> None:
+        """Return when every turn that was started is being sampled."""
+        await asyncio.sleep(0)
+        for client in self.clients.values():
+            await client.generate(ask(prompt(3), 8, "gate"))  # began after them, and is through
+
+
+@asynccontextmanager
+async def site(mode: PauseMode, *servers: SGLangServer) -> AsyncIterator[Site]:
+    made = Site(mode, *servers)
+    try:
+        yield made
+    finally:
+        for client in made.keepers.values():
+            await client.close()
+        await made.fleet.close()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await body()
+
+    asyncio.run(main())
+
+
+async def checked(versions: Versions, turns: list[Turn]) -> list[list[int]]:
+    """Wait for all turns: each is whole, and each of its tokens the trainer's. Their versions, in order."""
+    seen = []
+    for request, turn in turns:
+        generation = await turn
+        assert (len(generation.ids), generation.stop) == (NEW, StopReason.LENGTH)
+        assert versions.check(request, generation) == NEW
+        seen.append([span.version for span in generation.spans])
+    return seen
+
+
+def test_a_server_that_hangs_gives_its_turns_back_when_it_leaves_the_table(
+    versions: Versions, survivor: SGLangServer, victim: SGLangServer
+) -> None:
+    async def body() -> None:
+        async with site("in_place", survivor, victim) as s:
+            await s.load(survivor, versions, 0)
+            await s.load(victim, versions, 1)
+            turns = s.start(4)
+            await s.under_way()
+            for process in victim.processes():
+                process.send_signal(signal.SIGSTOP)
+            try:
+                s.tell(victim)
+                seen = await checked(versions, turns)
+            finally:
+                for process in victim.processes():
+                    process.send_signal(signal.SIGCONT)
+            assert sorted(seen) == [[0], [0], [1, 0], [1, 0]]
+
+    run(body)
+
+
+def test_episodes_stay_where_their_prefixes_are_cached(
+    versions: Versions, survivor: SGLangServer, victim: SGLangServer
+) -> None:
+    async def episode(fleet: Fleet, index: int) -> None:
+        ids = prompt(PROMPT, index)
+        for turn in range(4):
+            ids += (await fleet.generate(ask(ids, 20, f"{index}", index))).ids + prompt(10, (index, turn))
+
+    async def body() -> None:
+        async with site("in_place", survivor, victim) as s:
+            await s.load(survivor, versions, 2)
+            await s.load(victim, versions, 2)
+            # Two per server: so few are never moved for the sake of balance, however their turns interleave.
+            await asyncio.gather(*(episode(s.fleet, index) for index in range(4)))
+            for use in s.fleet.use():
+                assert (use.requests, use.moved) == (8, 0)
+                assert use.prompt_tokens == 2 * (20 + 50 + 80 + 110)
+                # Of each turn all but the reply, and the token before it, whose KV nobody had computed.
+                assert use.cached_tokens == pytest.approx(2 * (39 + 69 + 99), abs=8)
+
+    run(body)
+
+
+def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
+    versions: Versions, survivor: SGLangServer
+) -> None:
+    async def body() -> None:
+        async with site("abort", survivor) as s:
+            await s.load(survivor, versions, 0)
+            turns = s.start(4)
+            await s.under_way()
+            await s.load(survivor, versions, 1)
+            assert await checked(versions, turns) == [[0, 1]] * 4
+            (use,) = s.fleet.use()
+            assert (use.lost, use.moved) == (4, 0)
+
+    run(body)
+
+
+def test_the_turns_of_a_killed_server_go_on_at_the_other(
+    versions: Versions, survivor: SGLangServer, victim: SGLangServer
+) -> None:
+    async def body() -> None:
+        async with site("in_place", survivor, victim) as s:
+            await s.load(survivor, versions, 0)
+            await s.load(victim, versions, 1)
+            turns = s.start(8)
+            await s.under_way()
+            await asyncio.to_thread(victim.kill)  # SIGKILL, all of its processes
+            seen = await checked(versions, turns)
+            assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
+            alive, dead = s.fleet.use()
+            assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
+            assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again
+
+    run(body)

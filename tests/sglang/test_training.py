@@ -1,0 +1,116 @@
+"""Whole runs of `asyncrl train` on real servers: they learn, servers die, are attached to or refused.
+
+Between them the runs take all ways in which weights reach a server: whole files, deltas, broadcasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.runs import ROOT, Run, trained_uids
+from tests.sglang.conftest import Pool, Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+SGLANG = ("engine=sglang_cpu", "rollout.slots=32", "launch.start_timeout=300")
+DEMO = ROOT / "examples/multiturn/calculator/model"
+DEADLINE = 400.0  # a server alone starts in 15 s, on a busy machine in a minute or two
+
+
+@pytest.fixture(autouse=True)
+def alone(pool: Pool) -> None:
+    """A run has servers of its own: those of other tests make room."""
+    pool.stop()
+
+
+def server_of(run: Run, engine: str) -> psutil.Process:
+    """The first process of the server that a keeper started."""
+    return run.children()[engine].children()[0]
+
+
+def test_rewards_rise_on_two_servers(tmp_path: Path) -> None:
+    more = ("total_steps=16", "validation.final_samples=64", "weights.delta=true", "weights.mode=retract")
+    with Run(tmp_path, *SGLANG, *more) as run:
+        run.wait(DEADLINE)
+        summary = run.completed(16)
+        print(f"several versions: {summary['trajectories_multi_version']:.1%}")
+        assert summary["success_before"] < 0.6 and summary["success_after"] > 0.85
+        assert summary["trajectories_multi_version"] > 0.2
+        assert summary["k3_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
+        assert summary["probe_logprob_diff_max"] < 1e-3
+        last = run.rows()[-1]
+        assert last["async/engines"] == 2
+        assert all(last[f"engine/{index}/tokens"] > 0 for index in range(2))
+        assert all(last[f"engine/{index}/version"] == 16 for index in range(2))
+
+
+def test_servers_keepers_and_the_coordinator_die_in_mid_run(tmp_path: Path) -> None:
+    """Episodes continue on the other server, the dead one is replaced, and everything is accounted for."""
+    slow = "+rollout.tool_args.calculator.latency_mean=0.5"  # so that a server can come back in mid-run
+    broadcast = ("weights.transport=collective", "weights.bucket_bytes=100000")
+    with Run(tmp_path, *SGLANG, *broadcast, slow, "total_steps=60", "data.test=''") as run:
+        reach(run, 2)
+        kill(server_of(run, "engine-1"))
+        reach(run, run.step + 3)  # on the other server alone
+        run.until(lambda: run.rows()[-1]["async/engines"] == 2, "a new server", DEADLINE)
+        kill(run.children()["engine-0"])
+        reach(run, run.step + 3)
+        kill(run.children()["coordinator-0"])
+        reach(run, run.step + 3)
+        run.wait(DEADLINE)
+        summary = run.completed(60)
+        assert set(trained_uids(run.path).values()) == {1}
+        assert summary["flow"]["trained"] == 60 * 16
+        restarted = [line for line in run.text().splitlines() if "is restarted" in line]
+        assert any("engine-0 was killed" in line for line in restarted)
+        assert any("engine-1 ended" in line for line in restarted)
+
+
+def test_a_run_attaches_to_a_server_with_keys(
+    tmp_path: Path, sglang_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = sglang_server(DEMO, "--api-key", "sesame", "--admin-api-key", "open", "--max-total-tokens=32768")
+    attach = ("engine=sglang", f"engine.urls=[{server.url}]", "engine.api_key_env=KEY", "rollout.slots=32")
+    monkeypatch.setenv("KEY", "sesame")
+    monkeypatch.setenv("ADMIN", "open")
+    with Run(tmp_path, *attach, "engine.admin_key_env=ADMIN", "total_steps=4", "data.test=''") as run:
+        run.wait(DEADLINE)
+        run.completed(4)
+    assert server.ready(), "the server is not ours to end"
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    sizes = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
+    monkeypatch.setenv("WRONG", "open barley")
+    refusals = {
+        ("engine.admin_key_env=WRONG",): "key",
+        ("engine.api_key_env=WRONG",): "key",
+        ("engine.admin_key_env=ADMIN", f"model.path={other}"): "vocab_size",
+    }
+    for number, (overrides, complaint) in enumerate(refusals.items()):
+        with Run(tmp_path, *attach, *overrides, name=f"refused-{number}") as run:
+            assert run.wait(DEADLINE) == 2, run.text()
+            assert complaint in run.text() and not (run.path / "run.db").exists()
+
+
+def reach(run: Run, step: int) -> None:
+    run.until(lambda: run.step >= step, f"step {step}", DEADLINE)
+
+
+def kill(process: psutil.Process) -> None:
+    """kill -9; a server's processes end with it, and with its keeper."""
+    family = [process, *process.children(recursive=True)]
+    os.kill(process.pid, signal.SIGKILL)
+    psutil.wait_procs(family, 20)
+    assert not any(alive(each) for each in family), "processes of the killed one are left"
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,103 @@
+"""What the tests of a server's traps share: raw requests, a server that stands still, waits for facts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.engines.base import Request
+from asyncrl.engines.sglang import SGLangEngine, Terms
+from asyncrl.engines.sglang_http import PauseMode, Server
+from asyncrl.types import Generation
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import WeightsRef
+from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
+from tests.sglang.models import random_model
+from tests.sglang.server import SGLangServer
+
+DEADLINE = 100.0  # seconds for one test
+LONG = 400  # tokens: 0.2 s at least
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE):
+            await work
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def client(server: SGLangServer, *keys: str, **terms: Any) -> AsyncIterator[SGLangEngine]:
+    defaults: dict[str, Any] = {"vocabulary": VOCABULARY, "max_len": MAX_LEN}
+    engine = SGLangEngine(Server(server.url, *keys), Terms(**defaults | terms))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def paused(server: Server, mode: PauseMode) -> AsyncIterator[None]:
+    await server.pause(mode)
+    try:
+        yield
+    finally:
+        await server.resume()
+
+
+@contextmanager
+def frozen(server: SGLangServer) -> Iterator[None]:
+    """None of the server's processes moves."""
+    processes = server.processes()
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """The deadline is the test's."""
+    while not await condition():  # noqa: ASYNC110 (another process: there is no event)
+        await asyncio.sleep(0.02)
+
+
+async def idle(engine: SGLangEngine) -> bool:
+    """The server has nothing to do, and nothing in a queue."""
+    load = await _load(engine)
+    return bool(load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
+
+
+async def running(engine: SGLangEngine, count: int) -> bool:
+    return bool((await _load(engine))["num_running_reqs"] == count)
+
+
+async def _load(engine: SGLangEngine) -> dict[str, Any]:
+    answer: dict[str, Any] = await engine.server._get("/v1/loads", dict[str, Any], 10.0)
+    return dict(answer["loads"][0])
+
+
+def raw(ids: tuple[int, ...], new: int, **fields: Any) -> dict[str, Any]:
+    """A request as the client would not send it."""
+    knobs = {"max_new_tokens": new, "ignore_eos": True}
+    return {"input_ids": ids, "sampling_params": knobs, "return_logprob": True, **fields}
+
+
+async def sampling(engine: SGLangEngine, request: Request) -> asyncio.Task[Generation]:
+    """Start a request, and return when the server samples it: what was asked for later is done by then."""
+    task = asyncio.create_task(engine.generate(request))
+    await asyncio.sleep(0)  # a task has sent nothing before it has run
+    await engine.generate(ask(prompt(3, "gate"), 8, "gate"))
+    return task
+
+
+def publish(directory: Path, version: int, **changes: object) -> WeightsRef:
+    """Random weights, by default of the model that `qwen2` servers serve."""
+    model = random_model("qwen2", VOCABULARY, version, **changes)
+    return disk.publish(model.state_dict(), directory, 0, version)

@@ -1,0 +1,94 @@
+"""What a keeper checks before its server gets work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.engines.sglang_connect import check, terms_of
+from asyncrl.engines.sglang_http import ModelInfo, ServerInfo
+from asyncrl.errors import ConfigError
+
+URL = "http://server"
+
+
+def model(directory: Path, kind: Any = Qwen2Config, **changes: Any) -> str:
+    config = kind(vocab_size=64, hidden_size=32, num_hidden_layers=2, **changes)
+    config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return parse(
+        {
+            "name": "x",
+            "model": {"path": model(tmp_path / "own")},
+            "data": {"train": "t.parquet"},
+            "rollout": {"max_tokens": 256},
+        }
+    )
+
+
+def served(path: str, architecture: str = "Qwen2ForCausalLM", **changes: Any) -> tuple[ServerInfo, ModelInfo]:
+    info = ServerInfo("0.5.23", path, max_req_input_len=256)
+    return msgspec.structs.replace(info, **changes), ModelInfo(path, architectures=(architecture,))
+
+
+def test_the_runs_model_on_a_known_version_with_room_is_fine(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+):
+    check(config, URL, *served(config.model.path))
+    assert not caplog.messages
+    check(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
+    assert "sizes are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
+    terms = terms_of(config)
+    assert (terms.vocabulary, terms.max_len, terms.mode) == (64, 256, "in_place")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version": "0.4.9"}, r"runs SGLang 0\.4\.9; supported are 0\.5\.20"),
+        ({"max_req_input_len": 255}, r"room for 255 tokens, \$\.rollout\.max_tokens is 256: lower it"),
+    ],
+)
+def test_other_versions_and_too_little_room_are_refused(
+    config: RunConfig, changes: dict[str, Any], text: str
+):
+    with pytest.raises(ConfigError, match=text):
+        check(config, URL, *served(config.model.path, **changes))
+
+
+def test_replicas_within_a_server_cannot_be_broadcast_to(config: RunConfig):
+    replicas = served(config.model.path, dp_size=2)
+    check(config, URL, *replicas)
+    weights = msgspec.structs.replace(config.weights, transport="collective")
+    with pytest.raises(ConfigError, match=r"--dp-size 2.*set weights\.transport=disk"):
+        check(msgspec.structs.replace(config, weights=weights), URL, *replicas)
+
+
+def test_a_mode_that_a_version_cannot_do_is_refused(config: RunConfig):
+    retract = msgspec.structs.replace(config.weights, mode="retract")
+    config = msgspec.structs.replace(config, weights=retract)
+    check(config, URL, *served(config.model.path))
+    with pytest.raises(ConfigError, match=r"mode=retract: its version 0\.5\.20 knows in_place, abort"):
+        check(config, URL, *served(config.model.path, version="0.5.20"))
+
+
+def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: Path):
+    other = model(tmp_path / "other", intermediate_size=48, num_attention_heads=8)
+    with pytest.raises(ConfigError, match=r"intermediate_size 48 instead of \d+; num_attention_heads 8 inst"):
+        check(config, URL, *served(other))
+    llama = model(tmp_path / "llama", LlamaConfig)
+    with pytest.raises(ConfigError, match="architecture LlamaForCausalLM instead of Qwen2ForCausalLM"):
+        check(config, URL, *served(llama, "LlamaForCausalLM"))
+    broken = msgspec.structs.replace(config.model, path=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"none: no usable config\.json"):
+        terms_of(msgspec.structs.replace(config, model=broken))

@@ -1,0 +1,163 @@
+"""The server as a child: its command line, its keys, its end with the keeper's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.engines.sglang_process import ServerProcess, arguments, base_gpu
+from asyncrl.errors import EngineError
+
+SLEEP = "import time; time.sleep(600)"
+
+
+def configured(launch: str = "local", ranks: int = 1, **engine: Any) -> RunConfig:
+    return parse(
+        {
+            "name": "t",
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "engine": {"name": "sglang", **engine},
+            "trainer": {"ranks": ranks},
+            "launch": {"kind": launch},
+        }
+    )
+
+
+def flags(command: list[str]) -> dict[str, str]:
+    """Each flag with the word after it."""
+    return {word: after for word, after in zip(command, [*command[1:], ""], strict=True) if word[:2] == "--"}
+
+
+def test_the_command_line_says_what_the_configuration_says() -> None:
+    config = configured(tp=2, memory_fraction=0.5)
+    found = flags(arguments(config, 0, "10.0.0.1", 30000, gpus=8))
+    assert found["--host"] == "10.0.0.1" and found["--port"] == "30000"
+    assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.5"
+    assert found["--model-path"] == str(Path("m").resolve()) and found["--dtype"] == "float32"
+    assert arguments(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
+
+
+def test_further_arguments_win_and_switches_can_be_turned_off() -> None:
+    extra = {"stream-interval": 1, "enable-metrics": True, "skip-server-warmup": False}
+    command = arguments(configured(server_args=extra, server_command=["serve"]), 0, "h", 1, 0)
+    assert command[0] == "serve" and flags(command)["--stream-interval"] == "1"
+    assert "--enable-metrics" in command and "--skip-server-warmup" not in command
+
+
+@pytest.mark.parametrize(
+    ("launch", "ranks", "tp", "gpus", "first"),
+    [
+        ("local", 2, 2, 8, [2, 4, 6]),  # after the trainer's
+        ("local", 1, 1, 1, [0, 0, 0]),  # one GPU for all
+        ("local", 4, 2, 4, [0, 2, 1]),  # none left: shared with the trainer
+        ("ray", 4, 2, 2, [0, 0, 0]),  # Ray shows each only its own
+        ("local", 1, 1, 0, [0, 0, 0]),  # a CPU
+    ],
+)
+def test_the_first_gpu_of_each_server(launch: str, ranks: int, tp: int, gpus: int, first: list[int]) -> None:
+    config = configured(launch, ranks, tp=tp)
+    assert [base_gpu(config, index, gpus) for index in range(3)] == first
+
+
+def test_keys_are_in_a_private_file_and_not_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", "sesame")
+    monkeypatch.setenv("ADMIN", "open")
+    out = tmp_path / "argv"
+    (tmp_path / "run").mkdir()
+    left = tmp_path / "run" / "keys-0.yaml"  # by a keeper that was killed
+    left.write_text("api-key: old, and longer than both of the new ones together")
+    left.chmod(0o644)
+    show = f"import sys; open({str(out)!r}, 'w').write(repr(sys.argv) + open(sys.argv[-1]).read())"
+    config = configured(server_command=[sys.executable, "-c", show], api_key_env="KEY", admin_key_env="ADMIN")
+
+    async def main() -> None:
+        process = await ServerProcess.start(config, 0, "h", 1, tmp_path / "run")
+        (path,) = (tmp_path / "run").iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert await asyncio.wait_for(process.ended(), 20) == 0
+        await process.stop()
+        assert not path.exists()
+
+    asyncio.run(main())
+    argv, _, file = out.read_text().partition("]")
+    assert "sesame" not in argv and "open" not in argv
+    assert "api-key: sesame" in file and "admin-api-key: open" in file
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    config = configured(server_command=["/no/such/program"])
+    with pytest.raises(EngineError, match="correct engine"):
+        asyncio.run(ServerProcess.start(config, 0, "h", 1, tmp_path))
+
+
+def test_a_server_that_ignores_the_word_to_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.engines.sglang_process.STOP_SECONDS", 0.2)
+    deaf = f"import signal; signal.signal(15, signal.SIG_IGN); open('{tmp_path}/up', 'w'); {SLEEP}"
+    config = configured(server_command=[sys.executable, "-c", deaf])
+
+    async def main() -> int | None:
+        process = await ServerProcess.start(config, 0, "h", 1, tmp_path)
+        async with asyncio.timeout(20):
+            while not (tmp_path / "up").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await process.stop()
+        return process.code
+
+    assert asyncio.run(main()) == -signal.SIGKILL
+
+
+def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
+    spawn = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
+    config = configured(
+        server_command=[sys.executable, "-c", spawn + f"open('{tmp_path}/pid', 'w').write(str(p.pid))"]
+    )
+
+    async def main() -> psutil.Process:
+        process = await ServerProcess.start(config, 0, "h", 1, tmp_path)
+        assert await asyncio.wait_for(process.ended(), 20) == 0
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert child.is_running()
+        await process.stop()
+        return child
+
+    psutil.wait_procs([child := asyncio.run(main())], 10)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_does_not_outlive_a_killed_keeper(tmp_path: Path) -> None:
+    program = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from asyncrl.config import parse
+        from asyncrl.engines.sglang_process import ServerProcess
+        config = parse({{"name": "t", "model": {{"path": "m"}}, "data": {{"train": "d"}},
+                        "engine": {{"server_command": [sys.executable, "-c", {SLEEP!r}]}}}})
+        async def main():
+            process = await ServerProcess.start(config, 0, "h", 1, Path({str(tmp_path)!r}))
+            print(process._process.pid, flush=True)
+            await process.ended()
+        asyncio.run(main())
+    """
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=os.environ
+    )
+    assert keeper.stdout is not None
+    server = psutil.Process(int(keeper.stdout.readline()))
+    keeper.kill()
+    keeper.wait(10)
+    server.wait(10)

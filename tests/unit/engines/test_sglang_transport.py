@@ -1,0 +1,147 @@
+"""Every shape in which a server says no, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from asyncrl.engines.base import EngineBusy
+from asyncrl.engines.sglang_http import KeyRejected, Server, ServerGone
+from asyncrl.engines.sglang_transport import Events
+from asyncrl.errors import AsyncrlError, ConfigError, EngineError
+from asyncrl.weights.manifest import WeightsError
+from tests.fakes.sglang import DONE, Script, event, scripted
+
+Test = Callable[[Script, Server], Awaitable[None]]
+
+
+def run(test: Test, *keys: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), scripted() as script:
+            server = Server(script.url, *keys)
+            try:
+                await test(script, server)
+            finally:
+                await server.close()
+
+    asyncio.run(main())
+
+
+async def drained(server: Server, silence: float = 5.0) -> list[bytes]:
+    async with server.generate({"input_ids": [1]}, silence) as events:
+        return [payload async for payload in events]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "text"),
+    [
+        (400, b'{"error":{"message":"input_ids cannot be empty."}}', EngineError, "cannot be empty"),
+        (400, b'{"error":"unknown field `x`, expected one of `y`"}', EngineError, "unknown field `x`"),
+        (400, b'{"object":"error","message":"bad body","code":400}', EngineError, "bad body"),
+        (503, b'{"message":"The request queue is full.","type":"503"}', EngineBusy, "queue is full"),
+        (401, b'{"error":"Unauthorized"}', KeyRejected, "Unauthorized; check the API key"),
+        (403, b'{"error":"Forbidden"}', KeyRejected, "Forbidden; check the API key"),
+        (404, b'{"detail":"Not Found"}', EngineError, "Not Found"),
+        (500, b"Internal Server Error", EngineError, "500: Internal Server Error"),
+        (502, b"", EngineError, "502: HTTP 502"),
+    ],
+)
+def test_error_shapes(status: int, content: bytes, kind: type[AsyncrlError], text: str):
+    async def test(script: Script, server: Server) -> None:
+        for path in ("/generate", "/model_info"):
+            script.says(path, status, content)
+        for call in (server.generate_whole({}), drained(server), server.model_info()):
+            with pytest.raises(kind, match=text) as error:
+                await call
+            assert type(error.value) is kind and script.url in str(error.value)
+
+    run(test)
+
+
+def test_weight_endpoints_fail_with_weights_errors():
+    async def test(script: Script, server: Server) -> None:
+        path = "/update_weights_from_disk"
+        script.says(path, 400, b'{"success":false,"message":"Failed to get weights iterator"}')
+        with pytest.raises(WeightsError, match="answered 400: Failed to get weights iterator"):
+            await server.update_from_disk("/nowhere", "e0-v1", flush=False)
+        script.says(path, 200, b'{"success":false,"message":"said so"}')
+        with pytest.raises(WeightsError, match="said so"):
+            await server.update_from_disk("/nowhere", "e0-v1", flush=False)
+        script.says(path, 200, b'{"success":true,"message":""}')
+        await server.update_from_disk("/here", "e0-v1", flush=False)
+        body = {"model_path": "/here", "weight_version": "e0-v1", "flush_cache": False}
+        assert script.asked[-1][:2] == (path, body)
+
+    run(test)
+
+
+def test_each_route_gets_the_key_that_opens_it():
+    async def test(script: Script, server: Server) -> None:
+        script.says("/model_info", 200, b'{"model_path":"m","weight_version":"default"}')
+        for path in ("/generate", "/abort_request", "/flush_cache", "/continue_generation"):
+            script.says(path, 200, b"{}")
+        await server.weight_label()
+        await server.generate_whole({})
+        await server.abort("x")
+        await server.flush_cache(wait=1)
+        await server.resume()
+        assert [key for _, _, key in script.asked] == ["Bearer a"] * 2 + ["Bearer b"] * 3
+
+    run(test, "a", "b")
+
+
+def test_servers_that_are_gone_silent_or_cut_the_line():
+    async def test(script: Script, server: Server) -> None:
+        forever = asyncio.Event()
+        script.streams(event([1], 1), then=forever)
+        with pytest.raises(ServerGone, match=r"no answer within 0\.2 s"):
+            await drained(server, silence=0.2)
+        script.streams(event([1], 1), cut=True)
+        with pytest.raises(ServerGone, match="/generate"):
+            await drained(server)
+        script.streams(event([1], 1))
+        with pytest.raises(ServerGone, match="ended before its end mark"):
+            await drained(server)
+        script.streams(event([1], 1), DONE)
+        assert len(await drained(server)) == 1
+
+    run(test)
+
+
+def test_nobody_there_and_no_url():
+    async def main() -> None:
+        for url, kind in (("http://127.0.0.1:9", ServerGone), ("nonsense", ConfigError)):
+            server = Server(url)
+            with pytest.raises(kind):
+                await server.ready()
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_ready_is_a_question_to_servers_of_this_kind_only():
+    async def test(script: Script, server: Server) -> None:
+        for status, ready in ((200, True), (503, False)):
+            script.says("/ready", status)
+            assert await server.ready() is ready
+            assert await server.alive()
+        script.says("/ready", 404)
+        with pytest.raises(EngineError, match="is this an SGLang server"):
+            await server.ready()
+        assert not await server.alive()
+
+    run(test)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_are_found_wherever_the_stream_was_cut(size: int):
+    stream = event([1], 1) + b": a comment\n\n" + event([2], 2) + DONE
+    events = Events()
+    found = [
+        payload
+        for start in range(0, len(stream), size)
+        for payload in events.feed(stream[start : start + size])
+    ]
+    assert found == [event([1], 1)[6:-2], event([2], 2)[6:-2], b"[DONE]"]

@@ -1,0 +1,86 @@
+"""Copies in host memory: what is read does not change, and a newer copy needs no older reader's leave."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.weights.buffers import Buffers, Superseded
+
+
+def copy(buffers: Buffers, value: float) -> int:
+    index = buffers.claim()
+    buffers.copy(index, [torch.full((2, 3), value), torch.full((4,), value)])
+    return index
+
+
+def value(memory: Tensor) -> float:
+    assert memory.shape == (10,) and memory.dtype == torch.bfloat16
+    (found,) = memory.unique().tolist()
+    return float(found)
+
+
+@pytest.fixture
+def buffers() -> Buffers:
+    return Buffers(10, torch.bfloat16, pinned=False)
+
+
+def test_two_buffers_take_turns_and_their_memory_stays(buffers: Buffers):
+    assert [copy(buffers, i) for i in range(4)] == [0, 1, 0, 1]
+    with buffers.reading(0, 3, wait=0) as memory:
+        place = memory.data_ptr()
+    copy(buffers, 5)
+    with buffers.reading(0, 5, wait=0) as memory:
+        assert memory.data_ptr() == place and value(memory) == 5
+
+
+def test_a_newer_copy_replaces_one_that_nobody_reads(buffers: Buffers):
+    first, second = copy(buffers, 1), copy(buffers, 2)
+    with buffers.reading(first, 1, wait=0) as memory:
+        assert copy(buffers, 3) == second
+        with pytest.raises(Superseded), buffers.reading(second, 2, wait=0):
+            pass
+        assert copy(buffers, 4) == second
+        assert value(memory) == 1
+    with buffers.reading(second, 4, wait=0) as memory:
+        assert value(memory) == 4
+
+
+def test_a_claimed_buffer_holds_nothing(buffers: Buffers):
+    copy(buffers, 1)
+    copy(buffers, 2)
+    buffers.claim()
+    with pytest.raises(Superseded, match="copy 1"), buffers.reading(0, 1, wait=0):
+        pass
+
+
+def test_readers_of_both_buffers_cost_a_third(buffers: Buffers):
+    first, second = copy(buffers, 1), copy(buffers, 2)
+    with buffers.reading(first, 1, wait=0) as one, buffers.reading(second, 2, wait=0) as two:
+        third = copy(buffers, 3)
+        assert third not in (first, second)
+        assert (value(one), value(two)) == (1, 2)
+    assert copy(buffers, 4) == first
+
+
+def test_a_copy_that_comes_late_is_waited_for(buffers: Buffers):
+    found = []
+
+    def read() -> None:
+        with buffers.reading(1, 1, wait=30) as memory:
+            found.append(value(memory))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    buffers.copy(1, [torch.full((10,), 7.0)])
+    reader.join(30)
+    assert found == [7.0]
+
+
+def test_another_process_may_have_claimed_a_third(buffers: Buffers):
+    buffers.copy(2, [torch.full((10,), 7.0)])
+    with buffers.reading(2, 1, wait=0) as memory:
+        assert value(memory) == 7

@@ -1,0 +1,442 @@
+"""The collective weight plane: what is offered is what arrives, and nobody waits for the dead for ever.
+
+Servers and trainers that die are processes of their own; the server's make SGLang's own torch calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
+from signal import SIGCONT, SIGKILL, SIGSTOP
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import EngineError
+from asyncrl.weights import collective, disk
+from asyncrl.weights.buffers import Superseded
+from asyncrl.weights.collective import Receiver, Sender
+from asyncrl.weights.collective_messages import Next, Want, ask
+from asyncrl.weights.group import Group
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.snapshot import Snapshot, whole
+from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
+from tests.fakes.group_server import FakeServer, described
+
+LONG = 60.0  # seconds in which everything is over that does not hang
+FEW = 10.0  # for what ends at its deadline only
+Spawn = Callable[..., FakeServer]
+
+
+@pytest.fixture(autouse=True)
+def _quick_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "CLEANUP_SECONDS", 0.5)
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    servers: list[FakeServer] = []
+
+    def start(ranks: int = 1) -> FakeServer:
+        servers.append(FakeServer(ranks))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end()
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    with closing(Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))) as sender:
+        yield sender
+
+
+async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG, flush: bool = False) -> Manifest:
+    async with receiver.push(ref, seconds) as ready:
+        return await ready.load(flush)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * LONG):
+            await work
+
+    asyncio.run(main())
+
+
+def at_update(server: FakeServer, number: int, act: Callable[[], None]) -> None:
+    """`act` when the server is about to be told to receive for the `number`-th time, counted from 0."""
+
+    def look(name: str) -> None:
+        if name == "update_from_group" and server.calls.count(name) == number + 1:
+            act()
+
+    server.before = look
+
+
+def check(server: FakeServer, version: int, rank: int = 0) -> None:
+    """It has the weights of that seed, exactly, and their label."""
+    entries = {name: described(name, tensor) for name, tensor in weights(version).items()}
+    assert server.look(rank) == (f"e0-v{version}", entries)
+
+
+def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
+    server, tensors = spawn(), weights(1)
+
+    async def main() -> None:
+        receiver = Receiver(server, "engine 0", 1)
+        manifest = await push(receiver, sender.offer(whole(tensors, 0, 1)), flush=True)
+        check(server, 1)
+        assert manifest == disk.read_manifest(disk.publish(tensors, tmp_path, 0, 1))
+        assert server.calls == ["init_group", *["update_from_group"] * BUCKETS]
+        assert server.labels == [None] * (BUCKETS - 1) + ["e0-v1"]
+        assert server.flushed == [False] * (BUCKETS - 1) + [True]
+        await receiver.close()
+        assert server.calls[-1] == "destroy_group"
+
+    run(main())
+
+
+def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
+    server = spawn(ranks=2)
+
+    async def main() -> None:
+        receiver = Receiver(server, "engine 0", 2)
+        for version in (1, 2):
+            await push(receiver, sender.offer(whole(weights(version), 0, version)))
+            check(server, version, rank=0)
+            check(server, version, rank=1)
+        assert server.calls.count("init_group") == 1
+        await receiver.close()
+
+    run(main())
+
+
+def test_only_the_newest_version_is_to_be_had(spawn, sender):
+    server = spawn()
+    first = sender.offer(whole(weights(1), 0, 1))
+    second = sender.offer(whole(weights(2), 0, 2))
+
+    async def main() -> None:
+        receiver = Receiver(server, "engine 0", 1)
+        with pytest.raises(Superseded, match="the sender has e0-v2"):
+            await push(receiver, first)
+        with pytest.raises(WeightsError, match="the sender has e0-v2") as caught:
+            await push(receiver, WeightsRef(0, 3, first.path))
+        assert not isinstance(caught.value, Superseded)
+        assert server.calls == [] and sender.error is None
+        await push(receiver, second)
+        check(server, 2)
+        await receiver.close()
+
+    run(main())
+
+
+def test_a_push_is_finished_with_its_own_version(spawn, sender):
+    server = spawn()
+    at_update(server, 1, lambda: sender.offer(whole(weights(2), 0, 2)) and None)
+
+    async def main() -> None:
+        receiver = Receiver(server, "engine 0", 1)
+        await push(receiver, sender.offer(whole(weights(1), 0, 1)))
+        check(server, 1)
+        await receiver.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_a_server_that_is_killed(spawn, sender, bucket):
+    """Its push ends at once, and others are served: also its successor."""
+    server, other = spawn(), spawn()
+    at_update(server, bucket, lambda: server.signal(SIGKILL))
+
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="died"):
+            await push(Receiver(server, "engine 0", 1), ref)
+        await push(Receiver(other, "engine 0", 1), ref)
+        assert time.monotonic() - start < LONG / 2
+        check(other, 1)
+        assert sender.error is None
+
+    run(main())
+
+
+def test_a_server_that_freezes(spawn, sender):
+    """Its push ends at the receiver's deadline, others are served then, and a new group serves it again."""
+    server, other = spawn(), spawn()
+    server.look()  # it is up: the push below has all of its time
+    at_update(server, 1, lambda: server.signal(SIGSTOP))
+
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        receiver, start = Receiver(server, "engine 0", 1), time.monotonic()
+        with pytest.raises((WeightsError, EngineError)):
+            await push(receiver, ref, seconds=FEW)
+        await push(Receiver(other, "engine 1", 1), ref)
+        assert FEW - 0.1 < time.monotonic() - start < LONG / 2
+        check(other, 1)
+        server.signal(SIGCONT)
+        await push(receiver, ref)
+        check(server, 1)
+        assert server.calls.count("init_group") == 2
+
+    run(main())
+
+
+def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
+    """It was told to join, and does so long after everybody has given up."""
+    server = spawn()
+    server.look()
+    server.signal(SIGSTOP)
+
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        receiver = Receiver(server, "engine 0", 1)
+        with pytest.raises((WeightsError, EngineError)):
+            await push(receiver, ref, seconds=FEW)
+        assert server.calls == ["init_group", "destroy_group"]
+        server.signal(SIGCONT)
+        await push(receiver, ref)
+        check(server, 1)
+
+    run(main())
+
+
+def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
+    """Rank 0 that cannot listen is an error before the server hears of it; alone it would wait there."""
+
+    def unable(*_: object) -> None:
+        raise RuntimeError("no such interface")
+
+    monkeypatch.setattr("asyncrl.weights.group.ProcessGroupGloo", unable)
+    server = spawn()
+
+    async def main() -> None:
+        with pytest.raises(WeightsError, match="no such interface"):
+            await push(Receiver(server, "engine 0", 1), sender.offer(whole(weights(1), 0, 1)))
+        assert server.calls == []
+
+    run(main())
+
+
+def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
+    """However long it takes rank 0 to get there."""
+    make, there = Group._make, []
+
+    def slowly(group: Group) -> Any:
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline and not server.calls:
+            time.sleep(0.01)
+        there.append(bool(server.calls))
+        return make(group)
+
+    monkeypatch.setattr(Group, "_make", slowly)
+    server = spawn()
+
+    async def main() -> None:
+        await push(Receiver(server, "engine 0", 1), sender.offer(whole(weights(1), 0, 1)))
+
+    run(main())
+    assert there == [False]
+
+
+def test_a_trainer_that_is_killed(spawn):
+    """The server is waiting for a broadcast: it gets an error, and lives."""
+    server, trainer = spawn(), SenderProcess(silent_from=2)
+    at_update(server, 2, lambda: trainer.signal(SIGKILL))
+
+    async def main() -> None:
+        start = time.monotonic()
+        with pytest.raises(WeightsError):
+            await push(Receiver(server, "engine 0", 1), trainer.ref)
+        assert time.monotonic() - start < LONG / 2
+        assert server.look()[0] == "default"
+
+    run(main())
+
+
+def test_a_trainer_that_freezes_takes_the_server_with_it(spawn):
+    """The push ends at the deadline. The server waits in the broadcast until the trainer is killed."""
+    server, trainer = spawn(), SenderProcess(silent_from=2)
+    server.look()
+    at_update(server, 2, lambda: trainer.signal(SIGSTOP))
+
+    async def main() -> None:
+        with pytest.raises((WeightsError, EngineError)):
+            await push(Receiver(server, "engine 0", 1), trainer.ref, seconds=FEW)
+        with pytest.raises(EngineError, match="no answer"):
+            server.ranks[0].call(1.0, "look")
+        trainer.signal(SIGKILL)
+        assert server.look()[0] == "default"
+
+    run(main())
+
+
+def test_a_trainer_that_is_gone(spawn):
+    server, trainer = spawn(), SenderProcess(silent_from=0)
+    trainer.end()
+
+    async def main() -> None:
+        with pytest.raises(WeightsError, match="no sender there"):
+            await push(Receiver(server, "engine 0", 1), trainer.ref)
+        with pytest.raises(WeightsError, match="not the address of a sender"):
+            await push(Receiver(server, "engine 0", 1), WeightsRef(0, 1, "/dev/shm/weights"))
+        assert server.calls == []
+
+    run(main())
+
+
+def test_a_rank_that_does_not_deliver(spawn, sender):
+    """The server is not told to receive a bucket that the trainer cannot collect. The trainer is told."""
+
+    @contextmanager
+    def pin() -> Iterator[Any]:
+        def read(part: slice) -> Any:
+            if part.start:
+                raise WeightsError("a trainer rank did not deliver its shards")
+            return {spec.name: good[spec.name] for spec in snapshot.layout[part]}
+
+        yield read
+
+    good = weights(1)
+    snapshot = whole(good, 0, 1)
+    broken = Snapshot(0, 1, snapshot.layout, None, 0.0, pin)
+    server = spawn()
+
+    async def main() -> None:
+        receiver = Receiver(server, "engine 0", 1)
+        with pytest.raises(WeightsError, match="did not deliver"):
+            await push(receiver, sender.offer(broken))
+        assert server.calls == ["init_group", "update_from_group", "destroy_group"]
+        assert isinstance(sender.error, WeightsError)
+        await push(receiver, sender.offer(whole(weights(2), 0, 2)))
+        check(server, 2)
+
+    run(main())
+
+
+def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn, sender):
+    server = spawn()
+
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
+        await ask(*frozen, Want("frozen", 0, 1, 1, 1.0))
+        await push(Receiver(server, "engine 1", 1), ref)
+        assert 0.9 < time.monotonic() - start < LONG / 2
+        check(server, 1)
+
+    run(main())
+
+
+def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
+    server, other = spawn(), spawn()
+    server.look()
+    server.signal(SIGSTOP)
+
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        told = asyncio.Event()
+        server.before = lambda name: told.set()
+        task = asyncio.create_task(push(Receiver(server, "engine 0", 1), ref, seconds=LONG))
+        await told.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await push(Receiver(other, "engine 1", 1), ref)
+        check(other, 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", 3) + b"\xc1\xc1\xc1"])
+def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
+    server = spawn()
+
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        with socket.create_connection(_address(ref)) as stranger:
+            stranger.sendall(junk)
+            await push(Receiver(server, "engine 0", 1), ref)
+            stranger.settimeout(LONG)
+            assert b"ProtocolError" in stranger.recv(1000)
+        check(server, 1)
+
+    run(main())
+
+
+def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
+    monkeypatch.setattr(collective, "PAUSE", 0.1)
+    server, ref = spawn(), sender.offer(whole(weights(1), 0, 1))
+    server.look()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as keeper:
+        free = os.dup(keeper.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            keeper.connect(_address(ref))
+            end = time.monotonic() + LONG
+            while "Too many open files" not in caplog.text:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        run(push(Receiver(server, "engine 0", 1), ref))
+    check(server, 1)
+
+
+def test_a_question_out_of_turn_ends_the_push(spawn, sender):
+    async def main() -> None:
+        ref = sender.offer(whole(weights(1), 0, 1))
+        reader, writer = await asyncio.open_connection(*_address(ref))
+        await ask(reader, writer, Want("odd", 0, 1, 1, 10.0))
+        answer = await ask(reader, writer, Next(2))
+        assert "asked for bucket 2 when 0 were sent" in answer.reason
+
+    run(main())
+
+
+def test_closing_the_sender_ends_its_pushes(spawn):
+    server, sender = spawn(), Sender("127.0.0.1", BUCKET_BYTES, LONG, torch.device("cpu"))
+    at_update(server, 1, sender.close)
+
+    async def main() -> None:
+        start = time.monotonic()
+        with pytest.raises(WeightsError):
+            await push(Receiver(server, "engine 0", 1), sender.offer(whole(weights(1), 0, 1)))
+        assert time.monotonic() - start < LONG / 2
+        assert server.look()[0] == "default"
+
+    run(main())
+
+
+def test_the_groups_of_training_are_left_alone(spawn, sender):
+    """This process has no default group, and gets none."""
+    known = dict(dist.distributed_c10d._world.pg_map)
+    server = spawn()
+
+    async def main() -> None:
+        receiver = Receiver(server, "engine 0", 1)
+        await push(receiver, sender.offer(whole(weights(1), 0, 1)))
+        assert dict(dist.distributed_c10d._world.pg_map) == known
+        await receiver.close()
+
+    run(main())
+
+
+def _address(ref: WeightsRef) -> tuple[str, int]:
+    host, port = ref.path.removeprefix("tcp://").split(":")
+    return host, int(port)

@@ -1,0 +1,190 @@
+"""Weights in pieces on real ranks: rank 0 collects them whole, as they were copied."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.trainer.model import Policy, load_policy, shards
+from asyncrl.trainer.world import World
+from asyncrl.weights.buffers import Superseded
+from asyncrl.weights.manifest import WeightsError
+from asyncrl.weights.shards import HostShards
+from asyncrl.weights.snapshot import Snapshot, Tensors
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import full_state, save_tiny_qwen
+
+DEADLINE = 60.0
+BUCKETS = (1, 1000, 1 << 20)  # each tensor alone, some together, all at once
+
+
+def policy_of(world: World, folder: Path) -> Policy:
+    """Rows that no number of ranks divides, and fewer rows than ranks."""
+    model = folder / "model"
+    if world.rank == 0:
+        save_tiny_qwen(model)
+    world.barrier()
+    return load_policy(str(model), "bfloat16", world)
+
+
+def taken(host: HostShards, world: World, policy: Policy, version: int) -> Snapshot:
+    index = world.gather(host.claim() if world.rank == 0 else 0, int)[0]
+    host.copy(index, shards(policy))
+    return host.snapshot(index, 0, version, None, 0.0)
+
+
+@torch.no_grad()
+def change(policy: Policy) -> None:
+    for parameter in policy.parameters():
+        parameter.mul_(1.5).add_(0.25)
+
+
+def collected(snapshot: Snapshot, bucket_bytes: int) -> Tensors:
+    return {name: t.clone() for bucket in snapshot.buckets(bucket_bytes) for name, t in bucket.items()}
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "weight-shards"]
+
+
+def collect_twice(world: World, folder: Path) -> Any:
+    policy = policy_of(world, folder)
+    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    assert len(threads()) == (world.rank > 0)
+    found: dict[str, Any] = {"wanted": [], "found": []}
+    for version in (1, 2):
+        found["wanted"].append(full_state(policy))
+        snapshot = taken(host, world, policy, version)
+        change(policy)  # training goes on
+        if world.rank == 0:
+            found["found"].append([collected(snapshot, size) for size in BUCKETS])
+            found["layout"] = [spec.name for spec in snapshot.layout]
+        world.barrier()
+    start = time.monotonic()
+    host.close(DEADLINE)
+    assert time.monotonic() - start < DEADLINE / 2 and not threads()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_whole_tensors_as_they_were_copied(tmp_path: Path, ranks: int):
+    result = run_ranks(ranks, collect_twice, tmp_path)
+    for wanted, copies in zip(result["wanted"], result["found"], strict=True):
+        for found in copies:
+            assert list(found) == list(wanted) == result["layout"]
+            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    first, second = result["wanted"]
+    assert not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
+
+
+def overtake(world: World, folder: Path) -> Any:
+    """Rank 0 reads one version slowly while three newer ones are copied."""
+    policy = policy_of(world, folder)
+    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    wanted, snapshots, found = [], [], {}
+    for version in range(4):
+        wanted.append(full_state(policy))
+        snapshots.append(taken(host, world, policy, version))
+        if version == 0 and world.rank == 0:
+            slow = snapshots[0].buckets(1)
+            found |= next(slow)
+        change(policy)
+    if world.rank == 0:
+        for bucket in slow:
+            found |= bucket
+        for old in snapshots[1:3]:
+            with pytest.raises(Superseded):
+                next(old.buckets(1))
+        found = {"slow": found, "last": collected(snapshots[3], 1000), "wanted": wanted}
+    world.barrier()
+    host.close(DEADLINE)
+    return found
+
+
+def test_the_latest_wins_and_what_is_read_stays(tmp_path: Path):
+    result = run_ranks(2, overtake, tmp_path)
+    for found, wanted in ((result["slow"], result["wanted"][0]), (result["last"], result["wanted"][3])):
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def collect_from_a_late_rank(world: World, folder: Path) -> Any:
+    """Rank 1 copies only when rank 0 has asked for it."""
+    policy = policy_of(world, folder)
+    wanted = full_state(policy)
+    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    asked, waiting = threading.Event(), host._buffers._changed
+    wait_for = waiting.wait_for
+
+    def late(there: Callable[[], bool], seconds: float | None) -> bool:
+        def look() -> bool:
+            found = there()
+            asked.set()
+            return found
+
+        return wait_for(look, seconds)
+
+    waiting.wait_for = late  # type: ignore[method-assign]
+    world.barrier()
+    found: Tensors = {}
+    if world.rank == 0:
+        host.copy(0, shards(policy))
+        reader = threading.Thread(
+            target=lambda: found.update(collected(host.snapshot(0, 0, 1, None, 0.0), 1))
+        )
+        reader.start()
+        reader.join(DEADLINE)
+    else:
+        assert asked.wait(DEADLINE) and host._buffers.copies == 0
+        host.copy(0, shards(policy))
+    host.close(DEADLINE)
+    return {"same": all(torch.equal(found[name], tensor) for name, tensor in wanted.items())} if found else {}
+
+
+def test_a_rank_that_copies_late_is_waited_for(tmp_path: Path):
+    assert run_ranks(2, collect_from_a_late_rank, tmp_path)["same"]
+
+
+def lose_a_rank(world: World, folder: Path) -> Any:
+    """Rank 1 dies or freezes between two buckets."""
+    how, deadline = (folder / "how").read_text(), 15.0  # also for the other rank to come as far as this
+    policy = policy_of(world, folder)
+    host = HostShards(shards(policy), torch.bfloat16, deadline)
+    snapshot = taken(host, world, policy, 1)
+    if world.rank == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        world.barrier()
+        threading.Event().wait(DEADLINE) if how == "freeze" else host.close(DEADLINE)
+        os._exit(0)
+    world.barrier()
+    buckets, pid = snapshot.buckets(1), int((folder / "pid").read_text())
+    next(buckets)
+    os.kill(pid, signal.SIGSTOP if how == "freeze" else signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        list(buckets)
+    except WeightsError as error:
+        text = str(error)
+    host.close(1.0)
+    seconds = time.monotonic() - start
+    torch.save({"error": text, "seconds": seconds}, folder / "result.pt")
+    if how == "freeze":
+        os.kill(pid, signal.SIGKILL)
+    return {"error": text, "seconds": seconds}
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+def test_a_lost_rank_is_an_error_in_time(tmp_path: Path, how: str):
+    (tmp_path / "how").write_text(how)
+    with pytest.raises(AssertionError, match=r"exit codes .*\[0, -9\]"):
+        run_ranks(2, lose_a_rank, tmp_path)
+    result = torch.load(tmp_path / "result.pt", weights_only=False)
+    assert "did not deliver its shards" in result["error"]
+    assert result["seconds"] < 40

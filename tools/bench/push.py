@@ -1,0 +1,149 @@
+"""What it takes to get a version into a real server: through files, and by broadcast, by size of bucket.
+
+    python tools/bench/push.py [--hidden 640] [--layers 10] [--repeats 5] [--buckets 1 4 16 64 256]
+
+Starts a server on this machine's CPU with tools/sglang_cpu and a random Qwen2 (182 MB in float32 with the
+defaults), and pushes versions that differ in every number, in turn. "all" is from the snapshot in the
+trainer's memory to the server's answer that it has the version: for files, which are in shared memory, that
+is writing, verifying and loading them. "paused" is the part of it in which the server samples nothing.
+"first": the server has yet to join the group. Medians of repeats, with the range of "all".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import torch
+from common import table
+from routing import save_model, servers
+from safetensors.torch import load_file
+
+from asyncrl.engines.sglang_http import Server
+from asyncrl.engines.sglang_versions import dialect_of
+from asyncrl.weights import disk
+from asyncrl.weights.collective import Receiver, Sender
+from asyncrl.weights.snapshot import Snapshot, whole
+
+DEADLINE = 120.0
+MB = 1 << 20
+Push = Callable[[Snapshot], Awaitable[None]]
+
+
+class Bench:
+    """A server, and snapshots of two models that take turns as ever newer versions."""
+
+    def __init__(self, server: Server, model: Path, repeats: int) -> None:
+        self.server, self.repeats = server, repeats
+        tensors = load_file(model / "model.safetensors")
+        self._models = [tensors, {name: tensor * 1.01 for name, tensor in tensors.items()}]
+        self._version = 0
+        self._paused = 0.0
+
+    def snapshot(self) -> Snapshot:
+        self._version += 1
+        return whole(self._models[self._version % 2], 0, self._version)
+
+    @property
+    def megabytes(self) -> float:
+        return whole(self._models[0], 0, 0).total_bytes / MB
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        start = time.perf_counter()
+        await self.server.pause("in_place")
+        try:
+            yield
+        finally:
+            await self.server.resume()
+            self._paused = time.perf_counter() - start
+
+    async def once(self, push: Push) -> tuple[float, float]:
+        """(all, paused), in seconds."""
+        snapshot = self.snapshot()
+        start = time.perf_counter()
+        await push(snapshot)
+        seconds = time.perf_counter() - start
+        assert await self.server.weight_label() == f"e0-v{snapshot.version}"
+        return seconds, self._paused
+
+    async def line(self, name: str, push: Push) -> list[str]:
+        """A line of the table."""
+        return self.row(name, [await self.once(push) for _ in range(self.repeats)])
+
+    def row(self, name: str, runs: list[tuple[float, float]]) -> list[str]:
+        every, paused = zip(*runs, strict=True)
+        seconds = statistics.median(every)
+        return [
+            name,
+            f"{seconds:.2f} ({min(every):.2f} to {max(every):.2f})",
+            f"{statistics.median(paused):.2f}",
+            f"{self.megabytes / seconds:.0f}",
+        ]
+
+    async def through_files(self, bucket_bytes: int) -> list[list[str]]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+
+            async def push(snapshot: Snapshot) -> None:
+                ref = await asyncio.to_thread(disk.write, snapshot, Path(directory), bucket_bytes)
+                await asyncio.to_thread(disk.verify, ref)
+                async with self.paused():
+                    await self.server.update_from_disk(ref.path, ref.label, flush=False)
+                disk.prune(Path(directory), 1)
+
+            await self.once(push)  # warms up
+            return [await self.line("files", push)]
+
+    async def by_broadcast(self, bucket_bytes: int) -> list[list[str]]:
+        info = await self.server.server_info()
+        dialect = dialect_of(info.version, self.server.url)
+        receiver = Receiver(self.server, "engine 0", info.tp_size)
+        with closing(Sender("127.0.0.1", bucket_bytes, DEADLINE, torch.device("cpu"))) as sender:
+
+            async def push(snapshot: Snapshot) -> None:
+                pushing = receiver.push(sender.offer(snapshot), DEADLINE)
+                async with pushing as ready, self.paused(), dialect.update(self.server):
+                    await ready.load(flush=False)
+
+            name = f"broadcast, {bucket_bytes // MB} MB"
+            joins = self.row(f"{name}, first", [await self.once(push)])
+            again = await self.line(name, push)
+            await receiver.close()
+        return [joins, again]
+
+
+async def compare(url: str, model: Path, repeats: int, buckets: list[int]) -> None:
+    server = Server(url)
+    bench = Bench(server, model, repeats)
+    lines = await bench.through_files(256 * MB)
+    for megabytes in buckets:
+        lines += await bench.by_broadcast(megabytes * MB)
+    await server.close()
+    header = ["way", "all, s", "paused, s", "MB/s"]
+    print(f"{bench.megabytes:.0f} MB, median of {repeats} pushes\n\n{table(header, lines)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", type=int, default=640)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--buckets", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="MB")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(Path(directory), args.hidden, args.layers)
+        with servers(1, Path(directory)) as urls:
+            asyncio.run(compare(urls[0], Path(directory), args.repeats, args.buckets))
+
+
+if __name__ == "__main__":
+    main()

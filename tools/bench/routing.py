@@ -1,0 +1,241 @@
+"""What routing is worth: prefix-cache hits and time of multi-turn episodes, sticky against round-robin.
+
+    python tools/bench/routing.py [--urls http://a:30000 http://b:30000] [--repeats 3] [--episodes 16]
+
+Without URLs it starts two servers on this machine's CPU with tools/sglang_cpu and a small random model. An
+episode is 8 turns, each followed by the reply of a tool that takes a moment. "hits" is the share of prompt
+tokens that servers did not compute; "possible" what it would be had every turn found all that came before it
+in its episode. Caches are emptied before every run. Medians of repeats, with the range of the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from common import ROOT, SINGLE_THREAD, table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.engines.sglang import SGLangEngine, Terms
+from asyncrl.engines.sglang_http import Server
+from asyncrl.rollout.routing import Place, Router
+
+VOCABULARY = 512
+TURNS, PROMPT, NEW, REPLY = 8, 256, 48, 128  # tokens
+TOOL_SECONDS = 0.1  # on average
+MAX_LEN = PROMPT + TURNS * (NEW + REPLY)
+POOL = 65536  # tokens of KV per server: nothing has to be evicted
+START_SECONDS = 300.0
+LABEL = "e0-v0"
+
+
+class Policy(Protocol):
+    """The face of a Router."""
+
+    def update(self, places: Iterable[Place]) -> None: ...
+    def begin(self, session: str, oldest: int, avoid: Collection[str] = ()) -> str | None: ...
+    def end(self, place: str) -> None: ...
+    def forget(self, session: str) -> None: ...
+
+
+class RoundRobin:
+    """The next request goes to the next server."""
+
+    def update(self, places: Iterable[Place]) -> None:
+        self._next = itertools.cycle([place.id for place in places])
+
+    def begin(self, session: str, oldest: int, avoid: Collection[str] = ()) -> str | None:
+        return next(self._next)
+
+    def end(self, place: str) -> None: ...
+    def forget(self, session: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run. `possible`: hits if each episode's own prefix was always cached. `moves`: share of the turns
+    after the first that went to another server than the one before."""
+
+    hits: float
+    possible: float
+    moves: float
+    computed: float  # prompt tokens
+    seconds: float
+
+
+class Run:
+    """All episodes at once, once."""
+
+    def __init__(self, policy: Policy, urls: list[str], name: str) -> None:
+        self.policy, self.name = policy, name
+        self.engines = {url: SGLangEngine(Server(url), Terms(VOCABULARY, MAX_LEN)) for url in urls}
+        policy.update(Place(url, 0, healthy=True) for url in urls)
+        self.moves = self.seen = 0
+
+    async def figures(self, episodes: int) -> Figures:
+        for engine in self.engines.values():
+            await engine.server.flush_cache(wait=5.0)
+        began = time.perf_counter()
+        await asyncio.gather(*(self._episode(index) for index in range(episodes)))
+        seconds = time.perf_counter() - began
+        counters = [engine.counters for engine in self.engines.values()]
+        for engine in self.engines.values():
+            await engine.close()
+        prompt, cached = sum(c.prompt_tokens for c in counters), sum(c.cached_tokens for c in counters)
+        later = episodes * (TURNS - 1)
+        return Figures(cached / prompt, self.seen / prompt, self.moves / later, prompt - cached, seconds)
+
+    async def _episode(self, index: int) -> None:
+        session, tool = f"{self.name} {index}", random.Random(index)
+        ids, before = tokens(PROMPT, session), None
+        for turn in range(TURNS):
+            place = self.policy.begin(session, 0)
+            assert place is not None
+            self.moves += before not in (None, place)
+            before = place
+            try:
+                request = Request(session, ids, Sampling(NEW, ()))
+                sampled = await self.engines[place].generate(request)
+            finally:
+                self.policy.end(place)
+            ids += sampled.ids + tokens(REPLY, f"{session} {turn}")
+            if turn < TURNS - 1:
+                self.seen += len(ids) - REPLY
+                await asyncio.sleep(tool.expovariate(1 / TOOL_SECONDS))
+        self.policy.forget(session)
+
+
+def tokens(count: int, seed: str) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(VOCABULARY), k=count))
+
+
+def measure(make: Callable[[], Policy], urls: list[str], episodes: int, repeats: int, name: str) -> list[str]:
+    """A line of the table; the first run, which warms up, is not counted."""
+    runs = [
+        asyncio.run(Run(make(), urls, f"{name} {repeat}").figures(episodes)) for repeat in range(repeats + 1)
+    ][1:]
+    hits, possible, moves, computed, seconds = (
+        statistics.median(column) for column in zip(*map(astuple, runs), strict=True)
+    )
+    spread = f"{min(run.seconds for run in runs):.1f} to {max(run.seconds for run in runs):.1f}"
+    return [
+        name,
+        *(f"{share:.1%}" for share in (hits, possible, moves)),
+        f"{computed:.0f}",
+        f"{seconds:.1f} ({spread})",
+    ]
+
+
+# -- servers of our own ------------------------------------------------------------------------------
+
+
+def save_model(directory: Path, hidden: int, layers: int) -> None:
+    """Random weights; servers work on ids, so that it needs no tokenizer."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * MAX_LEN,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+
+
+@contextmanager
+def servers(count: int, model: Path) -> Iterator[list[str]]:
+    """URLs of servers that end with the context."""
+    started = [start(model, free_port()) for _ in range(count)]
+    try:
+        for url, process in started:
+            asyncio.run(until_ready(url, process, model))
+        yield [url for url, _ in started]
+    finally:
+        for _, process in started:
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own: all of its processes
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start(model: Path, port: int) -> tuple[str, subprocess.Popen[bytes]]:
+    command = [
+        *(str(ROOT / ".venv-sglang/bin/python"), str(ROOT / "tools/sglang_cpu/launch.py")),
+        *("--model-path", str(model), "--port", str(port), "--max-total-tokens", str(POOL)),
+        *("--weight-version", LABEL, "--skip-tokenizer-init"),
+        *("--incremental-streaming-output", "--stream-interval", "8"),
+    ]
+    with (model / "servers.log").open("ab") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | SINGLE_THREAD, start_new_session=True
+        )
+    return f"http://127.0.0.1:{port}", process
+
+
+async def until_ready(url: str, process: subprocess.Popen[bytes], model: Path) -> None:
+    server = Server(url)
+    began = time.monotonic()
+    while not (await server.alive() and await server.ready()):
+        if process.poll() is not None or time.monotonic() > began + START_SECONDS:
+            sys.exit((model / "servers.log").read_text()[-2000:] + f"\n\nserver {url} did not start")
+        await asyncio.sleep(0.2)
+    await server.close()
+
+
+def compare(urls: list[str], episodes: int, repeats: int) -> None:
+    policies: list[tuple[str, Callable[[], Policy], list[str]]] = [
+        (f"sticky, {len(urls)} servers", Router, urls),
+        (f"round-robin, {len(urls)} servers", RoundRobin, urls),
+        ("one server", Router, urls[:1]),
+    ]
+    lines = [measure(make, some, episodes, repeats, name) for name, make, some in policies]
+    header = ["routing", "hits", "possible", "turns that moved", "prompt tokens computed", "seconds"]
+    print(f"{episodes} episodes of {TURNS} turns, median of {repeats} runs\n\n{table(header, lines)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--urls", nargs="+", help=f"running servers with a vocabulary of {VOCABULARY} or more"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--episodes", type=int, default=16, help="at once")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    args = parser.parse_args()
+    if args.urls:
+        compare(args.urls, args.episodes, args.repeats)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(Path(directory), args.hidden, args.layers)
+        with servers(2, Path(directory)) as urls:
+            compare(urls, args.episodes, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Publishing a fine-tuned model: bytes and seconds whole and as deltas, and what the trainer waits.
+
+    python tools/bench/weights.py [--hidden 768] [--layers 12] [--steps 4] [--tokens 512] [--directory DIR]
+
+A random Qwen2 (138M parameters with the defaults) takes AdamW steps on random text under FSDP2, on one rank
+and one thread, in float32; every step is published from a copy in host memory, as in a run. It is exported
+as bfloat16 (from float32 masters) and as float32. Adam's first steps are its largest, a whole learning rate
+for every weight; later ones change less, and their deltas are smaller. DIR is in shared memory unless told
+otherwise. Medians over the steps, of CPU time: other jobs on the machine then disturb it less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+from common import table
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.roles.publishing import probe_ids
+from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
+from asyncrl.trainer.world import World, join, leave
+from asyncrl.weights import disk
+from asyncrl.weights.delta import DeltaWriter, materialise
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.shards import HostShards
+from asyncrl.weights.snapshot import Snapshot
+
+VOCABULARY = 32_000
+DTYPES, RATES = ("bfloat16", "float32"), (1e-6, 1e-5)
+BUCKET_BYTES = 64 << 20
+
+
+@dataclass
+class Times:
+    """CPU seconds of what was done, by name; one value per step."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    bytes: list[int] = field(default_factory=list)  # of deltas
+
+    def measured(self, name: str, begin: float) -> None:
+        self.seconds.setdefault(name, []).append(time.process_time() - begin)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+
+def build(directory: Path, hidden: int, layers: int) -> str:
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+def random_text(tokens: int, step: int) -> Selected:
+    """Four rows, of which every token but the first is trained."""
+    ids = torch.randint(VOCABULARY, (4, tokens // 4), generator=torch.Generator().manual_seed(step))
+    row, position = torch.ones(4, ids.shape[1] - 1).nonzero(as_tuple=True)
+    return Selected(ids, row, position + 1, torch.ones(len(row)))
+
+
+def train_step(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int, step: int) -> None:
+    optimizer.zero_grad()
+    scores = policy(random_text(tokens, step))
+    advantage = torch.randn(len(scores.logp), generator=torch.Generator().manual_seed(step))
+    (-(advantage * scores.logp).mean()).backward()
+    optimizer.step()
+
+
+class Bench:
+    """One model, published three ways after every step: whole, as a delta, and into a reader's cache."""
+
+    def __init__(self, model: str, dtype: str, rate: float, world: World, place: Path) -> None:
+        self.policy = load_policy(model, "float32", world)
+        self.policy.export_dtype = getattr(torch, dtype)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.host = HostShards(shards(self.policy), self.policy.export_dtype, 60.0)
+        self.writer = DeltaWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
+        self.world, self.place, self.times = world, place, Times()
+        self.probe = probe_ids(VOCABULARY)
+        self.whole_bytes = sum(spec.nbytes for spec in self.host.layout)
+
+    def run(self, steps: int, tokens: int) -> Times:
+        for step in range(-2, steps):  # two for page faults: both host buffers, the base, the cache
+            if step == 0:
+                self.times = Times()
+            begin = time.process_time()
+            train_step(self.policy, self.optimizer, tokens, step + 2)
+            self.times.measured("step", begin)
+            self.publish(self.snapshot(step + 2))
+        return self.times
+
+    def snapshot(self, version: int) -> Snapshot:
+        begin = time.process_time()
+        index = self.host.claim()
+        self.host.copy(index, shards(self.policy))
+        self.times.measured("copy", begin)
+        score(self.policy, self.probe, self.world.device)
+        self.times.measured("stall", begin)
+        return self.host.snapshot(index, 0, version, None, 0.0)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        whole = self.timed("write whole", lambda: disk.write(snapshot, self.place / "whole", BUCKET_BYTES))
+        self.timed("read whole", lambda: materialise(whole, self.place / "copies"))
+        delta = self.timed("write delta", lambda: self.writer.write(snapshot))
+        self.timed("apply delta", lambda: materialise(delta, self.place / "cache"))
+        if (payload := Path(delta.path) / disk.DELTA).exists():
+            self.times.bytes.append(payload.stat().st_size)
+        disk.prune(self.place / "whole", 1)
+
+    def timed(self, name: str, work: Callable[[], WeightsRef]) -> WeightsRef:
+        begin = time.process_time()
+        ref = work()
+        self.times.measured(name, begin)
+        return ref
+
+
+def line(dtype: str, rate: float, bench: Bench, times: Times) -> list[str]:
+    delta, median = statistics.median(times.bytes), times.median
+    return [
+        *(dtype, f"{rate:g}", f"{bench.whole_bytes / 1e6:.0f}", f"{delta / 1e6:.1f}"),
+        f"{bench.whole_bytes / delta:.1f}",
+        *(f"{median(name):.2f}" for name in ("write whole", "write delta", "read whole", "apply delta")),
+        *(f"{1e3 * median('copy'):.0f}", f"{1e3 * median('stall'):.0f}", f"{median('step'):.2f}"),
+        f"{median('stall') / median('step'):.1%}",
+    ]
+
+
+HEADER = ["exported as", "lr", "whole MB", "delta MB", "ratio", "write whole s", "write delta s"]
+HEADER += ["read whole s", "apply delta s", "copy ms", "copy and probe ms", "step s", "stall / step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {"hidden": 768, "layers": 12, "steps": 4, "tokens": 512}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--directory", type=Path, default=disk.SHARED_MEMORY)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    place, lines = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=args.directory)), []
+    world = join(0, 1, device="cpu")
+    try:
+        model = build(place / "model", args.hidden, args.layers)
+        for dtype in DTYPES:
+            for rate in RATES:
+                bench = Bench(model, dtype, rate, world, place / f"{dtype}-{rate:g}")
+                lines.append(line(dtype, rate, bench, bench.run(args.steps, args.tokens)))
+                shutil.rmtree(bench.place)
+    finally:
+        leave()
+        shutil.rmtree(place)
+    print(f"Steps of {args.tokens} tokens; the trainer's stall is the copy and the scoring of the probe.\n")
+    print(table(HEADER, lines))
+
+
+if __name__ == "__main__":
+    main()
