@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang import SGLangEngine
 from asyncrl.engines.sglang_connect import connect
 from asyncrl.engines.sglang_http import DISOWNED, PauseMode
 from asyncrl.engines.sglang_stream import decode
@@ -161,16 +162,24 @@ def test_aborts_during_a_pause_are_not_lost(server: SGLangServer, refs: list[Wei
 
 
 def test_requests_of_a_pause_whose_clients_left_never_run(server: SGLangServer, refs: list[WeightsRef]):
+    prompts = [prompt(50, f"left {index}") for index in range(8)]
+
+    async def cached(engine: SGLangEngine, ids: tuple[int, ...]) -> int:
+        """How much of a prompt is in the cache: all but the last id, when a request with it has run."""
+        return decode(await engine.server.generate_whole(raw(ids, 1))).meta_info.cached_tokens
+
     async def body() -> None:
         async with client(server) as engine:
             await engine.load(refs[0])
-            async with paused(engine.server, "in_place"), AsyncExitStack() as stack:
-                for seed in range(8):  # each is entered when the server has begun to answer
-                    body = raw(prompt(50, seed), LONG)
-                    await stack.enter_async_context(engine.server.generate(body, 30))
+            async with paused(engine.server, "in_place"):
+                async with AsyncExitStack() as stack:
+                    for ids in prompts:  # each is entered when the server has begun to answer
+                        await stack.enter_async_context(engine.server.generate(raw(ids, LONG), 30))
+                assert not await engine.server.ready()  # they have left: it knew before this question
             assert len((await engine.generate(ask(prompt(4), 4))).ids) == 4
-            async with asyncio.timeout(1):  # to sample what the eight asked for takes longer
-                await until(lambda: idle(engine))
+            await until(lambda: idle(engine))
+            assert max([await cached(engine, ids) for ids in prompts]) < 10  # a first id or two in common
+            assert min([await cached(engine, ids) for ids in prompts]) == 49  # now they have run
 
     run(body())
 
