@@ -34,6 +34,12 @@ class ModelConfig(Section, frozen=True):
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter and compute type of the trainer and the embedded engine."""
+    fp32_head: bool = False
+    """Compute logits in float32 under bfloat16 (in trainer)."""
+    lora_rank: Count = 0
+    """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all weights."""
+    lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
 
 
 class DataConfig(Section, frozen=True):
@@ -152,6 +158,11 @@ class BufferConfig(Section, frozen=True):
     """Usable members under which a group is dropped (`group_short`)."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
+    max_refill: Positive = 8
+    """Batches' worth of groups filtered in a row after which a batch is trained with what there is."""
+    retire_pass_rate: Fraction = 1.0
+    """Samples whose share of positive rewards in their last group reached this are not drawn again (no-positive-resampling);
+    1: off."""
     max_barren_batches: Positive = 50
     """Abort the run after this many batches' worth of groups in a row that left untrained."""
     max_bytes: Positive = 1 << 30
@@ -170,31 +181,79 @@ class BufferConfig(Section, frozen=True):
         return (1 + self.target) * self.groups_per_batch
 
 
+Options = dict[str, str | int | float | bool]
+
+
 class AlgorithmConfig(Section, frozen=True):
-    """Advantages, loss and behaviour correction; formulas in docs/algorithms.md."""
+    """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
 
     advantage: Text = "dr_grpo"
-    """`dr_grpo` (R - mean), `grpo` (divided by the group's std), `rloo` (leave one out)."""
+    """How rewards become advantages: a registered name or `module:function`."""
+    advantage_args: Options = {}
+    """Options of the advantage, e.g. `{gamma: 0.99, lam: 0.95}`."""
+    normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
+    """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
     loss: Text = "reinforce"
-    """`reinforce` (truncated importance weight) or `decoupled_ppo` (needs steps_per_batch > 1)."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "prompt_mean"] = "token_mean"
+    """Policy loss: a registered name or `module:function`."""
+    loss_args: Options = {}
+    """Options of the loss, e.g. `{clip_low: 0.2, clip_high: 0.28}`."""
+    correction: dict[str, Options] | None = None
+    """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null: `mask`
+    and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale data."""
+    aggregation: Text = "token_mean"
     """How token losses become one number; normalisers are exact over the whole batch."""
-    correction: Literal["mask_truncate", "none"] = "mask_truncate"
-    """Behaviour correction of pi/mu. `none` is refused when max_staleness > 0."""
-    mask_low: Annotated[float, Meta(ge=0)] = 0.5
-    """Tokens with pi/mu below this get weight zero."""
-    mask_high: Annotated[float, Meta(gt=0)] = 5.0
-    """Tokens with pi/mu above this get weight zero."""
-    cap_positive: Annotated[float, Meta(gt=0)] = 5.0
-    """Truncation of pi/mu where the advantage is positive."""
-    cap_negative: Annotated[float, Meta(gt=0)] = 2.0
-    """Truncation of pi/mu where the advantage is negative."""
-    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """decoupled_ppo: lower clip of pi/prox."""
-    clip_high: Annotated[float, Meta(gt=0)] = 0.28
-    """decoupled_ppo: upper clip of pi/prox."""
+    shaping: dict[str, Options] = {}
+    """Changes to the reward before advantages, by name, each with its options."""
+    mask_truncated: bool = False
+    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the baseline."""
+    entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of the bonus for entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
-    """Optimizer steps per batch. More than one: a barrier, the whole batch is in hand before the first."""
+    """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole batch
+    is in hand before the first."""
+    epochs: Positive = 1
+    """Passes over a batch; more than one needs the barrier, too."""
+    prox: Literal["auto", "recompute", "loglinear", "current"] = "auto"
+    """log prox: recomputed at the start of the batch, interpolated between mu and pi, or pi itself. `auto`:
+    `current` for one optimizer step per batch, where that is exact, else `recompute`."""
+    ess_lr: bool = False
+    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+
+
+class KLConfig(Section, frozen=True):
+    """Distance to a reference policy."""
+
+    where: Literal["none", "reward", "loss"] = "none"
+    """Subtract coef * KL from the token rewards, or add it to the loss."""
+    estimator: Literal["k1", "abs", "k2", "k3", "straight_through"] = "k2"
+    """Estimator per token; `straight_through`: the value of k3, the gradient of k2."""
+    coef: Annotated[float, Meta(ge=0)] = 1e-3
+    """Initial coefficient."""
+    target: Annotated[float, Meta(ge=0)] = 0.0
+    """KL per token that the coefficient is adapted to; 0: it is fixed."""
+    horizon: Positive = 10_000
+    """target: episodes over which the coefficient adapts."""
+    reference: str = ""
+    """Model directory of the reference; empty: the initial policy (with LoRA: the base of the adapter)."""
+    offload: bool = False
+    """Keep the reference's shards in main memory between its forwards."""
+
+
+class CriticConfig(Section, frozen=True):
+    """Value function, trained where the advantage wants one (gae)."""
+
+    backbone: Literal["own", "shared"] = "own"
+    """A model of its own, or a value head on the policy's last hidden states."""
+    path: str = ""
+    """own: model directory it starts from; empty: model.path."""
+    lr: Annotated[float, Meta(gt=0)] = 1e-5
+    """own: peak learning rate of its AdamW; the schedule is the policy's."""
+    warmup_steps: Count = 0
+    """First batches that train the critic only."""
+    clip: Annotated[float, Meta(ge=0)] = 0.2
+    """Range of the value clip around the value at the start of the batch; 0: off."""
+    coef: Annotated[float, Meta(gt=0)] = 0.5
+    """shared: weight of the value loss beside the policy loss."""
 
 
 class TrainerConfig(Section, frozen=True):
@@ -326,6 +385,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    kl: KLConfig = KLConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     validation: ValidationConfig = ValidationConfig()
@@ -356,21 +417,9 @@ def _check_combinations(config: RunConfig) -> None:
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
         f"$.buffer.min_group ({buffer.min_group}) exceeds episodes_per_group ({buffer.episodes_per_group}): "
         "every group would be dropped": buffer.min_group > buffer.episodes_per_group,
-        "$.algorithm.correction is 'none' with max_staleness > 0: stale data would be trained uncorrected; "
-        "use mask_truncate or max_staleness=0": algorithm.correction == "none" and buffer.max_staleness > 0,
-        "$.algorithm.mask_low is not below mask_high": algorithm.mask_low >= algorithm.mask_high,
-        "$.algorithm.loss decoupled_ppo with steps_per_batch=1 never clips (pi = prox); "
-        "use reinforce or steps_per_batch > 1": algorithm.loss == "decoupled_ppo"
-        and algorithm.steps_per_batch == 1,
-        "$.algorithm.loss reinforce with steps_per_batch > 1 has no trust region; use decoupled_ppo": (
-            algorithm.loss == "reinforce" and algorithm.steps_per_batch > 1
-        ),
         f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
         > buffer.groups_per_batch,
-        f"$.algorithm.advantage {algorithm.advantage} is biased with group_policy=partial; use rloo": (
-            algorithm.advantage != "rloo" and buffer.group_policy == "partial"
-        ),
         f"$.weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
         "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
         f"$.engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
@@ -384,9 +433,6 @@ def _check_combinations(config: RunConfig) -> None:
         f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens "
         f"({config.group_bytes * buffer.groups_per_batch} bytes); raise it or lower max_tokens": (
             buffer.max_bytes < config.group_bytes * buffer.groups_per_batch
-        ),
-        "$.algorithm.aggregation prompt_mean needs whole groups; use token_mean with group_policy=partial": (
-            algorithm.aggregation == "prompt_mean" and buffer.group_policy == "partial"
         ),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[T]):
-    """Names to objects of one kind. Asking for an unknown name tells the nearest known ones."""
+    """Names to objects of one kind. Asking for an unknown name tells the nearest known ones.
+
+    An installed package adds to the registry of kind `loss` by an entry point in the group `asyncrl.loss`.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -40,10 +49,14 @@ class Registry(Generic[T]):
             raise ConfigError(f"unknown {self.kind} {name!r}; {self._hint(name)}") from None
 
     def load(self, spec: str) -> T:
-        """A registered name, `module:attribute` or `path/to/file.py:attribute`."""
-        if spec in self._entries or ":" not in spec:
+        """A registered name, an entry point's, `module:attribute` or `path/to/file.py:attribute`."""
+        if spec in self._entries:
             return self.get(spec)
-        return load_object(spec, self.kind)
+        if ":" in spec:
+            return load_object(spec, self.kind)
+        for point in importlib.metadata.entry_points(group=f"asyncrl.{self.kind}", name=spec):
+            return load_object(point.value, self.kind)
+        return self.get(spec)
 
     def names(self) -> list[str]:
         return sorted(self._entries)
@@ -57,6 +70,26 @@ class Registry(Generic[T]):
     def _hint(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.4)
         return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(self.names()) or 'none'}"
+
+
+def bind(function: F, options: Mapping[str, Any], where: str) -> F:
+    """The function with its keyword-only parameters set from `options`, converted to their annotations.
+
+    Raises ConfigError that begins with `where`, the key the options came from: an unknown option (with
+    those there are), a missing one, or a value of a wrong type or out of bounds.
+    """
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    known = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if unknown := sorted(options.keys() - {p.name for p in known}):
+        names = ", ".join(p.name for p in known) or "none"
+        raise ConfigError(f"{where}: unknown option {unknown[0]!r}; options: {names}")
+    fields = [(p.name, p.annotation) + ((p.default,) if p.default is not p.empty else ()) for p in known]
+    struct = msgspec.defstruct("Options", fields, kw_only=True, frozen=True)  # type: ignore[arg-type]
+    try:
+        bound = msgspec.convert(dict(options), struct, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return functools.partial(function, **msgspec.structs.asdict(bound))  # type: ignore[return-value]
 
 
 def load_object(spec: str, kind: str) -> Any:

@@ -137,6 +137,21 @@ class Turn(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
+class Member(msgspec.Struct, frozen=True):
+    """What one landed episode earned, as the baseline of its group sees it.
+
+    `reward` is all of it; `turn_rewards` say what fell on which turn and sum to it (empty: everything on
+    the last turn); `components` are its named parts, as the reward function reports them. `tokens` counts
+    model tokens.
+    """
+
+    number: int  # within the group
+    reward: float
+    tokens: int = 0
+    turn_rewards: tuple[float, ...] = ()
+    components: dict[str, float] = {}
+
+
 class Trajectory(msgspec.Struct, frozen=True):
     """A finished episode, ready to train on. All sequences are aligned to `ids`.
 

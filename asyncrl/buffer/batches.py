@@ -13,15 +13,14 @@ import msgspec
 
 from asyncrl.buffer.records import Episode, Group, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.types import DropReason
+from asyncrl.types import DropReason, Member
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Who a group's rewards are compared with: members and their rewards, and their model tokens."""
+    """Who a group's rewards are compared with."""
 
-    members: tuple[int, ...]
-    rewards: tuple[float, ...]
-    model_tokens: int
+    members: tuple[Member, ...]
+    greedy: float | None = None
 
 
 class Batch(msgspec.Struct):
@@ -107,12 +106,7 @@ class Batches:
         return batch.micros[-1]
 
     def _baseline(self, group: Group) -> Baseline:
-        siblings = self.buffer.siblings(group)
-        return Baseline(
-            members=group.baseline,
-            rewards=tuple(episode.reward for episode in siblings),
-            model_tokens=sum(episode.model_tokens for episode in siblings),
-        )
+        return Baseline(tuple(episode.earned for episode in self.buffer.siblings(group)))
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more comes: complete, or the data is over (a batch of nothing is not a step)."""

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from asyncrl.types import EpisodeEnd
+from asyncrl.types import EpisodeEnd, Member
 
 
 class State(enum.StrEnum):
@@ -47,6 +47,8 @@ class Episode(msgspec.Struct):
     oldest: int = -1  # -1: no token yet
     newest: int = -1
     reward: float = 0.0
+    turn_rewards: tuple[float, ...] = ()
+    components: dict[str, float] = {}
     end: EpisodeEnd = EpisodeEnd.ANSWERED
     turns: int = 0  # durable turns
     tool_calls: int = 0
@@ -55,6 +57,11 @@ class Episode(msgspec.Struct):
     seconds: float = 0.0
     tool_s: float = 0.0
     step: int = -1
+
+    @property
+    def earned(self) -> Member:
+        """What the baseline of its group sees."""
+        return Member(self.member, self.reward, self.model_tokens, self.turn_rewards, self.components)
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""

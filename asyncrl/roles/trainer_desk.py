@@ -225,13 +225,12 @@ class TrainerDesk:
                     uid=uid,
                     group=str(episode.group),
                     frames=len(turns),
-                    reward=episode.reward,
+                    own=episode.earned,
+                    siblings=baseline.members,
                     end=episode.end,
-                    siblings=baseline.rewards,
-                    self_inside=episode.member in baseline.members,
                     temperature=core.config.rollout.temperature,
                     tokens=episode.tokens,
-                    group_tokens=baseline.model_tokens,
+                    greedy=baseline.greedy,
                 )
             )
             frames += turns

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.types import EpisodeEnd, FailReason, Sample
+from asyncrl.types import EpisodeEnd, FailReason, Member, Sample
 from asyncrl.weights.manifest import WeightsRef
 
 
@@ -306,19 +306,24 @@ class Take(Message, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One trajectory of a plan. Its turns are the next `frames` frames of the message.
 
-    `siblings` are the rewards of the baseline's members, self included where `self_inside`.
+    `siblings` are the members of the baseline, `own` among them unless it landed after the deadline of a
+    partial group. `greedy`: reward of the group's greedy episode, where the advantage wants one.
     """
 
     uid: str
     group: str
     frames: int
-    reward: float
+    own: Member
+    siblings: tuple[Member, ...]
     end: EpisodeEnd
-    siblings: tuple[float, ...]
-    self_inside: bool
     temperature: float
     tokens: int
-    group_tokens: int  # model tokens of the group's usable members (prompt_mean)
+    greedy: float | None = None
+
+    @property
+    def group_tokens(self) -> int:
+        """Model tokens of the group's usable members."""
+        return sum(member.tokens for member in self.siblings)
 
 
 class Plan(Message, frozen=True):
