@@ -26,9 +26,9 @@ Test = Callable[[Script, SGLangEngine], Awaitable[None]]
 
 def run(test: Test, **terms: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), scripted() as script:
+        async with asyncio.timeout(60), scripted() as script:
             script.says("/abort_request", 200)
-            defaults: dict[str, Any] = {"vocabulary": 64, "max_len": 32, "silence": 5.0}
+            defaults: dict[str, Any] = {"vocabulary": 64, "max_len": 32, "silence": 30.0}
             engine = SGLangEngine(Server(script.url), Terms(**defaults | terms), salt="mine")
             try:
                 await test(script, engine)

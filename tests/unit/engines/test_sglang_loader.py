@@ -40,23 +40,26 @@ def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refs = [publish({"w": torch.ones(2) * at}, tmp_path, 0, at) for at in range(2)]
-    server, go, inside, most = Server(), threading.Event(), list[int](), list[int]()
-    loader = Loader(server, "in_place", 5.0, cache=tmp_path / "cache")  # type: ignore[arg-type]
+    server, inside, most = Server(), list[int](), list[int]()
+    entered, go = threading.Event(), threading.Event()
+    loader = Loader(server, "in_place", 60.0, cache=tmp_path / "cache")  # type: ignore[arg-type]
     prepare = loader._whole
 
     def slow(ref: WeightsRef) -> Any:
         inside.append(ref.version)
         most.append(len(inside))
-        go.wait(10)
+        entered.set()
+        go.wait(60)
         inside.remove(ref.version)
         return prepare(ref)
 
     monkeypatch.setattr(loader, "_whole", slow)
 
     async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await loader.load(refs[0])
+        first = asyncio.create_task(loader.load(refs[0]))
+        assert await asyncio.to_thread(entered.wait, 60)
+        first.cancel()
+        await asyncio.wait([first])
         second = asyncio.create_task(loader.load(refs[1]))
         await asyncio.sleep(0)
         assert inside == [0] and server.calls == []  # the thread goes on; the server was not touched

@@ -19,7 +19,7 @@ Test = Callable[[Script, Server], Awaitable[None]]
 
 def run(test: Test, *keys: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), scripted() as script:
+        async with asyncio.timeout(60), scripted() as script:
             server = Server(script.url, *keys)
             try:
                 await test(script, server)
@@ -29,7 +29,7 @@ def run(test: Test, *keys: str) -> None:
     asyncio.run(main())
 
 
-async def drained(server: Server, silence: float = 5.0) -> list[bytes]:
+async def drained(server: Server, silence: float = 30.0) -> list[bytes]:
     async with server.generate({"input_ids": [1]}, silence) as events:
         return [payload async for payload in events]
 

@@ -25,7 +25,7 @@ from asyncrl.transport.messages import (
 )
 from asyncrl.transport.sockets import Hub, Poller, choose_endpoints
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Process:

@@ -42,10 +42,10 @@ class Bench:
         self.auto_ack = True
         self.waits, self.oldest = Waits(), 0
         self.engine = ScriptedEngine(self.script)
-        self.lane = OwnLane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 5.0)
+        self.lane = OwnLane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 60.0)
         self.lane.engine = self.engine
         self.outbox = Outbox(self.send)
-        config = RolloutConfig(**{"episode_timeout": 5.0, "reward_timeout": 5.0, **options})
+        config = RolloutConfig(**{"episode_timeout": 60.0, "reward_timeout": 60.0, **options})
         self.tools = {"look": self.looker()}
         scorer = Scorer(reward, config.reward_timeout)
         self.runner = EpisodeRunner(
@@ -77,7 +77,7 @@ class Bench:
 
     def play(self, frames: Sequence[bytes] = (), lane: str = "train") -> Finished | Failed:
         async def main() -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 service = asyncio.create_task(self.outbox.run())
                 await self.runner.run(self.assign(lane), frames, self.lane)
                 await settle()
@@ -140,7 +140,7 @@ def test_tools_wait_until_their_turn_is_durable() -> None:
         assert bench.calls == []
         bench.auto_ack = True
         bench.outbox.ack(1)
-        await asyncio.wait_for(episode, 5)
+        await asyncio.wait_for(episode, 60)
         assert bench.calls == ["left"]
         service.cancel()
 
@@ -174,7 +174,7 @@ def test_a_turn_does_not_start_on_weights_that_are_too_old() -> None:
         assert bench.engine.requests == []
         bench.oldest = 0
         bench.lane.changed.fire()
-        await asyncio.wait_for(episode, 5)
+        await asyncio.wait_for(episode, 60)
         assert isinstance(bench.last, Finished)
         service.cancel()
 
@@ -227,9 +227,12 @@ def broken_engine(error: Exception) -> Bench:
 
 def test_an_episode_past_its_deadline_is_scored_on_what_it_did() -> None:
     """Its own slowness is the policy's doing: excluding it would train the survivors only."""
-    bench = Bench([call("look"), "42"], reward=lambda **_: 0.25, episode_timeout=0.2)
+    bench = Bench([call("look"), "42"], reward=lambda **_: 0.25, episode_timeout=20.0)
 
     async def never(what: str = "") -> str:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        loop.time = lambda: now() + 21.0  # type: ignore[method-assign]
         await asyncio.Event().wait()
         return ""
 

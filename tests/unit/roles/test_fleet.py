@@ -30,11 +30,11 @@ Test = Callable[..., None]
 
 
 def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Test:
-    """Run an async test, for at most 20 s."""
+    """Run an async test, for at most 60 s."""
 
     @wraps(test)
     def run(*args: object, **kwargs: object) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 20))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
 
@@ -243,7 +243,7 @@ def test_nothing_is_lost_or_sampled_twice(acts: list[list[Busy | Lose]], limit: 
         assert generation.stop is (StopReason.STOP if stop - 2 <= limit else StopReason.LENGTH)
         assert s.meter.tokens == len(generation.ids) == sum(each.tokens for each in s.fleet.use())
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 # -- a changing table --------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def outboxed(test):
             wire, clock = Wire(), Clock()
             outbox = Outbox(wire.send, window=2000, clock=clock)
             task = asyncio.create_task(outbox.run())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await test(outbox, wire, clock)
             assert not task.done()
             task.cancel()

@@ -104,7 +104,7 @@ class Fixture:
         timeline = Intervals()
         first = None if pinned else self.engine
         self.lane = OwnLane(
-            "lane", self.build, self.waits, Meter(timeline), timeline, 5.0, pinned=pinned, engine=first
+            "lane", self.build, self.waits, Meter(timeline), timeline, 60.0, pinned=pinned, engine=first
         )
         self.task = asyncio.create_task(self.lane.run(self.report))
 
@@ -117,7 +117,7 @@ class Fixture:
         self.heard.fire()
 
     async def answered(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.answers) < count:
                 await self.heard.wait()
 
@@ -179,7 +179,7 @@ def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
         assert not waiting.done()
         f.lane.offer(ref(2))
         await f.answered(2)
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
         f.task.cancel()
 
     asyncio.run(main())
@@ -215,7 +215,7 @@ def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> No
         assert not entered.is_set()  # it has no weights yet
         f.lane.offer(ref(1))
         await f.answered(1)
-        await asyncio.wait_for(entered.wait(), 5)
+        await asyncio.wait_for(entered.wait(), 60)
         f.lane.offer(ref(2))
         await settle()
         assert f.versions == [1]
@@ -247,7 +247,7 @@ def test_an_engine_that_only_fails_ends_the_lane() -> None:
             with pytest.raises(EngineError):
                 await f.lane.generate(REQUEST)
         with pytest.raises(EngineError, match="in a row"):
-            await asyncio.wait_for(f.task, 5)
+            await asyncio.wait_for(f.task, 60)
 
     asyncio.run(main())
 
@@ -255,7 +255,7 @@ def test_an_engine_that_only_fails_ends_the_lane() -> None:
 # -- scoring -----------------------------------------------------------------------------------------
 
 
-def scored(reward: Any, timeout: float = 5.0) -> float:
+def scored(reward: Any, timeout: float = 60.0) -> float:
     return asyncio.run(Scorer(reward, timeout).score(sample(), "42", {"num_turns": 2}))
 
 

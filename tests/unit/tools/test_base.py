@@ -12,7 +12,7 @@ from asyncrl.tools import Tool, call_tool, load_tool, tool, unknown_tool
 from asyncrl.types import ToolCall, ToolReply
 
 
-def run(subject: Tool, arguments: str, timeout: float = 5.0) -> ToolReply:
+def run(subject: Tool, arguments: str, timeout: float = 60.0) -> ToolReply:
     return asyncio.run(call_tool(subject, ToolCall(subject.name, arguments), timeout))
 
 

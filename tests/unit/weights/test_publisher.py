@@ -12,7 +12,7 @@ from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.snapshot import Snapshot, whole
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 def version(number: int) -> Snapshot:
