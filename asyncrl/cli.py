@@ -21,7 +21,13 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
-OPEN_KEYS = ("rollout.tool_args.",)  # mappings with keys of the user's choice
+OPEN_KEYS = (  # mappings with keys of the user's choice
+    "rollout.tool_args.",
+    "algorithm.advantage_args",
+    "algorithm.loss_args",
+    "algorithm.correction",
+    "algorithm.shaping",
+)
 
 HELP = """\
   asyncrl train                     train the calculator demo on a CPU; the last line says where the run is

@@ -1,0 +1,35 @@
+"""An advantage, a correction and a loss of one's own. Keyword-only parameters are options of the config."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Annotated
+
+import torch
+from msgspec import Meta
+
+from asyncrl.algorithms.advantages import Credit, CreditInput, advantage
+from asyncrl.algorithms.correction import CorrectionInput, Verdict, correction
+from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
+
+Positive = Annotated[float, Meta(gt=0)]
+
+
+@advantage("median_baseline")
+def median_baseline(given: CreditInput, *, scale: Positive = 1.0) -> Credit:
+    """scale·(R − median): one lucky sibling does not move the baseline."""
+    return scale * (given.own.reward - statistics.median(member.reward for member in given.siblings))
+
+
+@correction("soft_cap", kind="weight")
+def soft_cap(given: CorrectionInput, *, cap: Positive = 2.0) -> Verdict:
+    """w = C·tanh(ρ/C): close to ρ below the cap, never above it."""
+    return Verdict(weight=cap * torch.tanh(given.log_ratio.exp() / cap))
+
+
+@loss("cautious", ratio="prox")
+def cautious(given: LossInput, *, negative: Positive = 0.5) -> TokenLoss:
+    """L = −sg(w)·A·log π, times `negative` where A < 0: failures push less than successes pull."""
+    strength = torch.where(given.advantage < 0, negative, 1.0)
+    value = -given.correction.weight * strength * given.advantage * given.logp
+    return TokenLoss(value, clipped=torch.zeros_like(given.fresh))
