@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
+from msgspec import Meta
 
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry
+from asyncrl.registry import Registry, bind
 
 
 @pytest.fixture
@@ -63,3 +65,81 @@ def test_what_cannot_be_loaded_says_why(
 def test_a_missing_file_is_named(registry: Registry[object], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         registry.load(f"{tmp_path / 'none.py'}:thing")
+
+
+# -- options from signatures ------------------------------------------------------------------------
+
+
+def scaled(
+    value: float, *, factor: Annotated[float, Meta(gt=0)], shift: float = 0.0, name: Literal["a", "b"] = "a"
+) -> Any:
+    return value * factor + shift, name
+
+
+def test_options_are_set_and_converted() -> None:
+    """A string from a command line becomes a number; what is not given keeps its default."""
+    assert bind(scaled, {"factor": "2"}, "$.x")(3.0) == (6.0, "a")
+    assert bind(scaled, {"factor": 2, "shift": 1, "name": "b"}, "$.x")(3.0) == (7.0, "b")
+
+
+def test_a_bound_function_takes_no_second_value_by_accident() -> None:
+    assert bind(lambda value: value, {}, "$.x")(1) == 1
+    with pytest.raises(TypeError):
+        bind(scaled, {"factor": 1}, "$.x")(1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"fcator": 1.0}, r"\$\.x: unknown option 'fcator'; options: factor, shift, name"),
+        ({"value": 1.0, "factor": 1.0}, "unknown option 'value'"),
+        ({}, r"\$\.x: .*missing required field `factor`"),
+        ({"factor": 0.0}, r"\$\.x: .*> 0.*\$\.factor"),
+        ({"factor": "much"}, r"Expected `float`.*\$\.factor"),
+        ({"factor": 1.0, "name": "c"}, r"Invalid enum value 'c'.*\$\.name"),
+    ],
+)
+def test_wrong_options_name_the_key(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        bind(scaled, options, "$.x")
+
+
+def test_what_takes_no_options_says_so() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'a'; options: none"):
+        bind(lambda value: value, {"a": 1}, "$.x")
+
+
+# -- entry points ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on sys.path with an installed distribution that adds a gadget."""
+    (tmp_path / "toolbox_of_a_user.py").write_text("drill = ['drill']\n")
+    info = tmp_path / "toolbox_of_a_user-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toolbox-of-a-user\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[asyncrl.gadget]\ndrill = toolbox_of_a_user:drill\nsaw = toolbox_of_a_user:drill\n"
+        "lost = toolbox_of_a_user:lost\n[asyncrl.other]\nsecret = toolbox_of_a_user:drill\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("installed")
+def test_installed_packages_add_names(registry: Registry[object]) -> None:
+    assert registry.load("drill") == ["drill"]
+    assert registry.load("saw") == "SAW", "a registered name comes first"
+
+
+@pytest.mark.usefixtures("installed")
+def test_entry_points_of_another_kind_are_not_seen(registry: Registry[object]) -> None:
+    with pytest.raises(ConfigError, match="unknown gadget 'secret'"):
+        registry.load("secret")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_to_nothing_says_which(registry: Registry[object]) -> None:
+    with pytest.raises(ConfigError, match=r"gadget 'toolbox_of_a_user:lost': .* has no 'lost'"):
+        registry.load("lost")
