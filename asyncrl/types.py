@@ -56,6 +56,7 @@ class FilterReason(enum.StrEnum):
     """Why a usable group was left out by choice of the algorithm."""
 
     ZERO_VARIANCE = "zero_variance"
+    BASELINE = "baseline"  # the group's greedy episode: compared with, never trained
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -77,12 +78,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolReply(msgspec.Struct, frozen=True):
-    """What a tool call gave back. `error` names the failure; the content is readable by the model."""
+    """What a tool call gave back. `error` names the failure; the content is readable by the model, the
+    `reward` falls on the turn that made the call."""
 
     call: ToolCall
     content: str
     error: str | None = None
     seconds: float = 0.0
+    reward: float = 0.0
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -137,12 +140,25 @@ class Turn(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """What a reward function says of one episode. All numbers are finite.
+
+    `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
+    parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn.
+    """
+
+    score: float
+    turns: tuple[float, ...] = ()
+    components: dict[str, float] = {}
+    shaping: float = 0.0
+
+
 class Member(msgspec.Struct, frozen=True):
     """What one landed episode earned, as the baseline of its group sees it.
 
     `reward` is all of it; `turn_rewards` say what fell on which turn and sum to it (empty: everything on
     the last turn); `components` are its named parts, as the reward function reports them. `tokens` counts
-    model tokens.
+    model tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
     """
 
     number: int  # within the group
@@ -150,6 +166,12 @@ class Member(msgspec.Struct, frozen=True):
     tokens: int = 0
     turn_rewards: tuple[float, ...] = ()
     components: dict[str, float] = {}
+    shaping: float = 0.0
+
+    @property
+    def score(self) -> float:
+        """The reward before shaping."""
+        return self.reward - self.shaping
 
 
 class Trajectory(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from asyncrl.types import DropReason, Member
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Who a group's rewards are compared with."""
+    """Who a group's rewards are compared with. `greedy`: reward of its greedy episode, where there is one."""
 
     members: tuple[Member, ...]
     greedy: float | None = None
@@ -87,7 +87,7 @@ class Batches:
         """Add the next micro-batch, as soon as there is one worth running."""
         pool, groups = self._pool(batch)
         full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
-        full = full or self._last(batch, groups)
+        full = full or self._last(batch, groups) or self._capped
         if not pool:
             return self._close(batch) if full else None
         enough = sum(episode.tokens for episode in pool) >= self.micro_tokens * ranks
@@ -106,10 +106,12 @@ class Batches:
         return batch.micros[-1]
 
     def _baseline(self, group: Group) -> Baseline:
-        return Baseline(tuple(episode.earned for episode in self.buffer.siblings(group)))
+        greedy = self.buffer.greedy_of(group)
+        members = tuple(episode.earned for episode in self.buffer.siblings(group))
+        return Baseline(members, greedy.reward if greedy is not None else None)
 
     def _close(self, batch: Batch) -> list[str] | None:
-        """Nothing more comes: complete, or the data is over (a batch of nothing is not a step)."""
+        """Nothing more comes: complete, capped or the data is over (a batch of nothing is not a step)."""
         if not batch.micros:
             return None
         batch.closed = True
@@ -124,6 +126,12 @@ class Batches:
             and self.buffer.data_over
             and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
         )
+
+    @property
+    def _capped(self) -> bool:
+        """Filtered groups have been refilled often enough: the batch is trained with what there is."""
+        config = self.buffer.config
+        return self.buffer.refills >= config.max_refill * config.groups_per_batch
 
     @property
     def committed(self) -> int:
@@ -155,9 +163,7 @@ class Batches:
 
     def _usable(self, group: Group, step: int) -> list[Episode]:
         """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
-        ready = [
-            episode for uid in group.members if (episode := self.buffer.episodes[uid]).state is State.READY
-        ]
+        ready = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
         if self.buffer.config.on_stale != "drop":
             return ready
         bound = step - self.buffer.config.max_staleness
@@ -189,9 +195,7 @@ class Batches:
 
     def _floor(self, group: Group) -> int:
         """Lowest version that sampled, or may still sample, a token of the group."""
-        known = [
-            self.buffer.episodes[uid].oldest for uid in group.members if self.buffer.episodes[uid].oldest >= 0
-        ]
+        known = [episode.oldest for episode in self.buffer.members(group) if episode.oldest >= 0]
         return min(known, default=1 << 60)
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
@@ -218,7 +222,7 @@ class Batches:
             return False
         for uid in batch.uids:
             self.buffer.trained(self.taken[uid])
-        self.buffer.committed = step
+        self.buffer.committed, self.buffer.refills = step, 0
         return True
 
     def retain(self, step: int) -> list[str]:

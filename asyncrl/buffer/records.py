@@ -33,7 +33,8 @@ IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
 
 class Episode(msgspec.Struct):
     """One member of a group. Versions are policy versions of its model tokens; `oldest` is a lower bound
-    while it runs. `step` is the batch it was taken into (the lag is counted from it)."""
+    while it runs. `step` is the batch it was taken into (the lag is counted from it). The `greedy` one is
+    sampled at temperature 0 and never trained: the others are compared with it."""
 
     uid: str
     group: int
@@ -49,6 +50,7 @@ class Episode(msgspec.Struct):
     reward: float = 0.0
     turn_rewards: tuple[float, ...] = ()
     components: dict[str, float] = {}
+    shaping: float = 0.0
     end: EpisodeEnd = EpisodeEnd.ANSWERED
     turns: int = 0  # durable turns
     tool_calls: int = 0
@@ -57,11 +59,14 @@ class Episode(msgspec.Struct):
     seconds: float = 0.0
     tool_s: float = 0.0
     step: int = -1
+    greedy: bool = False
 
     @property
     def earned(self) -> Member:
         """What the baseline of its group sees."""
-        return Member(self.member, self.reward, self.model_tokens, self.turn_rewards, self.components)
+        return Member(
+            self.member, self.reward, self.model_tokens, self.turn_rewards, self.components, self.shaping
+        )
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""
@@ -70,7 +75,9 @@ class Episode(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """The episodes of one sample. `baseline` (members) is fixed when the group settles."""
+    """The episodes of one sample, the greedy one (where there is one) last. `baseline` (members) is fixed
+    when the group settles. `position`: of the sample in the order of the data. `retires`: its sample is not
+    drawn again."""
 
     id: int
     row: int
@@ -81,6 +88,8 @@ class Group(msgspec.Struct):
     settled: bool = False
     baseline: tuple[int, ...] = ()
     step: int = -1  # batch that first took a member; -1: untaken
+    position: int = -1
+    retires: bool = False
 
 
 class Flow(msgspec.Struct, frozen=True):

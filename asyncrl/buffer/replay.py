@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, Episode, Flow, Group, State
 from asyncrl.config import BufferConfig
@@ -18,6 +19,9 @@ from asyncrl.types import DropReason, EpisodeEnd, FailReason, FilterReason
 FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
 # An engine or worker that went away does not invalidate the turns that are already durable.
 RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_ERROR})
+RUNS = frozenset({State.PENDING, State.RUNNING})
+USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
+EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
 
 
 class ReplayBuffer:
@@ -29,20 +33,34 @@ class ReplayBuffer:
         total_groups: groups that the run will train in all; admission stops before exceeding it.
         retries: re-issues of an episode whose failure was not the policy's.
         group_bytes: worst-case payload of a group.
+        greedy: each group has one member more, sampled at temperature 0, for the baseline only.
     """
 
     def __init__(
-        self, config: BufferConfig, prompts: Prompts, total_groups: int, retries: int, group_bytes: int
+        self,
+        config: BufferConfig,
+        prompts: Prompts,
+        total_groups: int,
+        retries: int,
+        group_bytes: int,
+        greedy: bool = False,
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
+        self.greedy = greedy
+        self.group_size = config.episodes_per_group + greedy
         self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
         self.live: dict[int, Group] = {}
         self.episodes: dict[str, Episode] = {}
         self.next_group = 0
+        self.cursor = 0  # position of the next sample in the order of the data
+        self.retired: set[int] = set()  # rows that are not drawn again
         self.committed = 0  # batches
         self.left: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
         self.barren, self.barren_reason = 0, ""  # groups in a row that left untrained; why the last did
+        self.settled: Counter[str] = Counter()  # groups by outcome, of this process
+        self.refills = 0  # groups filtered since the last batch was committed
+        self.cohorts = Cohorts()
         self._dirty_episodes: dict[str, Episode] = {}
         self._dirty_groups: dict[int, Group] = {}
 
@@ -62,6 +80,8 @@ class ReplayBuffer:
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
+        for group in self.live.values():
+            self.cohorts.cut(group.issued_step)
 
     # -- admission -----------------------------------------------------------------------------------
 
@@ -74,28 +94,39 @@ class ReplayBuffer:
         return (
             live + 1 <= self.max_live
             and self.committed * self.config.groups_per_batch + live < self.total_groups
-            and not self.prompts.exhausted(self.next_group)
-            and free_slots >= max(1, min(self.config.episodes_per_group, total_slots))
+            and not self.data_over
+            and free_slots >= max(1, min(self.group_size, total_slots))
         )
 
     def admit(self, step: int, now: float) -> Group:
         """Issue the next group: all its episodes become pending."""
         number = self.next_group
-        epoch, row = self.prompts.draw(number)
-        members = [f"{number}.{member}" for member in range(self.config.episodes_per_group)]
-        group = Group(number, row, epoch, step, now + self.config.group_deadline, members)
+        position = self._next_position()
+        epoch, row = self.prompts.draw(position)
+        members = [f"{number}.{member}" for member in range(self.group_size)]
+        deadline = now + self.config.group_deadline
+        group = Group(number, row, epoch, step, deadline, members, position=position)
         self.live[number] = group
         self._dirty_groups[number] = group
         for member, uid in enumerate(members):
-            self.episodes[uid] = Episode(uid, number, member)
+            greedy = member == self.config.episodes_per_group
+            self.episodes[uid] = Episode(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
-        self.next_group += 1
+        self.next_group, self.cursor = number + 1, position + 1
+        self.cohorts.issued(step)
         return group
 
     @property
     def data_over(self) -> bool:
         """True when no group will ever be admitted again."""
-        return self.prompts.exhausted(self.next_group)
+        everything = len(self.retired) >= self.prompts.rows
+        return everything or self.prompts.exhausted(self._next_position())
+
+    def _next_position(self) -> int:
+        """The cursor, moved past samples that have retired. Not all have."""
+        while not self.prompts.exhausted(self.cursor) and self.prompts.draw(self.cursor)[1] in self.retired:
+            self.cursor += 1
+        return self.cursor
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -146,8 +177,11 @@ class ReplayBuffer:
         episode.state, episode.reward, episode.end = State.LANDED, reward, end
         self.touch(episode)
         group = self.live[episode.group]
+        if not episode.greedy:
+            self.cohorts.landed(group.issued_step, episode)
         if group.settled:  # a late member: trained against the siblings fixed at the deadline
             self._move(episode, State.READY)
+        self._judge(group)
         self._settle(group, now)
 
     def fail(self, episode: Episode, reason: FailReason, now: float) -> None:
@@ -157,6 +191,7 @@ class ReplayBuffer:
         if reason in FINAL_FAILURES or episode.failures > self.retries:
             group = self.live[episode.group]
             self._move(episode, State.FAILED, reason)
+            self._judge(group)
             self._settle(group, now)
             self._retire(group)
             return
@@ -174,31 +209,67 @@ class ReplayBuffer:
             for group in list(self.live.values()):
                 self._settle(group, now)
 
+    def members(self, group: Group) -> list[Episode]:
+        """Those that may be trained."""
+        return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
+
+    def greedy_of(self, group: Group) -> Episode | None:
+        return self.episodes[group.members[-1]] if self.greedy else None
+
     def siblings(self, group: Group) -> list[Episode]:
         return [self.episodes[group.members[member]] for member in group.baseline]
 
     def _settle(self, group: Group, now: float) -> None:
-        """Fix the baseline of a group whose members have all ended, or whose deadline has passed."""
-        members = [self.episodes[uid] for uid in group.members]
-        landed = [episode for episode in members if episode.state is State.LANDED]
-        all_ended = all(episode.state not in (State.PENDING, State.RUNNING) for episode in members)
-        overdue = self.config.group_policy == "partial" and now >= group.deadline
+        """Fix the baseline of a group whose members have all ended, or whose deadline has passed. Without its
+        greedy episode it waits for that one, and without the hope of one it is dropped."""
+        greedy = self.greedy_of(group)
+        landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
+        all_ended = self._ended(group)
+        comparable = greedy is None or greedy.state is State.LANDED
+        overdue = self.config.group_policy == "partial" and now >= group.deadline and comparable
         if group.settled or not (all_ended or overdue):
             return
         group.settled = True
         group.baseline = tuple(episode.member for episode in landed)
         self._dirty_groups[group.id] = group
-        if all_ended and len(landed) < self.config.min_group:
-            self._discard(group, landed, State.DROPPED, DropReason.GROUP_SHORT)
-        elif all_ended and self.config.filter_zero_variance and len({e.reward for e in landed}) == 1:
-            self._discard(group, landed, State.FILTERED, FilterReason.ZERO_VARIANCE)
+        if all_ended and not (comparable and len(landed) >= self.config.min_group):
+            self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
+        elif (
+            all_ended
+            and self.config.filter_zero_variance
+            and _equal([*landed, *([greedy] if greedy else [])])
+        ):
+            self.refills += 1
+            self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
+            self.settled[USABLE] += 1
             for episode in landed:
                 self._move(episode, State.READY)
+            if greedy is not None:
+                self._move(greedy, State.FILTERED, FilterReason.BASELINE)
 
-    def _discard(self, group: Group, landed: list[Episode], state: State, reason: str) -> None:
-        for episode in landed:
-            self._move(episode, state, reason)
+    def _ended(self, group: Group) -> bool:
+        """No member will land any more."""
+        return all(self.episodes[uid].state not in RUNS for uid in group.members)
+
+    def _judge(self, group: Group) -> None:
+        """No-positive-resampling: the sample of a group that has ended retires if enough of it was rewarded
+        (ScaleRL, arXiv 2510.13786)."""
+        rate = self.config.retire_pass_rate
+        if rate >= 1 or not self._ended(group):
+            return
+        landed = [e for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
+        passed = sum(episode.reward > 0 for episode in landed)
+        if len(landed) >= self.config.min_group and passed >= rate * len(landed):
+            group.retires = True
+            self.retired.add(group.row)
+            self._dirty_groups[group.id] = group
+
+    def _discard(self, group: Group, state: State, reason: str) -> None:
+        self.settled[state] += 1
+        for uid in group.members:
+            if self.episodes[uid].state is State.LANDED:
+                self._move(self.episodes[uid], state, reason)
         self._retire(group)
 
     def drop(self, episode: Episode, reason: DropReason) -> None:
@@ -226,8 +297,10 @@ class ReplayBuffer:
         self._move(episode, State.TAKEN)
 
     def trained(self, episode: Episode) -> None:
+        group = self.live[episode.group]
+        self.cohorts.trained(group.issued_step, episode)
         self._move(episode, State.TRAINED)
-        self._retire(self.live[episode.group])
+        self._retire(group)
 
     def _move(self, episode: Episode, state: State, reason: str = "") -> None:
         episode.state, episode.reason = state, reason
@@ -239,14 +312,16 @@ class ReplayBuffer:
         """Forget a group when all its episodes are over; its payloads are the store's business."""
         if group.id not in self.live:
             return
-        members = [self.episodes[uid] for uid in group.members]
-        if all(episode.state.over for episode in members):
+        everyone = [self.episodes[uid] for uid in group.members]
+        if all(episode.state.over for episode in everyone):
+            if group.step < 0:
+                last = self.members(group)[-1]
+                self.barren += 1
+                self.barren_reason = f"{last.state} ({last.reason})"
             del self.live[group.id]
             self._dirty_groups[group.id] = group  # written as over
-            if group.step < 0:
-                self.barren += 1
-                self.barren_reason = f"{members[-1].state} ({members[-1].reason})"
-            for episode in members:
+            self.cohorts.over(group.issued_step)
+            for episode in everyone:
                 self.left[episode.state] += 1
                 del self.episodes[episode.uid]
 
@@ -260,7 +335,7 @@ class ReplayBuffer:
         """The conservation identity now. `issued` is counted from the data cursor alone."""
         counts = self.counts()
         return Flow(
-            issued=self.next_group * self.config.episodes_per_group,
+            issued=self.next_group * self.group_size,
             trained=counts[State.TRAINED],
             filtered=counts[State.FILTERED],
             dropped=counts[State.DROPPED],
@@ -269,3 +344,8 @@ class ReplayBuffer:
             ready=counts[State.READY],
             in_flight=sum(counts[state] for state in IN_FLIGHT),
         )
+
+
+def _equal(episodes: list[Episode]) -> bool:
+    rewards = [episode.reward for episode in episodes]
+    return max(rewards) - min(rewards) <= EQUAL

@@ -6,17 +6,20 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry
-from asyncrl.types import Sample
+from asyncrl.types import Sample, Verdict
 
 RewardFunction = Callable[..., Any]
 """`(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, or a coroutine
 of that. `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the
-decoded values of the data set. It runs on the worker's event loop: slow code belongs in an async function."""
+decoded values of the data set. It runs on the worker's event loop: slow code belongs in an async function.
+
+Of a dict, `turns` (a number for each of `extra_info["num_turns"]` turns, beside the score, which falls on the
+last) and `components` (named parts, by name) are read too; other keys are ignored."""
 
 rewards: Registry[RewardFunction] = Registry("reward")
 
@@ -37,9 +40,9 @@ def load_reward(spec: str) -> RewardFunction:
     return function
 
 
-async def score(function: RewardFunction, sample: Sample, solution: str) -> float:
-    """The reward of one answer. Raises what the function raises, and ValueError for a result that is
-    not a finite number; the caller records it and sets the deadline."""
+async def score(function: RewardFunction, sample: Sample, solution: str) -> Verdict:
+    """What the function says of one answer. Raises what the function raises, and TypeError or ValueError for
+    a result that is not made of finite numbers; the caller records it and sets the deadline."""
     result = function(
         data_source=sample.data_source,
         solution_str=solution,
@@ -48,10 +51,35 @@ async def score(function: RewardFunction, sample: Sample, solution: str) -> floa
     )
     if inspect.isawaitable(result):
         result = await result
-    value = result["score"] if isinstance(result, dict) else result
-    number = float(value)
+    return _verdict(result) if isinstance(result, dict) else Verdict(_finite("the reward", result))
+
+
+def _verdict(result: Mapping[str, Any]) -> Verdict:
+    if "score" not in result:
+        found = ", ".join(map(str, result)) or "nothing"
+        raise ValueError(f"the reward is a dict without 'score'; it has {found}")
+    turns, components = result.get("turns", ()), result.get("components", {})
+    if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
+        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
+    if not isinstance(components, Mapping):
+        raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
+    return Verdict(
+        _finite("the reward", result["score"]),
+        tuple(_finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns)),
+        {
+            str(name): _finite(f"component {name!r} of the reward", value)
+            for name, value in components.items()
+        },
+    )
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} is {value!r}, which is no number") from None
     if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}, which is no finite number")
+        raise ValueError(f"{what} is {number}, which is no finite number")
     return number
 
 

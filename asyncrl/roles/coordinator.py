@@ -222,8 +222,7 @@ class Coordinator:
         buffer, free = self.core.buffer, self.workers.free_slots
         free -= sum(1 for _ in buffer.pending()) if free else 0
         while buffer.can_admit(free, self.workers.total_slots):
-            buffer.admit(self.core.batches.committed, now)
-            free -= self.config.buffer.episodes_per_group
+            free -= len(buffer.admit(self.core.batches.committed, now).members)
         if buffer.data_over and self.config.data.at_end == "drop":
             self._drop_remainder()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.algorithms.advantages import advantages
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.buffer.prompts import Prompts
@@ -15,6 +16,7 @@ from asyncrl.buffer.records import OVER, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
+from asyncrl.errors import ConfigError
 from asyncrl.store.runstore import RunStore
 from asyncrl.transport.messages import Message
 from asyncrl.transport.sockets import Hub
@@ -81,24 +83,38 @@ class Core:
         self.outbox.flush()
 
 
+def _keep_group_size(store: RunStore, size: int) -> None:
+    """Greedy episodes come and go with the advantage, but not within one run: its groups are of one size."""
+    if store.meta("group_size", str(size)) != str(size):
+        raise ConfigError(
+            f"$.algorithm.advantage: groups of this run have {store.meta('group_size')} episodes, a greedy one "
+            f"included, and this advantage wants {size}; resume with the one it began with"
+        )
+    store.put_meta("group_size", str(size))
+
+
 def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
     """Samples, buffer and store, as the store says they were."""
     samples = load_samples(config.data.train)
     data, buffer = config.data, config.buffer
     store = RunStore(run_dir)
+    greedy = advantages.load(config.algorithm.advantage).greedy
     replay = ReplayBuffer(
         buffer,
         Prompts(len(samples), config.seed, data.shuffle, data.epochs),
         total_groups=config.total_steps * buffer.groups_per_batch,
         retries=config.rollout.retries,
-        group_bytes=config.group_bytes,
+        group_bytes=config.group_bytes + greedy * config.group_bytes // buffer.episodes_per_group,
+        greedy=greedy,
     )
     batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
+    _keep_group_size(store, replay.group_size)
     held = store.load()
     for group in held.groups:  # the clock of the process that set the deadline is gone
         group.deadline = time.monotonic() + buffer.group_deadline
     replay.restore(held.groups, held.episodes, held.left)
-    replay.next_group = held.next_group
+    replay.next_group, replay.cursor = held.next_group, held.cursor
+    replay.retired = held.retired if buffer.retire_pass_rate < 1 else set()
     replay.committed = held.committed
     batches.restore(held.batches, held.taken)
     ledger, latest = VersionLedger(), store.latest_version()

@@ -21,6 +21,7 @@ import msgspec
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import DeadlineError, EngineError, ProtocolError, one_line
+from asyncrl.rewards import ShapingInput
 from asyncrl.roles.scoring import RewardError, Scorer
 from asyncrl.roles.waits import Waits
 from asyncrl.rollout import episode as machine
@@ -28,7 +29,7 @@ from asyncrl.rollout.episode import Episode, Rules
 from asyncrl.tools import Tool, call_tool, unknown_tool
 from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.transport.outbox import Outbox
-from asyncrl.types import FailReason, Generation, ToolCall, ToolReply, Turn
+from asyncrl.types import EpisodeEnd, FailReason, Generation, ToolCall, ToolReply, Turn, Verdict
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -161,9 +162,24 @@ class EpisodeRunner:
                     "transcript": self.rules.chat.decode(episode.ids),
                 }
                 with self.waits.named("the reward function"):
-                    return machine.Scored(await self.scorer.score(job.assign.sample, answer, extra))
+                    verdict = await self.scorer.score(job.assign.sample, answer, extra)
+                return machine.Scored(self._shaped(job, episode, end, verdict))
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
+
+    def _shaped(self, job: Job, episode: Episode, end: EpisodeEnd, verdict: Verdict) -> Verdict:
+        """Validation reports scores as they are."""
+        if job.assign.lane == "eval":
+            return verdict
+        limits = self.rules.limits
+        given = ShapingInput(
+            score=verdict.score,
+            tokens=episode.model_tokens,
+            turns=len(episode.turns),
+            end=end,
+            limit=min(limits.max_tokens, limits.max_turns * limits.max_new_tokens),
+        )
+        return msgspec.structs.replace(verdict, shaping=self.scorer.shape(given))
 
     async def _until_durable(self, job: Job) -> None:
         """Tools may change the world: the turn that calls them must survive a crash first. The wait ends with
@@ -217,17 +233,21 @@ class EpisodeRunner:
     def _ending(self, job: Job, episode: Episode) -> Finished | Failed:
         if isinstance(episode.command, machine.Fail):
             return Failed(0, job.attempt, episode.command.reason, episode.command.detail)
-        assert isinstance(episode.command, machine.Done)
+        done = episode.command
+        assert isinstance(done, machine.Done)
         return Finished(
             seq=0,
             attempt=job.attempt,
-            reward=episode.command.reward,
-            end=episode.command.end,
+            reward=done.reward,
+            end=done.end,
             turns=len(episode.turns),
             tool_calls=episode.tool_calls,
             seconds=asyncio.get_running_loop().time() - job.started,
             tool_s=episode.tool_seconds,
             text=self.rules.chat.decode(episode.ids) if job.assign.lane == "eval" else "",
+            turn_rewards=done.turn_rewards,
+            components=done.components,
+            shaping=done.shaping,
         )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
 
 from asyncrl.buffer.records import Episode, Flow, State
+from asyncrl.buffer.replay import USABLE
 from asyncrl.observe.files import read_rows
 from asyncrl.roles.core import Core
 from asyncrl.roles.engine_desk import EngineDesk
@@ -22,7 +23,9 @@ from asyncrl.transport.messages import Finished
 class Landed:
     """Training episodes that landed since the last row, whatever became of their group."""
 
-    rewards: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # rewards before shaping
+    greedy: list[float] = field(default_factory=list)  # scores of greedy episodes, which the rest leaves out
+    components: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turns: list[float] = field(default_factory=list)
     calls: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
@@ -44,6 +47,7 @@ class Reporter:
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
         self._file = (core.run_dir / "metrics.jsonl").open("a", buffering=1)
         self._busy = self._totals()
+        self._settled: Counter[str] = Counter()
 
     def begin(self) -> None:
         """The run leaves its start phase: the first row counts from here."""
@@ -51,7 +55,12 @@ class Reporter:
 
     def on_landed(self, episode: Episode, message: Finished) -> None:
         landed = self.landed
-        landed.rewards.append(message.reward)
+        if episode.greedy:
+            landed.greedy.append(message.score)
+            return
+        landed.scores.append(message.score)
+        for name, value in message.components.items():
+            landed.components[name].append(value)
         landed.turns.append(message.turns)
         landed.calls.append(message.tool_calls)
         landed.lengths.append(episode.model_tokens)
@@ -66,7 +75,9 @@ class Reporter:
         """The metrics of a committed step: the trainer's, and what only the coordinator knows."""
         now = time.monotonic()
         row = {"training/step": float(step), "time_s": self.seconds, "timing_s/step": now - self.row_at}
-        row |= trained | self.gauges() | self._episodes() | self._shares(now - self.row_at)
+        row |= (
+            trained | self.gauges() | self._episodes() | self._groups(step) | self._shares(now - self.row_at)
+        )
         self.row_at = now
         self.last, self.landed = self.landed, Landed()
         self.write(row)
@@ -102,6 +113,7 @@ class Reporter:
                 "weights/probe_logprob_diff_max": self.engines.probe_gap,
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
+                "data/retired_samples": float(len(core.buffer.retired)),
             }
             | ({"weights/push_s": published.write_s if published else 0.0} if files else {})
             | self._engines()
@@ -117,20 +129,37 @@ class Reporter:
 
     def _episodes(self) -> dict[str, float]:
         landed = self.landed
-        if not landed.rewards:
+        if not landed.scores:
             return {}
         columns: dict[str, list[float]] = {
-            "rollout/score": landed.rewards,
+            "rollout/score": landed.scores,
             "num_turns": landed.turns,
             "tool_call_counts": landed.calls,
             "rollout/response_length": landed.lengths,
             "timing_s/episode": landed.seconds,
             "timing_s/tools": landed.tool_s,
-        }
+        } | {f"rollout/component/{name}": values for name, values in landed.components.items()}
+        if landed.greedy:
+            columns["rollout/greedy_score"] = landed.greedy
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
-        row |= {f"rollout/end/{name}": count / len(landed.rewards) for name, count in landed.ends.items()}
-        row["rollout/landed"] = float(len(landed.rewards))
+        row |= {f"rollout/end/{name}": count / len(landed.scores) for name, count in landed.ends.items()}
+        row["rollout/landed"] = float(len(landed.scores))
+        return row
+
+    def _groups(self, step: int) -> dict[str, float]:
+        """What became of the groups settled since the last row, and of cohorts that are over."""
+        core = self.core
+        now = Counter(core.buffer.settled)
+        before, self._settled = self._settled, now
+        settled, row = (now - before).total(), core.buffer.cohorts.take(before=step)
+        if settled:
+            filtered, usable = now[State.FILTERED] - before[State.FILTERED], now[USABLE] - before[USABLE]
+            row["flow/filtered_frac"] = filtered / settled
+            row["rollout/discarded_group_frac"] = (settled - usable) / settled
+        trained = len(core.batches.batches[step - 1].groups)
+        if trained:
+            row["rollout/groups_per_trained_group"] = settled / trained
         return row
 
     def _totals(self) -> dict[str, tuple[float, float]]:

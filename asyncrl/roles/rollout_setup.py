@@ -11,7 +11,7 @@ import torch
 from asyncrl.config import RolloutConfig, RunConfig
 from asyncrl.engines.base import Engine, engines
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.rewards import load_reward
+from asyncrl.rewards import load_reward, select_shapings
 from asyncrl.roles.roster import Client
 from asyncrl.roles.scoring import Scorer
 from asyncrl.rollout.chat import Chat
@@ -38,7 +38,7 @@ class Parts:
 def prepare(config: RunConfig) -> Parts:
     """Everything that can be wrong with a name or a file is found here."""
     tools = load_tools(config.rollout)
-    scorer = Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout)
+    scorer = load_scorer(config)
     remote = config.engine.remote
     build, connect = (None, connector(config)) if remote else (engine_factory(config), None)
     return Parts(build, connect, load_rules(config, tools), tools, scorer)
@@ -70,6 +70,12 @@ def connector(config: RunConfig) -> Callable[[EngineEntry], Client]:
 
     terms, secrets = terms_of(config), keys(config.engine)
     return lambda entry: SGLangEngine(Server(entry.url, *secrets), terms, salt=entry.incarnation)
+
+
+def load_scorer(config: RunConfig) -> Scorer:
+    """The reward function with the shapings of `algorithm.shaping`."""
+    shapings = select_shapings(config.algorithm.shaping, "$.algorithm.shaping")
+    return Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout, shapings)
 
 
 def load_tools(config: RolloutConfig) -> dict[str, Tool]:

@@ -207,6 +207,8 @@ class WorkerDesk:
                 del worker.running[episode.uid]
                 episode.tool_calls, episode.seconds = message.tool_calls, message.seconds
                 episode.tool_s = message.tool_s
+                episode.turn_rewards, episode.components = message.turn_rewards, message.components
+                episode.shaping = message.shaping
                 core.buffer.finish(episode, message.reward, message.end, now)
                 self.on_landed(episode, message)
             case Failed():
@@ -332,7 +334,7 @@ class WorkerDesk:
             attempt=Attempt(episode.uid, episode.attempt),
             sample=self.core.samples[group.row],
             lane="train",
-            temperature=self.core.config.rollout.temperature,
+            temperature=0.0 if episode.greedy else self.core.config.rollout.temperature,
             key=sampling_key(self.core.config.seed, episode.uid, episode.attempt),
         )
         frames = self.core.store.frames(episode.uid, episode.turns)

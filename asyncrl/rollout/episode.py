@@ -9,6 +9,7 @@ ever appended. Folding recorded turns over a fresh episode (`resume`) gives the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,7 @@ from asyncrl.types import (
     ToolCall,
     ToolReply,
     Turn,
+    Verdict,
 )
 
 
@@ -83,10 +85,14 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The episode is over and has a reward."""
+    """The episode is over and has a reward: the sum of `turn_rewards`, one per turn. `components` and
+    `shaping` as in `Verdict`."""
 
     reward: float
     end: EpisodeEnd
+    turn_rewards: tuple[float, ...]
+    components: dict[str, float] = {}
+    shaping: float = 0.0
 
 
 class Fail(msgspec.Struct, frozen=True):
@@ -117,7 +123,7 @@ class Replied(msgspec.Struct, frozen=True):
 class Scored(msgspec.Struct, frozen=True):
     """Answers Score."""
 
-    reward: float
+    verdict: Verdict
 
 
 Event = Generated | Replied | Scored
@@ -136,6 +142,10 @@ class Episode(msgspec.Struct, frozen=True):
     @property
     def over(self) -> bool:
         return isinstance(self.command, Done | Fail)
+
+    @property
+    def model_tokens(self) -> int:
+        return sum(len(turn.ids) for turn in self.turns)
 
     @property
     def tool_seconds(self) -> float:
@@ -163,7 +173,7 @@ def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
                 raise ProtocolError(f"{len(event.replies)} replies do not match {len(command.calls)} calls")
             return _replied(rules, episode, event.replies, command.errors)
         case Score() as command, Scored():
-            return msgspec.structs.replace(episode, command=Done(event.reward, command.end))
+            return msgspec.structs.replace(episode, command=_scored(episode, command.end, event.verdict))
         case command, _:
             raise ProtocolError(f"{type(event).__name__} does not answer {type(command).__name__}")
 
@@ -255,6 +265,20 @@ def _end(limits: Limits, episode: Episode, parsed: Parsed) -> EpisodeEnd | None:
     if len(episode.turns) >= limits.max_turns:
         return EpisodeEnd.MAX_TURNS
     return None
+
+
+def _scored(episode: Episode, end: EpisodeEnd, verdict: Verdict) -> Done | Fail:
+    """Turn k earns what the verdict and its tools give it; the last one, score and shaping too."""
+    count = len(episode.turns)
+    if verdict.turns and len(verdict.turns) != count:
+        detail = f"the reward function gave {len(verdict.turns)} turn rewards to an episode of {count} turns"
+        return Fail(FailReason.REWARD_ERROR, detail)
+    parts = [[reply.reward for reply in turn.replies] for turn in episode.turns]
+    for part, given in zip(parts, verdict.turns, strict=False):
+        part.append(given)
+    parts[-1] += [verdict.score, verdict.shaping]
+    rewards = tuple(map(math.fsum, parts))
+    return Done(math.fsum(rewards), end, rewards, verdict.components, verdict.shaping)
 
 
 def _problem(rules: Rules, asked: Generate, generation: Generation) -> str:

@@ -7,7 +7,7 @@ answers peers only afterwards. Readers (viewers, audits) may open `run.db` besid
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from asyncrl.store.segments import Place, Segments, StoreError
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS retired(row INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS episodes(
     uid TEXT PRIMARY KEY, group_id INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
     step INTEGER NOT NULL, reward REAL NOT NULL, record BLOB NOT NULL) WITHOUT ROWID;
@@ -44,6 +45,8 @@ class Snapshot(msgspec.Struct):
     episodes: list[Episode]
     left: dict[State, int]
     next_group: int
+    cursor: int
+    retired: set[int]
     batches: list[Batch]
     taken: list[Episode]  # rows of the plans, those that were trained included
     committed: int
@@ -75,9 +78,11 @@ class RunStore:
             "INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?)", (uid, turn, kind, place.segment, place.offset)
         )
 
-    def put_groups(self, groups: Iterable[Group], live: dict[int, Group]) -> None:
+    def put_groups(self, groups: Collection[Group], live: dict[int, Group]) -> None:
         rows = [(group.id, group.id not in live, msgspec.msgpack.encode(group)) for group in groups]
         self._db.executemany("INSERT OR REPLACE INTO groups VALUES(?,?,?)", rows)
+        retired = [(group.row,) for group in groups if group.retires]
+        self._db.executemany("INSERT OR IGNORE INTO retired VALUES(?)", retired)
 
     def put_episodes(self, episodes: Iterable[Episode]) -> None:
         rows = [
@@ -169,6 +174,7 @@ class RunStore:
     def load(self) -> Snapshot:
         """Everything a coordinator needs to go on from here."""
         groups = self._records("SELECT record FROM groups WHERE over=0", Group)
+        last = self._records("SELECT record FROM groups ORDER BY id DESC LIMIT 1", Group)
         batches = self._records("SELECT record FROM plans ORDER BY step", Batch)
         episodes = self._records(
             "SELECT e.record FROM episodes e JOIN groups g ON g.id=e.group_id WHERE g.over=0", Episode
@@ -183,7 +189,9 @@ class RunStore:
             groups=groups,
             episodes=episodes,
             left=left,
-            next_group=self._number("SELECT coalesce(max(id)+1, 0) FROM groups"),
+            next_group=last[0].id + 1 if last else 0,
+            cursor=last[0].position + 1 if last else 0,
+            retired={row for (row,) in self._db.execute("SELECT row FROM retired")},
             batches=batches,
             taken=[self._episode(uid) for uid in sorted(planned)],
             committed=self._number("SELECT coalesce(max(step), 0) FROM commits"),

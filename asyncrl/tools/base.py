@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import re
 import threading
 import time
@@ -43,6 +44,15 @@ class Tool:
     replay: Replay = "pure"
     blocking: bool = False
     max_chars: int = 4096
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """What a tool returns to reward the turn that called it: its reply, and the reward beside it, which the
+    model does not read. The rewards of an episode add up, the reward function's included."""
+
+    content: Any
+    reward: float
 
 
 tools: Registry[Tool | Callable[..., Tool]] = Registry("tool")
@@ -86,9 +96,10 @@ async def call_tool(tool: Tool, call: ToolCall, default_timeout: float = 30.0) -
     limit = tool.timeout if tool.timeout is not None else default_timeout
     deadline = asyncio.timeout(limit)
     error: str | None = None
+    reward = 0.0
     try:
         async with deadline:
-            content = _text(await _run(tool, call.arguments))
+            content, reward = _reply(await _run(tool, call.arguments))
     except msgspec.MsgspecError as problem:
         error = content = f"bad arguments for {tool.name}: {one_line(problem)}"
     except (Exception, SystemExit) as problem:
@@ -96,7 +107,7 @@ async def call_tool(tool: Tool, call: ToolCall, default_timeout: float = 30.0) -
         error = content = f"no reply within {limit:g} s" if late else one_line(problem)
     if error is not None:
         content = f"error: {content}"
-    return ToolReply(call, _cut(content, tool.max_chars), error, time.monotonic() - started)
+    return ToolReply(call, _cut(content, tool.max_chars), error, time.monotonic() - started, reward)
 
 
 def unknown_tool(call: ToolCall, known: typing.Iterable[str]) -> ToolReply:
@@ -168,6 +179,15 @@ def _carried(problem: BaseException) -> Exception:
     if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
         return problem
     return RuntimeError(one_line(problem))
+
+
+def _reply(value: Any) -> tuple[str, float]:
+    """(text, reward) of what a tool returned."""
+    given = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
+    reward = float(given.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the tool gave the reward {reward}, which is no finite number")
+    return _text(given.content), reward
 
 
 def _text(value: Any) -> str:

@@ -195,7 +195,7 @@ class Replied(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The episode is over and has a reward. Its tokens are the turns sent before."""
+    """The episode is over and has a reward (see `types.Member`). Its tokens are the turns sent before."""
 
     seq: int
     attempt: Attempt
@@ -206,6 +206,14 @@ class Finished(Message, frozen=True):
     seconds: float
     tool_s: float
     text: str = ""  # transcript of a validation episode
+    turn_rewards: tuple[float, ...] = ()
+    components: dict[str, float] = {}
+    shaping: float = 0.0
+
+    @property
+    def score(self) -> float:
+        """The reward before shaping."""
+        return self.reward - self.shaping
 
 
 class Failed(Message, frozen=True):

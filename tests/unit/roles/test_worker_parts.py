@@ -256,7 +256,7 @@ def test_an_engine_that_only_fails_ends_the_lane() -> None:
 
 
 def scored(reward: Any, timeout: float = 60.0) -> float:
-    return asyncio.run(Scorer(reward, timeout).score(sample(), "42", {"num_turns": 2}))
+    return asyncio.run(Scorer(reward, timeout).score(sample(), "42", {"num_turns": 2})).score
 
 
 def test_rewards_get_verls_arguments_and_the_episodes_own() -> None:

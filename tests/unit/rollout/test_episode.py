@@ -23,7 +23,7 @@ from asyncrl.rollout.episode import (
     begin,
     resume,
 )
-from asyncrl.types import EpisodeEnd, FailReason, Generation, StopReason, ToolReply, VersionSpan
+from asyncrl.types import EpisodeEnd, FailReason, Generation, StopReason, ToolReply, Verdict, VersionSpan
 from tests.fakes.chat import END, call, encode, rules, sample
 from tests.fakes.engine import generation
 
@@ -48,7 +48,7 @@ def play(script: list[str], made: Rules | None = None) -> Episode:
 def test_a_turn_without_calls_answers() -> None:
     episode = play(["the answer is 42"])
     assert episode.command == Score("the answer is 42", EpisodeEnd.ANSWERED)
-    assert advance(rules(), episode, Scored(1.0)).command == Done(1.0, EpisodeEnd.ANSWERED)
+    assert advance(rules(), episode, Scored(Verdict(1.0))).command == Done(1.0, EpisodeEnd.ANSWERED, (1.0,))
 
 
 def test_replies_become_the_context_of_the_next_turn() -> None:
@@ -252,7 +252,7 @@ def test_folding_recorded_turns_gives_the_same_state(
 
 EVENTS = st.one_of(
     st.builds(lambda text: Generated(generation(text)), TURN.map("".join)),
-    st.just(Scored(1.0)),
+    st.just(Scored(Verdict(1.0))),
     st.just(Replied(())),
     st.just("replies"),
 )

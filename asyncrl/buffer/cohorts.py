@@ -1,0 +1,75 @@
+"""Issue cohorts: whether what was trained is like what was issued.
+
+Short and easy episodes land first, so what one batch trains is never like the policy's episodes at large. Of
+the groups issued at one step, once all are over, both are known: what landed, and what became of it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.buffer.records import Episode
+
+
+class Sums(msgspec.Struct):
+    """Of some episodes of a cohort."""
+
+    count: int = 0
+    reward: float = 0.0
+    tokens: int = 0
+
+    def add(self, episode: Episode) -> None:
+        self.count += 1
+        self.reward += episode.reward
+        self.tokens += episode.model_tokens
+
+
+class Cohort(msgspec.Struct):
+    """The groups issued at one step; `open` of them are not over."""
+
+    open: int = 0
+    landed: Sums = msgspec.field(default_factory=Sums)
+    trained: Sums = msgspec.field(default_factory=Sums)
+
+
+class Cohorts:
+    """Cohorts that are not reported yet, by the step they were issued at. Those that a restart of the
+    coordinator cut in two are left out."""
+
+    def __init__(self) -> None:
+        self._cohorts: dict[int, Cohort] = {}
+        self._cut: set[int] = set()
+
+    def cut(self, step: int) -> None:
+        """Something of this cohort happened before this process began."""
+        self._cut.add(step)
+
+    def issued(self, step: int) -> None:
+        if step not in self._cut:
+            self._cohorts.setdefault(step, Cohort()).open += 1
+
+    def landed(self, step: int, episode: Episode) -> None:
+        if cohort := self._cohorts.get(step):
+            cohort.landed.add(episode)
+
+    def trained(self, step: int, episode: Episode) -> None:
+        if cohort := self._cohorts.get(step):
+            cohort.trained.add(episode)
+
+    def over(self, step: int) -> None:
+        if cohort := self._cohorts.get(step):
+            cohort.open -= 1
+
+    def take(self, before: int) -> dict[str, float]:
+        """`cohort/reward_gap` and `cohort/length_gap` (model tokens): trained mean minus landed mean of the
+        same cohort, over the cohorts issued `before` a step that are complete and not reported yet, by their
+        trained episodes. Empty when there is none."""
+        done = [step for step, cohort in self._cohorts.items() if step < before and not cohort.open]
+        cohorts = [cohort for cohort in map(self._cohorts.pop, done) if cohort.trained.count]
+        trained = sum(cohort.trained.count for cohort in cohorts)
+        if not trained:
+            return {}
+        shares = [(cohort, cohort.trained.count / cohort.landed.count) for cohort in cohorts]
+        reward = sum(c.trained.reward - c.landed.reward * share for c, share in shares)
+        tokens = sum(c.trained.tokens - c.landed.tokens * share for c, share in shares)
+        return {"cohort/reward_gap": reward / trained, "cohort/length_gap": tokens / trained}

@@ -1,0 +1,73 @@
+"""Shaping: what is added to an episode's reward for how it was given, before its group is judged.
+
+Filters, baselines and advantages all see the shaped reward; reports show it beside the score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from asyncrl.errors import ConfigError
+from asyncrl.registry import Registry, bind
+from asyncrl.types import EpisodeEnd
+
+
+@dataclass(frozen=True)
+class ShapingInput:
+    """One scored episode. `tokens` and `turns` are the model's; `limit` is the most model tokens that the
+    limits of `rollout` can let an episode have."""
+
+    score: float
+    tokens: int
+    turns: int
+    end: EpisodeEnd
+    limit: int
+
+
+Shaping = Callable[..., float]
+"""`(given: ShapingInput, *, options…) -> float`: what is added to the reward, on the last turn."""
+
+shapings: Registry[Shaping] = Registry("shaping")
+
+
+@shapings.register("overlong")
+def overlong(
+    given: ShapingInput,
+    *,
+    buffer: Annotated[int, Meta(ge=1)],
+    factor: Annotated[float, Meta(ge=0)] = 1.0,
+    limit: Annotated[int, Meta(ge=0)] = 0,
+) -> float:
+    """min(-(len - (limit - buffer)) / buffer · factor, 0), len = model tokens (DAPO, arXiv 2503.14476).
+
+    Use: where length grows without success; with tools too, since replies are not counted. At any staleness.
+    `limit` 0: the most model tokens that an episode can have, min(rollout.max_tokens, max_turns ·
+    max_new_tokens); the prompt counts against max_tokens, so set it where prompts are long.
+    """
+    excess = given.tokens - ((limit or given.limit) - buffer)
+    return min(-excess / buffer * factor, 0.0)
+
+
+def select_shapings(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Shaping]:
+    """The functions of `algorithm.shaping`, options bound. ConfigError that begins with `where`."""
+    return [bind(_load(name, where), options, f"{where}.{name}") for name, options in named.items()]
+
+
+def _load(name: str, where: str) -> Shaping:
+    found = shapings.load(name)
+    if not callable(found):
+        raise ConfigError(f"{where}.{name} is no function; (given: ShapingInput, *, options) is expected")
+    return found
+
+
+def shape(functions: Sequence[Shaping], given: ShapingInput) -> float:
+    """The sum of all shapings. ValueError when it is no finite number."""
+    total = math.fsum(float(function(given)) for function in functions)
+    if not math.isfinite(total):
+        raise ValueError(f"algorithm.shaping gave {total}, which is no finite number")
+    return total
