@@ -16,9 +16,8 @@ import psutil
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import placement
+from asyncrl.launch import placement, session
 from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.session import Session
 from asyncrl.launch.start import prepared
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.transport.messages import (
@@ -176,7 +175,7 @@ def only(role: str, **targets: str) -> tuple[placement.Unit, ...]:
     return tuple(unit for unit in units(**targets) if unit.role == role)
 
 
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
+def gone(pids: list[int], seconds: float = DEADLINE) -> bool:
     """All processes have ended by then. Not for our own children: it would take their exit codes."""
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
@@ -194,7 +193,8 @@ class Silent:
 
 
 def parent(run_dir: Path, *pairs: str) -> int:
-    """A launcher process: a whole session over fake roles."""
+    """A launcher process: a whole session over fake roles, none of which leaves by itself."""
+    session.LEAVE = 0.5
     targets = dict(pair.split("=") for pair in pairs)
     settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
     where = run_dir / settings.name
@@ -202,8 +202,8 @@ def parent(run_dir: Path, *pairs: str) -> int:
         endpoints = choose_endpoints("127.0.0.1", 0)
         spawner = LocalSpawner(where, endpoints)
         supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)
-        session = Session(settings.launch, where, endpoints, supervisor, Silent(), lambda *_: None)
-        ending = session.run()
+        whole = session.Session(settings.launch, where, endpoints, supervisor, Silent(), lambda *_: None)
+        ending = whole.run()
     print(ending.error)
     return ending.code
 

@@ -59,13 +59,13 @@ class Run:
         children = self.children()
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
         for child in children.values():
             if child.is_running():
                 child.kill()
         shutil.rmtree(weights_directory("auto", self.path, self.path.name, 0), ignore_errors=True)
 
-    def wait(self, seconds: float = 150.0) -> int:
+    def wait(self, seconds: float = 240.0) -> int:
         """Exit code; the output is in the error when it takes too long."""
         try:
             return self.process.wait(seconds)
@@ -74,7 +74,7 @@ class Run:
                 f"not over after {seconds} s:\n{self.text()[-3000:]}\n{self.logs()}"
             ) from None
 
-    def until(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 240.0) -> None:
         """Wait for an event of the run, with a deadline."""
         deadline = time.monotonic() + seconds
         while not condition():

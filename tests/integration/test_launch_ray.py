@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import psutil
@@ -25,27 +24,31 @@ def pids(run: Run, role: str) -> list[int]:
     return [int(pid) for pid in re.findall(rf"{role} starts, pid (\d+)", log.read_text())]
 
 
-@pytest.mark.parametrize("role", ["rollout-0", "trainer-0", "coordinator-0"])
-def test_a_killed_actor_is_replaced_and_the_run_completes(tmp_path: Path, role: str) -> None:
-    with Run(tmp_path, *RAY, "total_steps=6") as run:
-        run.until_step(2)
-        (first,) = pids(run, role)
-        os.kill(first, signal.SIGKILL)
-        run.completed(6)
-        assert pids(run, role)[1:] and first not in pids(run, role)[1:]
-        assert f"{role} was killed by SIGKILL" in run.text()
+def test_a_killed_actor_is_replaced_and_the_run_completes(tmp_path: Path) -> None:
+    """One of each role, one after another in one run."""
+    victims = {2: "rollout-0", 4: "trainer-0", 6: "coordinator-0"}
+    with Run(tmp_path, *RAY, "total_steps=9") as run:
+        killed = {}
+        for step, role in victims.items():
+            run.until_step(step)
+            killed[role] = pids(run, role)[-1]
+            os.kill(killed[role], signal.SIGKILL)
+        summary = run.completed(9)
+        assert summary["flow"]["trained"] == 9 * 16
+        for role, first in killed.items():
+            later = pids(run, role)[pids(run, role).index(first) + 1 :]
+            assert later and first not in later
+            assert f"{role} was killed by SIGKILL" in run.text()
 
 
 def test_a_signal_ends_a_ray_run_in_time(tmp_path: Path) -> None:
-    with Run(tmp_path, *RAY, "total_steps=1000") as run:
+    with Run(tmp_path, *RAY, "total_steps=1000", "launch.stop_timeout=60") as run:
         run.until_step(1)
         processes = psutil.Process(run.process.pid).children(recursive=True)
-        begin = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
-        assert run.wait(30) == 130
-        assert time.monotonic() - begin < 10
+        assert run.wait() == 130  # who exceeds the stop timeout ends with another code
         assert run.summary()["outcome"] == "stopped" and run.summary()["conserved"]
-        assert not psutil.wait_procs(processes, timeout=5)[1]
+        assert not psutil.wait_procs(processes, timeout=60)[1]
 
 
 def test_a_cluster_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
@@ -54,6 +57,6 @@ def test_a_cluster_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
         port = nobody.getsockname()[1]
         for address in ("auto", f"127.0.0.1:{port}", "nonsense"):
             with Run(tmp_path, *RAY, f"launch.ray_address='{address}'") as run:
-                assert run.wait(90) == 2, run.text()
+                assert run.wait() == 2, run.text()
                 assert f"$.launch.ray_address '{address}'" in run.text()
                 assert len(run.text().strip().splitlines()) == 1

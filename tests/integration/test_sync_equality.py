@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
-from tests.fakes.reference import advantage, token_log_probs
+from tests.fakes.reference import advantage, rewards, token_log_probs
 from tests.fakes.training import (
     Episode,
     Recorder,
@@ -40,7 +40,7 @@ def synchronous_loop(path: str) -> tuple[list[list[Episode]], list[Gradients]]:
     for step in range(STEPS):
         batch = Recorder(model, seed=step, temperature=0.8).groups(4, 4, [step])
         scores = [
-            (advantage("dr_grpo", e[0].reward, e[0].siblings), token_log_probs(model, e)) for e in batch
+            (advantage("dr_grpo", e[0].own.reward, rewards(e[0])), token_log_probs(model, e)) for e in batch
         ]
         tokens = sum(len(log_probs) for _, log_probs in scores)
         loss = -sum((a * logp for a, log_probs in scores for logp, *_ in log_probs), torch.zeros(())) / tokens

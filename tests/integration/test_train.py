@@ -49,27 +49,36 @@ def test_two_workers_two_ranks(tmp_path: Path) -> None:
 
 
 def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=4", "buffer.max_staleness=0", "data.test=''") as run:
+    weights = str(tmp_path / "shared")
+    more = ("buffer.max_staleness=0", "data.test=''", f"weights.directory={weights}")
+    with Run(tmp_path, "total_steps=4", *more) as run:
         summary = run.completed(4)
+        no_weights_are_left_outside_of(run, weights)
     assert summary["lag_max"] == 0 and summary["trajectories_multi_version"] == 0
     assert summary["logprob_diff_max_same_version"] <= 1e-4
     assert summary["logprob_tokens_compared"] == summary["tokens_trained"]
 
 
+def no_weights_are_left_outside_of(run: Run, directory: str) -> None:
+    left = weights_directory(directory, run.path, "run", 0)
+    assert left.parent.is_dir() and not left.exists()
+
+
+SEQUENCE_MEANS = ["algorithm=rloo", "algorithm.aggregation=seq_mean_token_mean"]
+PARTIAL = ["buffer.group_policy=partial", "buffer.group_deadline=0.3"]
 MODES = {
-    "hold": ["buffer.on_stale=hold"],
-    "drop": ["buffer.on_stale=drop"],
-    "partial": ["buffer.group_policy=partial", "buffer.group_deadline=0.3", "algorithm=rloo"],
-    "several steps per batch": ["algorithm=decoupled_ppo"],
-    "rloo, sequence means": ["algorithm=rloo", "algorithm.aggregation=seq_mean_token_mean"],
+    "hold, several steps per batch": ["buffer.on_stale=hold", "algorithm=decoupled_ppo"],
+    "drop, partial groups, sequence means": ["buffer.on_stale=drop", *PARTIAL, *SEQUENCE_MEANS],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(tmp_path: Path, mode: str) -> None:
-    with Run(tmp_path, "total_steps=4", "data.test=''", "buffer.max_staleness=2", *MODES[mode]) as run:
+    more = ("data.test=''", "buffer.max_staleness=2", "weights.directory=shm")
+    with Run(tmp_path, "total_steps=4", *more, *MODES[mode]) as run:
         summary = run.completed(4)
+        no_weights_are_left_outside_of(run, "shm")
     assert summary["lag_max"] <= 2
 
 
@@ -84,19 +93,3 @@ def test_the_bound_holds_under_a_slow_worker(tmp_path: Path) -> None:
     taken = max(row["staleness/lag_taken/max"] for row in rows)
     assert taken > 1, "nothing was over the bound: this run proves nothing"
     assert summary["masked_token_frac"] > 0
-
-
-@pytest.mark.slow
-def test_ray_runs_the_same_roles(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=3", "launch=ray", "data.test=''") as run:
-        summary = run.completed(3)
-    assert summary["flow"]["trained"] == 3 * 16
-
-
-@pytest.mark.parametrize("where", ["shm", "path"])
-def test_no_weights_are_left_outside_of_the_run(tmp_path: Path, where: str) -> None:
-    directory = str(tmp_path / "shared") if where == "path" else where
-    with Run(tmp_path, "total_steps=1", f"weights.directory={directory}", "data.test=''") as run:
-        run.completed(1)
-    left = weights_directory(directory, run.path, "run", 0)
-    assert left.parent.is_dir() and not left.exists()
