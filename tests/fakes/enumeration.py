@@ -1,0 +1,253 @@
+"""A policy small enough to sum over everything it can do: no sampling, no tolerance for noise, float64.
+
+Three letters, at most three tokens, one logit table per prefix (13 of them). Groups are enumerated as
+multisets with their multiplicities, which is exact because nothing may depend on the order of siblings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.advantages import CreditInput, Trace
+from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, select_rules
+from asyncrl.algorithms.losses import BatchTrace, Loss, LossInput
+from asyncrl.algorithms.recipe import advantages, losses
+from asyncrl.types import Member
+
+LETTERS, LENGTH, PREFIXES = 3, 3, 13
+GREEDY = 0.7
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Language:
+    """All sequences [S, LENGTH]; `live` is False behind the end."""
+
+    tokens: Tensor
+    live: Tensor
+
+    @property
+    def prefix(self) -> Tensor:
+        """Which of the 13 tables predicts each token, [S, LENGTH]."""
+        first, second, _ = self.tokens.unbind(1)
+        return torch.stack([0 * first, 1 + first, 4 + LETTERS * first + second], 1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def _language(end: int | None) -> Language:
+    """With `end`, that letter is the last one of a sequence: 15 of them, of length 1 to 3; else 27."""
+    sequences = {}
+    for letters in itertools.product(range(LETTERS), repeat=LENGTH):
+        length = letters.index(end) + 1 if end in letters else LENGTH
+        sequences[letters[:length]] = [t < length for t in range(LENGTH)]
+    padded = [[*letters, 0, 0][:LENGTH] for letters in sequences]
+    return Language(torch.tensor(padded), torch.tensor(list(sequences.values())))
+
+
+FIXED, ENDED = _language(None), _language(2)
+
+
+def table(seed: int, width: int = LETTERS) -> Tensor:
+    """Normal numbers for every prefix, [13, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(PREFIXES, width, generator=generator, dtype=torch.float64)
+
+
+PI, LAG, REFERENCE = 0.7 * table(1), table(2), 0.7 * table(3)
+PARTS = {"answer": table(4), "style": 0.5 * table(5)}
+VALUES = table(6, 1)[:, 0]
+
+
+def older(lag: float) -> Tensor:
+    """Logits of a behaviour policy; at 0 those of the policy itself."""
+    return PI + lag * LAG
+
+
+def token_logp(language: Language, logits: Tensor) -> Tensor:
+    """[S, LENGTH], 0 behind the end."""
+    logp = logits.log_softmax(-1)[language.prefix, language.tokens]
+    return torch.where(language.live, logp, 0.0)
+
+
+def token_rewards(language: Language) -> Tensor:
+    """[S, LENGTH]: every token is a turn with a reward of its own."""
+    rewards = sum(part[language.prefix, language.tokens] for part in PARTS.values())
+    return torch.where(language.live, torch.as_tensor(rewards), 0.0)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All multisets of n sequences, [G, n], and how many ordered groups each stands for, [G]."""
+
+    members: Tensor
+    times: Tensor
+
+
+@functools.cache
+def groups_of(language: Language, n: int) -> Groups:
+    sets = list(itertools.combinations_with_replacement(range(len(language)), n))
+    times = [math.factorial(n) / math.prod(map(math.factorial, Counter(s).values())) for s in sets]
+    return Groups(torch.tensor(sets), torch.tensor(times, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Which estimate of the gradient: its components, the behaviour policy `mu` and the group size."""
+
+    advantage: str = "rloo"
+    rules: Mapping[str, Options] = field(default_factory=dict)
+    loss: str = "reinforce"
+    mu: float = 0.0
+    n: int = 2
+    options: tuple[tuple[str, Any], ...] = ()  # of the advantage
+    loss_options: Options = field(default_factory=dict)
+    language: Language = FIXED
+    values: Tensor = VALUES
+    late: bool = False  # the episode landed after the deadline of its group: it is no sibling of itself
+
+
+def gradient(experiment: Experiment) -> Tensor:
+    """The direction that one batch of one group ascends in expectation, per episode: [39]."""
+    language, groups = experiment.language, groups_of(experiment.language, experiment.n)
+    logits = PI.clone().requires_grad_()
+    chance = groups.times * token_logp(language, older(experiment.mu)).sum(1).exp()[groups.members].prod(1)
+    loss = losses.get(experiment.loss).bound(dict(experiment.loss_options), "loss")
+    value = loss.of(_loss_input(experiment, loss, logits)).value
+    live = language.live[groups.members]
+    per_token = torch.zeros(live.shape, dtype=torch.float64).masked_scatter(live, value)
+    expected = (chance * per_token.sum((1, 2)) / experiment.n).sum()
+    return -torch.autograd.grad(expected, logits)[0].flatten()
+
+
+def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput:
+    language, groups = experiment.language, groups_of(experiment.language, experiment.n)
+    live = language.live[groups.members]  # [G, n, LENGTH]; what follows is flat over its True places
+
+    def spread(per_sequence: Tensor) -> Tensor:
+        return per_sequence[groups.members][live]
+
+    logp = spread(token_logp(language, logits))
+    mu = spread(token_logp(language, older(experiment.mu)))
+    row, turn = (places[live] for places in _places(live))
+    advantage = credits(language, experiment.advantage, experiment.options, experiment.n, experiment.values)[
+        live
+    ]
+    fresh = torch.ones_like(logp, dtype=torch.bool)
+    prox, rules = logp.detach(), select_rules(experiment.rules, "rules")
+    correction = correct(rules, CorrectionInput(prox - mu, advantage, row, turn, fresh))
+    if any(rule.kind == "scale" for rule in rules):
+        correction = _scaled(correction, live)
+    reference = spread(token_logp(language, REFERENCE))
+    given = LossInput(logp, prox, mu, advantage, row, fresh, correction, reference)
+    return given if loss.prepare is None else _prepared(given, loss, live, language)
+
+
+def _places(live: Tensor) -> tuple[Tensor, Tensor]:
+    groups, n, length = live.shape
+    row = torch.arange(groups * n).view(groups, n, 1).expand(live.shape)
+    return row, torch.arange(length).expand(live.shape)
+
+
+def _scaled(correction: Correction, live: Tensor) -> Correction:
+    """Every group is a batch: its weights are divided by their mean."""
+    size = live.sum((1, 2))
+    group = torch.repeat_interleave(torch.arange(len(live)), size)
+    mean = torch.zeros(len(live), dtype=torch.float64).index_add(0, group, correction.weight) / size
+    weight = correction.weight / mean[group].where(mean[group] > 0, 1.0)
+    return Correction(weight, correction.ratio, correction.masked, correction.truncated)
+
+
+def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
+    """With what the loss says of each batch of one group."""
+    assert loss.prepare is not None and given.reference is not None
+    sizes = live.sum(2)
+    rewards = token_rewards(language).sum(1)
+    columns = (given.advantage, given.prox.detach(), given.mu, given.fresh, given.reference)
+    pieces = zip(*(column.split(sizes.flatten().tolist()) for column in columns), strict=True)
+    members = groups_of(language, live.shape[1]).members
+    found = []
+    for group in members.tolist():
+        batch = [
+            BatchTrace("g", float(rewards[sequence]), *(column.numpy() for column in next(pieces)))
+            for sequence in group
+        ]
+        found += loss.prepare(batch)
+    return dataclasses.replace(given, prepared=torch.from_numpy(np.concatenate(found)))
+
+
+def credits(experiment: Experiment) -> Tensor:
+    """The advantage of every token of every member of every group, [G, n, LENGTH]."""
+    e = experiment
+    return _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
+
+
+@functools.cache
+def _credits(
+    language: Language, name: str, options: tuple[tuple[str, Any], ...], n: int, values: Tensor, late: bool
+) -> Tensor:
+    estimator = advantages.get(name).bound(dict(options), "advantage")
+    groups = groups_of(language, n).members.tolist()
+    found = np.zeros((len(groups), n, LENGTH))
+    for g, sequences in enumerate(groups):
+        traces = [trace(language, sequence, number) for number, sequence in enumerate(sequences)]
+        for i, own in enumerate(traces):
+            length = len(own.rewards)
+            given = CreditInput(
+                own=own.own,
+                siblings=[one.own for one in traces if not (late and one is own)],
+                rewards=own.rewards,
+                turn=np.arange(length),
+                values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
+                greedy=GREEDY if estimator.greedy else None,
+                traces=traces if estimator.whole_group else (),
+            )
+            found[g, i, :length] = estimator.of(given)
+    return torch.from_numpy(found)
+
+
+@functools.cache
+def trace(language: Language, sequence: int, number: int) -> Trace:
+    """One sequence as member `number` of a group."""
+    live, prefix, tokens = (x[sequence] for x in (language.live, language.prefix, language.tokens))
+    rewards = token_rewards(language)[sequence][live]
+    chances = PI.softmax(-1)[prefix[live]]
+    member = Member(
+        number=number,
+        reward=math.fsum(rewards.tolist()),
+        tokens=int(live.sum()),
+        turn_rewards=tuple(rewards.tolist()),
+        components={name: float(part[prefix, tokens][live].sum()) for name, part in PARTS.items()},
+    )
+    logp = token_logp(language, PI)[sequence][live]
+    return Trace("g", member, rewards.numpy(), logp.numpy(), (chances**2).sum(-1).numpy())
+
+
+def true_gradient(language: Language = FIXED, best_of: int = 1) -> Tensor:
+    """Of the expected reward under the policy, or of the best reward of `best_of` sequences: [39]."""
+    logits = PI.clone().requires_grad_()
+    groups = groups_of(language, best_of)
+    chance = groups.times * token_logp(language, logits).sum(1).exp()[groups.members].prod(1)
+    best = token_rewards(language).sum(1)[groups.members].amax(1)
+    return torch.autograd.grad((chance * best).sum(), logits)[0].flatten()
+
+
+def cosine(found: Tensor, wanted: Tensor) -> float:
+    return float(torch.cosine_similarity(found, wanted, dim=0))
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Distance relative to the norm of what is wanted."""
+    return float((found - wanted).norm() / wanted.norm())
