@@ -142,9 +142,7 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
     logp = spread(token_logp(language, logits))
     mu = spread(token_logp(language, older(experiment.mu)))
     row, turn = (places[live] for places in _places(live))
-    advantage = credits(language, experiment.advantage, experiment.options, experiment.n, experiment.values)[
-        live
-    ]
+    advantage = credits(experiment)[live]
     fresh = torch.ones_like(logp, dtype=torch.bool)
     prox, rules = logp.detach(), select_rules(experiment.rules, "rules")
     correction = correct(rules, CorrectionInput(prox - mu, advantage, row, turn, fresh))
