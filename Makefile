@@ -37,9 +37,11 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/mypy
 	$(PYTEST) tests/test_layering.py -q
 	$(BIN)/python tools/make_config_docs.py --check
+	$(BIN)/python tools/make_algorithm_docs.py --check
 
-docs: $(VENV)/dev  ## docs/configuration.md from asyncrl/config.py
+docs: $(VENV)/dev  ## docs/configuration.md and the tables of docs/algorithms.md, from the code
 	$(BIN)/python tools/make_config_docs.py
+	$(BIN)/python tools/make_algorithm_docs.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

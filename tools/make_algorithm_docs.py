@@ -1,0 +1,187 @@
+"""Fill the generated blocks of docs/algorithms.md: tables from the registries, presets, the example.
+
+python tools/make_algorithm_docs.py [--check]
+
+A docstring is the formula with its source, then a paragraph that begins with `Use:`; options come from the
+signature. The prose around the blocks, `<!-- generated: NAME -->` … `<!-- end -->`, is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from make_config_docs import type_text
+
+from asyncrl.algorithms import recipe
+from asyncrl.algorithms.correction import corrections
+from asyncrl.algorithms.recipe import advantages, aggregations, losses
+from asyncrl.config import parse
+from asyncrl.registry import Registry
+from asyncrl.rewards.shaping import shapings
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs" / "algorithms.md"
+EXAMPLE = ROOT / "examples" / "custom_algorithm" / "my_algorithms.py"
+BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# What a component declares of itself, in words; fields that are False or not named here say nothing.
+FACTS: dict[str, dict[object, str]] = {
+    "scale": {
+        "batch_std": "÷ batch std",
+        "nonzero": "× share of non-zero",
+        "whiten": "whitened (barrier)",
+        "whiten_running": "whitened by earlier batches",
+    },
+    "siblings": {True: "siblings"},
+    "late": {True: "partial groups"},
+    "critic": {True: "critic"},
+    "greedy": {True: "greedy episode"},
+    "whole_group": {True: "whole group (barrier)"},
+    "ratio": {"prox": "takes a weight", "mu": "contains pi/mu: masks only"},
+    "clips": {True: "several steps per batch"},
+    "reference": {True: "reference policy"},
+    "kind": {"weight": "weight", "mask": "mask", "scale": "scale"},
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name as its table row shows it. `options`: (name, type and bounds, default or ?)."""
+
+    name: str
+    formula: str
+    use: str
+    options: tuple[tuple[str, str, str], ...]
+    facts: tuple[str, ...]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fill the generated blocks of docs/algorithms.md.")
+    parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
+    found = TARGET.read_text()
+    text = render(found)
+    if parser.parse_args().check:
+        if found == text:
+            return 0
+        print(f"{TARGET} is out of date; run `make docs`", file=sys.stderr)
+        return 1
+    TARGET.write_text(text)
+    return 0
+
+
+def render(text: str) -> str:
+    """The document with every generated block as it should be. KeyError for a block nobody generates."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
+
+
+def entries(registry: Registry[Any]) -> list[Entry]:
+    return [describe(name, registry.get(name)) for name in registry]
+
+
+def describe(name: str, component: Any) -> Entry:
+    """Read the component's docstring, signature and declaration."""
+    function = getattr(component, "of", component)
+    formula, _, use = (inspect.getdoc(function) or "").partition("Use:")
+    return Entry(
+        name=name,
+        formula=_prose(formula),
+        use=_prose(use),
+        options=tuple(_options(function)),
+        facts=tuple(_facts(component)),
+    )
+
+
+def _options(function: Callable[..., Any]) -> Iterable[tuple[str, str, str]]:
+    for option in inspect.signature(function, eval_str=True).parameters.values():
+        if option.kind is inspect.Parameter.KEYWORD_ONLY:
+            default = "?" if option.default is option.empty else f"{option.default}"
+            yield option.name, type_text(option.annotation), default
+
+
+def _facts(component: Any) -> Iterable[str]:
+    for key, words in FACTS.items():
+        value = getattr(component, key, None)
+        if value in words:
+            yield words[value]
+    if getattr(component, "prepare", None) is not None:
+        yield "whole batch (barrier)"
+
+
+def table(registry: Registry[Any], symbol: str) -> str:
+    """Markdown, one row per name; the column of facts is left out where nobody declares any."""
+    rows, declared = entries(registry), any(entry.facts for entry in entries(registry))
+    heads = ["name", symbol, "options", *(["declares"] if declared else []), "when to use it"]
+    lines = [_row(heads), _row(["---"] * len(heads))]
+    for entry in rows:
+        facts = [", ".join(entry.facts)] if declared else []
+        lines.append(_row([f"`{entry.name}`", entry.formula, _option_cell(entry), *facts, entry.use]))
+    return "\n".join(lines)
+
+
+def _option_cell(entry: Entry) -> str:
+    return "<br>".join(f"`{name}` = {default} ({kind})" for name, kind, default in entry.options)
+
+
+def presets() -> str:
+    """One row per file of configs/algorithm: its leading comment, cut at `Use:`."""
+    lines = [_row(["preset", "what it is", "when to use it"]), _row(["---"] * 3)]
+    for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
+        comment, _, use = preset_comment(path).partition("Use:")
+        lines.append(_row([f"`{path.stem}`", _prose(comment), _prose(use)]))
+    return "\n".join(lines)
+
+
+def preset_comment(path: Path) -> str:
+    """The leading comment lines of a file, without Hydra's package line."""
+    lines = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line.removeprefix("#").strip())
+    return " ".join(lines)
+
+
+def refusals() -> str:
+    """Every reason that `compose` has to refuse a configuration, with … for the names of components."""
+    config = parse({"name": "run", "model": {"path": "m"}, "data": {"train": "d"}})
+    anything = msgspec.structs.replace(config.algorithm, loss="…", advantage="…")
+    messages = recipe._refusals(msgspec.structs.replace(config, algorithm=anything), recipe.compose(config))
+    return "\n".join(f"- {_keys(message)}" for message in messages)
+
+
+def _keys(message: str) -> str:
+    """Configuration keys as code, without the mark of the root."""
+    return re.sub(r"\$\.([\w.]*\w)", r"`\1`", message).replace("'…'", "…")
+
+
+def _prose(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "advantages": lambda: table(advantages, "A"),
+    "losses": lambda: table(losses, "L per token"),
+    "corrections": lambda: table(corrections, "rule"),
+    "aggregations": lambda: table(aggregations, "w, D"),
+    "shapings": lambda: table(shapings, "added to R"),
+    "presets": presets,
+    "refusals": refusals,
+    "example": lambda: f"```python\n{EXAMPLE.read_text()}```",
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
