@@ -1,0 +1,244 @@
+"""One training run at a forced lag: sampling and training take turns in one process.
+
+    step V:  weights of version max(0, V - lag) ──play──► episodes ──accumulate, finish──► version V + 1
+
+The episode machine, the tool, the reward, the embedded engine and the learner are the project's own; what is
+missing is the coordinator, so nothing depends on time. A batch is sampled by one version as a whole and no
+group is filtered: arms differ in nothing but what they make of the same prompts and random numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncrl.buffer.packing import bucket
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.config import RunConfig
+from asyncrl.data import load_samples
+from asyncrl.engines.base import Engine, Request, Sampling
+from asyncrl.engines.torch import TorchEngine, replace_weights
+from asyncrl.roles.rollout_setup import Parts, prepare
+from asyncrl.roles.worker_desk import sampling_key
+from asyncrl.rollout import episode as machine
+from asyncrl.rollout.episode import Episode
+from asyncrl.tools import call_tool, unknown_tool
+from asyncrl.trainer.model import whole_tensors
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World, join
+from asyncrl.transport.messages import Row
+from asyncrl.types import Member, Sample, ToolCall, ToolReply
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Lagged:
+    """A run of `steps` batches. `operations`: longest chain of the task that is trained and tested.
+    `shuffled`: the rewards of a batch are dealt to its episodes at random. `tests`: held-out episodes."""
+
+    config: RunConfig
+    lag: int
+    steps: int
+    operations: int
+    shuffled: bool = False
+    tests: int = 512
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`successes` of `tests` held-out episodes; `rewards`: mean of each batch; `metrics`: of the learner, averaged
+    over the steps that report them; seconds of the whole run and of its parts."""
+
+    successes: int
+    tests: int
+    rewards: list[float]
+    metrics: dict[str, float]
+    seconds: float
+    play_s: float
+    train_s: float
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One episode to play."""
+
+    uid: str
+    sample: Sample
+    key: int
+
+
+class Player:
+    """Plays whole batches of episodes at one version, all at once. It serves many runs of one task."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.parts: Parts = prepare(config)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        self._initial: dict[tuple[Ask, ...], list[Episode]] = {}
+
+    def play(self, weights: Weights, version: int, asks: Sequence[Ask]) -> list[Episode]:
+        """The episodes, in the order asked for. Those of the initial weights are the same in all arms and are
+        remembered."""
+        if version:
+            return self._play(weights, version, asks)
+        if tuple(asks) not in self._initial:
+            self._initial[tuple(asks)] = self._play(weights, version, asks)
+        return self._initial[tuple(asks)]
+
+    def _play(self, weights: Weights, version: int, asks: Sequence[Ask]) -> list[Episode]:
+        """With a fresh engine: no key or value of other weights is left."""
+        replace_weights(self.model, weights)
+        rollout = self.config.rollout
+        budget = self.config.engine.max_batch_tokens
+        engine = TorchEngine(self.model, len(asks), rollout.max_tokens, budget, version)
+        return asyncio.run(self._all(engine, asks))
+
+    async def _all(self, engine: Engine, asks: Sequence[Ask]) -> list[Episode]:
+        try:
+            return list(await asyncio.gather(*(self._episode(engine, ask) for ask in asks)))
+        finally:
+            await engine.close()
+
+    async def _episode(self, engine: Engine, ask: Ask) -> Episode:
+        rules = self.parts.rules
+        episode = machine.begin(rules, ask.sample)
+        while not episode.over:
+            episode = machine.advance(rules, episode, await self._answer(engine, ask, episode))
+        engine.release(ask.uid)
+        if isinstance(episode.command, machine.Fail):
+            raise RuntimeError(f"episode {ask.uid} failed: {episode.command.detail}")
+        return episode
+
+    async def _answer(self, engine: Engine, ask: Ask, episode: Episode) -> machine.Event:
+        match episode.command:
+            case machine.Generate(ids=ids, max_new_tokens=limit):
+                sampling = Sampling(limit, self.parts.rules.chat.stop_ids, self.config.rollout.temperature)
+                return machine.Generated(await engine.generate(Request(ask.uid, ids, sampling, ask.key)))
+            case machine.CallTools(calls=calls):
+                return machine.Replied(tuple([await self._call(call) for call in calls]))
+            case machine.Score(answer=answer):
+                return machine.Scored(await self.parts.scorer.score(ask.sample, answer, {}))
+            case command:
+                raise AssertionError(f"nothing answers {type(command).__name__}")
+
+    async def _call(self, call: ToolCall) -> ToolReply:
+        tool = self.parts.tools.get(call.name)
+        return await call_tool(tool, call) if tool else unknown_tool(call, self.parts.tools)
+
+
+def run(given: Lagged, player: Player) -> Outcome:
+    """Train, then test."""
+    began, config = time.perf_counter(), given.config
+    train, test = (_samples(path, given.operations) for path in (config.data.train, config.data.test))
+    prompts = Prompts(len(train), config.seed, shuffle=True, epochs=0)
+    torch.manual_seed(config.seed)
+    learner = Learner(config, _world())
+    learner.bound = given.lag
+    ring = deque([_snapshot(learner)], maxlen=given.lag + 1)
+    rewards: list[float] = []
+    history: list[dict[str, float]] = []
+    play_s = 0.0
+    for step in range(given.steps):
+        started = time.perf_counter()
+        asks = _batch(config, train, prompts, step)
+        episodes = player.play(ring[0], max(0, step - given.lag), asks)
+        play_s += time.perf_counter() - started
+        earned = [episode.command.reward for episode in episodes]  # type: ignore[union-attr]
+        rewards.append(sum(earned) / len(earned))
+        if given.shuffled:
+            random.Random(f"{config.seed}/{step}").shuffle(earned)
+        history.append(_train(learner, asks, episodes, earned))
+        ring.append(_snapshot(learner))
+    train_s = time.perf_counter() - began - play_s
+    held_out = [
+        Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: given.tests])
+    ]
+    final = player.play(ring[-1], given.steps, held_out)
+    successes = sum(episode.command.reward == 1.0 for episode in final)  # type: ignore[union-attr]
+    metrics = _mean(history)
+    return Outcome(successes, len(final), rewards, metrics, time.perf_counter() - began, play_s, train_s)
+
+
+def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step: int) -> list[Ask]:
+    groups, members = config.buffer.groups_per_batch, config.buffer.episodes_per_group
+    asks = []
+    for group in range(step * groups, (step + 1) * groups):
+        _, row = prompts.draw(group)
+        for member in range(members):
+            uid = f"{group}/{member}"
+            asks.append(Ask(uid, samples[row], sampling_key(config.seed, uid, 0)))
+    return asks
+
+
+def _train(
+    learner: Learner, asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float]
+) -> dict[str, float]:
+    """One batch through the learner, cut as a trainer rank's."""
+    rows = _rows(asks, episodes, rewards, learner.config.rollout.temperature)
+    for part in bucket([row.tokens for row in rows], learner.config.trainer.micro_batch_tokens):
+        learner.accumulate([(rows[i], episodes[i].turns) for i in part])
+    return learner.finish()
+
+
+def _rows(
+    asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float], temperature: float
+) -> list[Row]:
+    groups: dict[str, list[Member]] = {}
+    for ask, episode, reward in zip(asks, episodes, rewards, strict=True):
+        group, _, number = ask.uid.partition("/")
+        per_turn = (0.0,) * (len(episode.turns) - 1) + (reward,)
+        tokens = sum(len(turn.ids) for turn in episode.turns)
+        groups.setdefault(group, []).append(Member(int(number), reward, tokens, per_turn))
+    return [
+        Row(
+            uid=ask.uid,
+            group=group,
+            frames=len(episode.turns),
+            own=groups[group][int(number)],
+            siblings=tuple(groups[group]),
+            end=episode.command.end,  # type: ignore[union-attr]
+            temperature=temperature,
+            tokens=len(episode.ids),
+        )
+        for ask, episode in zip(asks, episodes, strict=True)
+        for group, _, number in [ask.uid.partition("/")]
+    ]
+
+
+@cache
+def _samples(path: str, operations: int) -> tuple[Sample, ...]:
+    found = load_samples(path)
+    return tuple(s for s in found if json.loads(s.extra_info)["operations"] <= operations)
+
+
+@cache
+def _world() -> World:
+    return join(0, 1, device="cpu")
+
+
+def _snapshot(learner: Learner) -> Weights:
+    return {name: tensor.clone() for name, tensor in whole_tensors(learner.policy)}
+
+
+def _mean(history: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = sorted(set().union(*history))
+    columns = {name: [row[name] for row in history if name in row] for name in names}
+    return {name: sum(column) / len(column) for name, column in columns.items()}
+
+
+def plain(outcome: Outcome) -> dict[str, Any]:
+    """For JSON."""
+    return dict(msgspec.to_builtins(outcome))
