@@ -1,17 +1,21 @@
 """Aggregation: a token's weight w and an episode's contribution to the one denominator D of the batch.
 
-The loss of a batch is (Σ_t w_t·ℓ_t) / D. All three rules are linear with w known before the forward, so
+The loss of a batch is (Σ_t w_t·ℓ_t) / D. All rules are linear with w known before the forward, so
 a batch may stream in and D is applied once at the end. Tokens are counted *before* any staleness or
 correction mask: counting only survivors would amplify them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 from asyncrl.errors import ProtocolError
-from asyncrl.registry import Registry
+from asyncrl.registry import Registry, bind
 
 
 class Share(NamedTuple):
@@ -22,24 +26,91 @@ class Share(NamedTuple):
 
 
 Rule = Callable[[int, int], Share]
-aggregations: Registry[Rule] = Registry("aggregation")
 
 
-@aggregations.register("token_mean")
+@dataclass(frozen=True)
+class Aggregation:
+    """A registered rule: called with the model tokens of an episode and of its group.
+
+    `fixed`: D is 1 whatever the batch holds; the episodes' denominators then only scale what is reported.
+    """
+
+    of: Callable[..., Share]
+    fixed: bool = False
+
+    def __call__(self, tokens: int, group_tokens: int) -> Share:
+        return self.of(tokens, group_tokens)
+
+    def bound(self, facts: Mapping[str, Any], where: str) -> Aggregation:
+        """With those of the run's facts that the rule names as options: `length`, the most model tokens an
+        episode can have."""
+        named = {name: facts[name] for name in inspect.signature(self.of).parameters if name in facts}
+        return replace(self, of=bind(self.of, named, where))
+
+    def divisor(self, denominators: float) -> float:
+        """D, from the sum of the episodes' denominators. 0: there is no token to divide for."""
+        return 1.0 if self.fixed and denominators else denominators
+
+
+aggregations: Registry[Aggregation] = Registry("aggregation")
+
+
+def aggregation(name: str, *, fixed: bool = False) -> Callable[[Callable[..., Share]], Aggregation]:
+    """Register a function `(tokens, group_tokens, *, options…) -> Share` under `name`."""
+    return lambda function: aggregations.register(name)(Aggregation(function, fixed))
+
+
+@aggregation("token_mean")
 def token_mean(tokens: int, group_tokens: int) -> Share:
-    """Every token counts the same: w = 1, D = Σ tokens."""
+    """w = 1, D = Σ tokens (DAPO, arXiv 2503.14476): every token counts the same.
+
+    Use: the default; long episodes count more. Any staleness.
+    """
     return Share(1.0, float(tokens))
 
 
-@aggregations.register("seq_mean_token_mean")
+@aggregation("token_sum", fixed=True)
+def token_sum(tokens: int, group_tokens: int) -> Share:
+    """w = 1, D = 1 (plain): the gradient grows with the batch. The loss is reported per token.
+
+    Use: batches of equal size, to compare with trainers that sum; mind trainer.grad_clip. Any staleness.
+    """
+    return Share(1.0, float(tokens))
+
+
+@aggregation("seq_mean_token_mean")
 def seq_mean_token_mean(tokens: int, group_tokens: int) -> Share:
-    """Every episode counts the same: w = 1/T_i, D = number of episodes."""
+    """w = 1/T_i, D = number of episodes (GRPO, arXiv 2402.03300): every episode counts the same.
+
+    Use: to compare with published GRPO runs; tokens of long wrong answers are punished less. Any staleness.
+    """
     return Share(1.0 / max(tokens, 1), 1.0)
 
 
-@aggregations.register("prompt_mean")
+@aggregation("seq_mean_token_sum")
+def seq_mean_token_sum(tokens: int, group_tokens: int) -> Share:
+    """w = 1, D = number of episodes (plain REINFORCE): the unbiased gradient of the mean reward.
+
+    Use: where bias matters more than even steps, which grow with the length of the answers. Any staleness.
+    """
+    return Share(1.0, 1.0)
+
+
+@aggregation("seq_mean_token_sum_norm")
+def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated[int, Meta(ge=1)]) -> Share:
+    """w = 1/L, D = number of episodes (Dr. GRPO, arXiv 2503.20783), L = `length`, the limit of model tokens.
+
+    Use: as seq_mean_token_sum, with gradients of the size that the means have. Any staleness.
+    """
+    return Share(1.0 / length, 1.0)
+
+
+@aggregation("prompt_mean")
 def prompt_mean(tokens: int, group_tokens: int) -> Share:
-    """Every group counts the same: w = 1/T_g, D = number of groups, as the sum of T_i/T_g."""
+    """w = 1/T_g, D = number of groups, as Σ T_i/T_g (ScaleRL, arXiv 2510.13786): every group counts the same.
+
+    Use: samples whose answers differ much in length; needs whole groups. Any staleness.
+    """
     if group_tokens < tokens:
         raise ProtocolError(f"a group of {group_tokens} tokens cannot hold an episode of {tokens}")
     return Share(1.0 / max(group_tokens, 1), tokens / max(group_tokens, 1))

@@ -7,11 +7,13 @@ at most one weight rule says how much they count; each looks at the uncorrected 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
@@ -44,8 +46,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """A registered rule. kind `weight`: gives weights; `mask`: only removes tokens; `scale`: divides all weights by
-    their mean over the batch, once at its end (`of` is not called)."""
+    """A registered rule. kind `weight`: gives weights; `mask`: only removes tokens; `scale`: divides all
+    weights by the mean of those kept in the batch, once at its end (`of` is not called)."""
 
     of: Callable[..., Verdict]
     kind: Literal["weight", "mask", "scale"]
@@ -64,7 +66,9 @@ class Correction:
 corrections: Registry[Rule] = Registry("correction")
 
 
-def correction(name: str, *, kind: Literal["weight", "mask", "scale"]) -> Callable[[Callable[..., Verdict]], Rule]:
+def correction(
+    name: str, *, kind: Literal["weight", "mask", "scale"]
+) -> Callable[[Callable[..., Verdict]], Rule]:
     """Register a function `(given: CorrectionInput, *, options…) -> Verdict` under `name`."""
     return lambda function: corrections.register(name)(Rule(function, kind))
 
@@ -79,10 +83,21 @@ def select_rules(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Rul
     rules = []
     for name, options in named.items():
         rule = corrections.load(name)
-        rules.append(replace(rule, of=bind(rule.of, options, f"{where}.{name}")))
+        rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
     if sum(rule.kind == "weight" for rule in rules) > 1:
-        raise ConfigError(f"{where}: {', '.join(named)} hold two weights; rho would be counted twice; keep one")
+        raise ConfigError(
+            f"{where}: {', '.join(named)} hold two weights; rho would be counted twice; keep one"
+        )
     return rules
+
+
+def _bound(of: Callable[..., Verdict], options: Mapping[str, Any], where: str) -> Callable[..., Verdict]:
+    """`of` with its options; ConfigError for a band that holds nothing."""
+    bound = bind(of, options, where)
+    low, high = (bound.keywords.get(name) for name in ("low", "high"))  # type: ignore[attr-defined]
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{where}: low {low} is above high {high}, nothing would be kept; swap them")
+    return bound
 
 
 def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
@@ -103,16 +118,139 @@ def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
     return Correction(weight.masked_fill(masked, 0.0), ratio, masked, cut & ~masked)
 
 
-@correction("mask", kind="mask")
-def mask(given: CorrectionInput, *, low: float = 0.5, high: float = 5.0) -> Verdict:
-    """Keep iff low <= rho <= high (IcePop). The bounds are on rho itself, not on its negative logarithm."""
-    ratio = ratio_of(given.log_ratio)
-    return Verdict(keep=(ratio >= low) & (ratio <= high))
+def pooled(values: Tensor, given: CorrectionInput, level: Level) -> tuple[Tensor, Tensor]:
+    """Σ of `values` over the fresh tokens of each token's turn or episode, and their number (at least 1), [N]
+    both. At level `token` the values themselves."""
+    if level == "token" or not len(values):
+        return values, torch.ones_like(values)
+    place = given.row
+    if level == "turn":
+        place = given.row * (int(given.turn.max()) + 1) + given.turn
+    # float64: the log-ratios of a long episode cancel.
+    terms = torch.stack([torch.where(given.fresh, values, 0.0).double(), given.fresh.double()])
+    size = int(place.max()) + 1
+    total, count = torch.zeros(2, size, dtype=terms.dtype, device=terms.device).index_add(1, place, terms)
+    return total[place].to(values.dtype), count[place].clamp(min=1).to(values.dtype)
+
+
+def mean_over(values: Tensor, given: CorrectionInput, level: Level) -> Tensor:
+    """Mean of `values` over the fresh tokens of the turn or episode, [N]."""
+    total, count = pooled(values, given, level)
+    return total / count
+
+
+def ratio_at(given: CorrectionInput, level: Level) -> Tensor:
+    """rho of a token [N], or over its turn or episode: the product of its tokens' or their geometric mean."""
+    total, count = pooled(given.log_ratio, given, level)
+    return ratio_of(total / count if level == "geometric" else total)
+
+
+Positive = Annotated[float, Meta(gt=0)]
 
 
 @correction("truncate", kind="weight")
-def truncate(given: CorrectionInput, *, positive: float = 5.0, negative: float = 2.0) -> Verdict:
-    """min(rho, C), C = `positive` or, where A < 0, `negative` (TIS)."""
-    ratio = ratio_of(given.log_ratio)
-    cap = torch.where(given.advantage < 0, negative, positive).to(ratio.dtype)
+def truncate(
+    given: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
+) -> Verdict:
+    """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
+    1802.01561). Over turns and episodes the sign is that of the mean A of their fresh tokens.
+
+    Use: the default weight. `positive` 2 for a lag of 1, 5 for 4 to 8, 8 beyond. `turn` and `sequence` weigh
+    the context of a token as well, at a variance that grows with length; `geometric` where single ratios are
+    noise.
+    """
+    ratio = ratio_at(given, level)
+    credit = mean_over(given.advantage, given, level)
+    cap = torch.where(credit < 0, negative, positive).to(ratio.dtype)
     return Verdict(weight=torch.minimum(ratio, cap), cut=ratio > cap)
+
+
+@correction("ratio", kind="weight")
+def plain_ratio(given: CorrectionInput, *, level: Level = "token") -> Verdict:
+    """w = ρ (plain importance sampling).
+
+    Use: with a band (`mask`) that bounds it: together they are IcePop. Without one, to measure the bias of
+    others at a lag of 1.
+    """
+    return Verdict(weight=ratio_at(given, level))
+
+
+@correction("mask", kind="mask")
+def mask(
+    given: CorrectionInput,
+    *,
+    low: Annotated[float, Meta(ge=0)] = 0.5,
+    high: Positive = 5.0,
+    level: Level = "token",
+) -> Verdict:
+    """Keep iff low ≤ ρ ≤ high (IcePop, arXiv 2510.18855). The bounds are on ρ, not on its negative logarithm.
+
+    Use: with a weight. [0.5, 5] for staleness up to 8; [0.5, 2] for the mismatch of engine and trainer alone.
+    """
+    ratio = ratio_at(given, level)
+    return Verdict(keep=(ratio >= low) & (ratio <= high))
+
+
+@correction("reject_sequence", kind="mask")
+def reject_sequence(
+    given: CorrectionInput, *, low: Annotated[float, Meta(ge=0)] = 0.9, high: Positive = 1.1
+) -> Verdict:
+    """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its fresh tokens (geometric rejection;
+    plain). Its reward stays in the group's baseline.
+
+    Use: to drop episodes that drifted as a whole, staleness 1 to 8. [0.99, 1.001] is for the mismatch of
+    engine and trainer at one version and would drop nearly all stale episodes.
+    """
+    return mask.of(given, low=low, high=high, level="geometric")
+
+
+@correction("reject", kind="mask")
+def reject(
+    given: CorrectionInput,
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+    limit: Positive = 0.1,
+    level: Literal["token", "turn", "sequence"] = "sequence",
+) -> Verdict:
+    """Keep iff |mean k| ≤ limit over the level's fresh tokens: k1 = -log ρ, k2 = (log ρ)²/2,
+    k3 = ρ - 1 - log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 has a sign, so both sides are bounded:
+    e^-limit ≤ geometric ρ ≤ e^limit.
+
+    Use: a bound in nats on KL(mu, prox) per token; k3 for the KL itself, k2 where large ρ should not rule, k1
+    for the drift. Staleness 1 to 8.
+    """
+    log_ratio = given.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    value = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
+    return Verdict(keep=mean_over(value, given, level).abs() <= limit)
+
+
+@correction("veto", kind="mask")
+def veto(given: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> Verdict:
+    """Drop the episode if any fresh token has ρ < least (plain).
+
+    Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
+    it fires on honest tokens, too.
+    """
+    absurd = (given.log_ratio < math.log(least)).to(given.log_ratio.dtype)
+    return Verdict(keep=pooled(absurd, given, "sequence")[0] == 0)
+
+
+@correction("negative", kind="mask")
+def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> Verdict:
+    """Drop the episode if A < 0 and mean(-log ρ) > delta over its fresh tokens (off-policy sequence masking:
+    DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A.
+
+    Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
+    little and destabilise.
+    """
+    punished = mean_over(given.advantage, given, "sequence") < 0
+    return Verdict(keep=~(punished & (mean_over(-given.log_ratio, given, "sequence") > delta)))
+
+
+@correction("batch_mean", kind="scale")
+def batch_mean(given: CorrectionInput) -> Verdict:
+    """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; plain).
+
+    Use: with a weight, so that the step size does not depend on how far the data drifted. Staleness 1 to 8.
+    """
+    return Verdict()
