@@ -1,0 +1,83 @@
+"""What an advantage is given, what it gives, and how it is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncrl.registry import Registry, bind
+from asyncrl.types import Member
+
+EPSILON = 1e-6  # added to every std that divides
+Scale = Literal["none", "batch_std", "nonzero", "whiten", "whiten_running"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One episode of a whole batch, arrays per model token [T]. `logp`: log pi at the start of the batch;
+    `collision`: Σ π² over the vocabulary there."""
+
+    group: str
+    own: Member
+    rewards: np.ndarray
+    logp: np.ndarray
+    collision: np.ndarray
+
+
+@dataclass(frozen=True)
+class CreditInput:
+    """One episode and the siblings that its baseline is made of.
+
+    `siblings` contains `own` (by number) unless it landed after the deadline of a partial group. Arrays are
+    per model token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
+    turn, `values` the critic's V, where there is one. `greedy`: reward of the sample's greedy episode.
+    `traces`: the group's episodes, own included, for advantages registered with `whole_group`.
+    """
+
+    own: Member
+    siblings: Sequence[Member]
+    rewards: np.ndarray
+    turn: np.ndarray
+    values: np.ndarray | None = None
+    greedy: float | None = None
+    traces: Sequence[Trace] = ()
+
+    @property
+    def others(self) -> list[Member]:
+        """The siblings without the episode itself."""
+        return [member for member in self.siblings if member.number != self.own.number]
+
+
+Credit = float | np.ndarray
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """A registered advantage.
+
+    `scale`: the batch normalisation it is defined with. `siblings`: their rewards enter it; `late`: unbiased
+    for partial groups, late members included. `critic`, `greedy`, `whole_group`: what must be there for it.
+    """
+
+    of: Callable[..., Credit]
+    scale: Scale = "none"
+    siblings: bool = True
+    late: bool = False
+    critic: bool = False
+    greedy: bool = False
+    whole_group: bool = False
+
+    def bound(self, options: dict[str, Any], where: str) -> Advantage:
+        return replace(self, of=bind(self.of, options, where))
+
+
+advantages: Registry[Advantage] = Registry("advantage")
+
+
+def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:
+    """Register a function `(given: CreditInput, *, options…) -> Credit` under `name`; `needs` are the fields
+    of `Advantage`."""
+    return lambda function: advantages.register(name)(Advantage(function, **needs))

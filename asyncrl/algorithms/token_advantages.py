@@ -1,0 +1,156 @@
+"""Advantages of tokens and turns: what came after them.
+
+"Next" is the next *model* token: tokens of tools and templates do not exist here. Episodes end where they
+end; nothing is bootstrapped from a limit on turns or length (arXiv of each formula at its function).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from asyncrl.algorithms.credit import Credit, CreditInput, Trace, advantage
+from asyncrl.algorithms.group_advantages import centred, standardised
+from asyncrl.errors import ProtocolError
+from asyncrl.types import Member
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+@advantage("reinforce_pp", scale="whiten", siblings=False)
+def reinforce_pp(given: CreditInput, *, gamma: Share = 1.0, turn_gamma: Share = 1.0) -> Credit:
+    """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is `gamma`,
+    times `turn_gamma` where the next token is in the next turn.
+
+    Use: no groups (n = 1), on-policy or at small staleness; whitening waits for the whole batch unless
+    normalise=whiten_running.
+    """
+    return returns(given.rewards, _discounts(given.turn, gamma, turn_gamma))
+
+
+@advantage("remax", siblings=False, greedy=True)
+def remax(given: CreditInput) -> Credit:
+    """G_t − R_greedy: rewards from t on, less the reward of a greedy episode of the sample (ReMax, arXiv 2310.10505).
+
+    Use: small groups; costs one more episode per sample. On-policy or at small staleness.
+    """
+    if given.greedy is None:
+        raise ProtocolError(
+            f"advantage remax: member {given.own.number} came without the reward of its group's greedy episode"
+        )
+    return to_go(given.rewards) - given.greedy
+
+
+@advantage("gae", scale="whiten", siblings=False, critic=True)
+def gae(given: CreditInput, *, gamma: Share = 1.0, lam: Share = 1.0, turn_gamma: Share = 1.0) -> Credit:
+    """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). γ_t is `gamma`,
+    times `turn_gamma` where the next token is in the next turn; V after the last token is 0.
+
+    Use: PPO with a critic, long episodes with rewards on turns. Up to staleness 4: V is that of the policy in
+    training, the rewards that followed are those of the policy that acted.
+    """
+    if given.values is None:
+        raise ProtocolError(f"advantage gae: member {given.own.number} came without values of the critic")
+    discount = _discounts(given.turn, gamma, turn_gamma)
+    following = np.append(given.values[1:], 0.0)[: len(given.values)]
+    return returns(given.rewards + discount * following - given.values, lam * discount)
+
+
+@advantage("grpo_turn")
+def grpo_turn(given: CreditInput, *, turn_gamma: Share = 1.0, std: bool = False) -> Credit:
+    """G_{i,k} − mean_j G_{j,k} over the members with a turn k, G_{i,k} = r_{i,k} + turn_gamma·G_{i,k+1}; `std`: divided
+    by (their std + 1e-6), ddof 1 (cf. MT-GRPO, arXiv 2505.11821). Fewer than two such members: the advantage of
+    the whole episode, that of turn 0.
+
+    Use: rewards on turns. With std on-policy only, as grpo; at larger staleness without.
+    """
+    compare = standardised if std else centred
+    own = turn_returns(given.own, turn_gamma, turns=_turns(given))
+    siblings = [turn_returns(member, turn_gamma) for member in given.siblings]
+    by_turn = np.zeros(len(own))
+    for k, value in enumerate(own):
+        same = [sibling[k] for sibling in siblings if len(sibling) > k]
+        if len(same) > 1:
+            by_turn[k] = compare(value, same)
+        elif k:
+            by_turn[k] = by_turn[0]
+    return by_turn[given.turn]
+
+
+@advantage("optimal_token_baseline", whole_group=True)
+def optimal_token_baseline(given: CreditInput) -> Credit:
+    """G_t − Σ_j G_{j,t}·W_{j,t} / Σ_j W_{j,t} over the members with a token t, W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²)
+    (OTB, ICML 2026). W stands for the squared norm of the gradient up to t. No W: the plain mean.
+
+    Use: long episodes, small groups, on-policy or at small staleness; the tail that only one member reaches has
+    advantage 0.
+    """
+    length = len(given.rewards)
+    weighted, weight, plain, members = np.zeros((4, length))
+    for trace in given.traces:
+        n = min(length, len(trace.rewards))
+        gain, norm = to_go(trace.rewards)[:n], _norm(trace)[:n]
+        weighted[:n] += gain * norm
+        weight[:n] += norm
+        plain[:n] += gain
+        members[:n] += 1
+    if length and not members.all():
+        raise ProtocolError(
+            f"advantage optimal_token_baseline: member {given.own.number} came without its group"
+        )
+    used = weight > 0
+    baseline = np.where(used, weighted, plain) / np.where(used, weight, members)
+    return np.where(members > 1, to_go(given.rewards) - baseline, 0.0)
+
+
+def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
+    """x_t = rewards_t + discount_t·x_{t+1}, [T]; x past the end is 0.
+
+    After k rounds x_t covers 2^k terms and `reach` is their last discount: log2(T) vector operations.
+    """
+    total, factor = rewards.astype(np.float64), discount.astype(np.float64)
+    reach = 1
+    while reach < len(total):
+        total[:-reach] += factor[:-reach] * total[reach:]
+        factor[:-reach] *= factor[reach:]
+        reach *= 2
+    return total
+
+
+def to_go(rewards: np.ndarray) -> np.ndarray:
+    """Σ_{s≥t} rewards_s, [T]."""
+    return np.cumsum(rewards[::-1], dtype=np.float64)[::-1]
+
+
+def turn_returns(member: Member, turn_gamma: float, turns: int = 1) -> list[float]:
+    """G by turn. Without turn rewards all of it falls on the last of `turns`."""
+    rewards: Sequence[float] = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
+    return [
+        math.fsum(turn_gamma**j * reward for j, reward in enumerate(rewards[k:])) for k in range(len(rewards))
+    ]
+
+
+def _turns(given: CreditInput) -> int:
+    """Turns of the episode, of which each token's is one."""
+    seen = int(given.turn.max(initial=0)) + 1
+    if given.own.turn_rewards and seen > len(given.own.turn_rewards):
+        raise ProtocolError(
+            f"advantage grpo_turn: member {given.own.number} has {len(given.own.turn_rewards)} turn rewards and "
+            f"{seen} turns"
+        )
+    return seen
+
+
+def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:
+    """[T]: what the next model token's return counts here."""
+    return gamma * turn_gamma ** np.diff(turn, append=turn[-1:])
+
+
+def _norm(trace: Trace) -> np.ndarray:
+    """[T]: W, which rounding must not turn negative."""
+    step = 1 - 2 * np.exp(trace.logp) + trace.collision
+    return np.cumsum(np.maximum(step, 0.0))
