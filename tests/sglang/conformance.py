@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import asyncrl.engines.torch  # noqa: F401  registers "torch"
+from asyncrl.config import ModelConfig
 from asyncrl.engines.base import Engine, EngineLost, Request, Sampling, engines
 from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.engines.sglang import SGLangEngine, Terms
@@ -31,7 +32,7 @@ VOCABULARY = 258
 EOS = VOCABULARY - 1
 MAX_LEN = CONTEXT - 16  # ids of an episode: a server keeps a few places of its context for itself
 TOLERANCE = 1e-3  # of a log-prob, in nats
-DEADLINE = 90.0  # seconds for one test's requests
+DEADLINE = 240.0  # seconds for one test's requests
 E = TypeVar("E", bound=Engine)
 Open = Callable[[], AbstractAsyncContextManager[Engine]]
 Body = Callable[[Engine], Awaitable[None]]
@@ -44,7 +45,7 @@ class Versions:
     def __init__(self, family: str, directory: Path, world: World, count: int = 4) -> None:
         self.directory, self.world = directory / "published", world
         self.paths = [build(family, directory / str(version), seed=version) for version in range(count)]
-        self.policies = [load_policy(str(path), "float32", world) for path in self.paths]
+        self.policies = [load_policy(ModelConfig(path=str(path)), world) for path in self.paths]
         self.refs = [self.publish(full_state(policy), at) for at, policy in enumerate(self.policies)]
 
     def tensors(self, version: int) -> dict[str, Tensor]:

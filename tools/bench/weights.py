@@ -27,6 +27,7 @@ import torch
 from common import table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.config import ModelConfig
 from asyncrl.roles.publishing import probe_ids
 from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
 from asyncrl.trainer.world import World, join, leave
@@ -89,7 +90,7 @@ class Bench:
     """One model, published three ways after every step: whole, as a delta, and into a reader's cache."""
 
     def __init__(self, model: str, dtype: str, rate: float, world: World, place: Path) -> None:
-        self.policy = load_policy(model, "float32", world)
+        self.policy = load_policy(ModelConfig(path=model), world)
         self.policy.export_dtype = getattr(torch, dtype)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0

@@ -46,7 +46,7 @@ class Trainer:
         weights = {"directory": "run", "bucket_bytes": 2048} | weights
         engine = {"name": "sglang" if weights.get("transport") == "collective" else "torch"}
         config = tiny_config(path, weights=weights, engine=engine)
-        self.policy = load_policy(path, "float32", world)
+        self.policy = load_policy(config.model, world)
         endpoints = Endpoints(control, control)
         self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)
 

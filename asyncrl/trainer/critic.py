@@ -1,0 +1,50 @@
+"""The critic: a backbone of its own with a value per token, trained by the same micro-batches as the policy.
+
+V_t, the value before token t is sampled, reads the hidden state that predicts token t.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from asyncrl.config import RunConfig
+from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.world import World
+
+
+class Critic(nn.Module):
+    """The FSDP root around a backbone with `value_head`, which starts at zero."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        add_value_head(backbone, backbone.config.get_text_config().hidden_size)
+
+    def forward(self, tokens: Selected) -> Tensor:
+        """Values [N] with gradient, float32 at least."""
+        hidden = self.backbone(input_ids=tokens.ids, use_cache=False).last_hidden_state
+        return values(self.backbone, tokens.predictors(hidden))
+
+
+def load_critic(config: RunConfig, world: World) -> Critic:
+    """The critic of a run (`critic.backbone: own`) with its AdamW, sharded over the ranks. A collective.
+
+    All its weights train, also where the policy has adapters. Raises ConfigError when its directory
+    holds no model.
+    """
+    path, key = config.critic.path, "$.critic.path"
+    if not path:
+        path, key = config.model.path, "$.model.path"
+    source = read_model(AutoModel, path, config.model.dtype, world, key)
+    critic = Critic(source.model)
+    shard_and_fill(critic, source, world)
+    trainer = config.trainer
+    critic.optimizer = torch.optim.AdamW(
+        critic.parameters(), lr=config.critic.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
+    )
+    return critic

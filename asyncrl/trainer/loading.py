@@ -1,0 +1,119 @@
+"""From a model directory to a model sharded over the ranks: only rank 0 reads weights.
+
+skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄──broadcast── rank 0's weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.trainer.lora import initial
+from asyncrl.trainer.scores import widened
+from asyncrl.trainer.world import World
+
+LAYER_MIN_PARAMETERS = 10_000_000  # below, per-layer gathering costs more than it hides
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model without weights (on the meta device; its buffers are real) and, on rank 0, one with them."""
+
+    model: PreTrainedModel
+    filled: PreTrainedModel | None
+    dtype: str
+
+
+def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Source:
+    """Read a directory as `kind`, a transformers Auto class. Raises ConfigError, naming the key that holds
+    the path, when it cannot be."""
+    transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
+    master = torch.float64 if dtype == "float64" else torch.float32  # float64: for exact tests
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with init_empty_weights(include_buffers=False):
+            model = kind.from_config(config, dtype=master)
+        filled = kind.from_pretrained(path, dtype=master) if world.rank == 0 else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
+    model.tie_weights()  # emptying parameters one by one parts the shared ones
+    return Source(model.eval(), filled, dtype)  # eval: no dropout, rho must be 1 at lag 0
+
+
+def shard_and_fill(root: nn.Module, source: Source, world: World, *, offload: bool = False) -> None:
+    """Shard `root`, which holds `source.model`, and fill in rank 0's weights. A collective.
+
+    What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
+    memory, and go to the device as a forward needs them.
+    """
+    offload = offload and world.device.type != "cpu"
+    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    _shard(root, source, world, policy)
+    _empty(root, world.device, torch.device("cpu") if offload else world.device)
+    source.model.tie_weights()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(source.model, _weights(source), options=options)
+    assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
+
+
+def _shard(root: nn.Module, source: Source, world: World, offload: OffloadPolicy) -> None:
+    """fully_shard on every device; parameters are DTensors afterwards."""
+    mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if source.dtype == "bfloat16":
+        mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
+        for layer in _layers(source.model):
+            fully_shard(layer, mesh=world.mesh, mp_policy=mixed, offload_policy=offload)
+    # Embedding and head (often one tied tensor) stay in the root's group.
+    fully_shard(root, mesh=world.mesh, mp_policy=mixed, offload_policy=offload)
+
+
+def _layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The blocks that the model's author marks as units."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return (module for module in model.modules() if type(module).__name__ in names)
+
+
+def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
+    """Give the parameters memory on `shards`; buffers go to `device` as they are."""
+    buffers = [
+        (module, name, buffer.to(device))
+        for module in root.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    root.to_empty(device=shards)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+
+
+def _weights(source: Source) -> dict[str, Any]:
+    """All weights on rank 0, none on the others."""
+    if source.filled is None:
+        return {}
+    weights = source.filled.state_dict()
+    added = {n: initial(n, p) for n, p in source.model.named_parameters() if n not in weights}
+    return weights | added
+
+
+def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
+    """A linear layer `value_head` on the hidden states, on the meta device as they are."""
+    dtype = next(model.parameters()).dtype
+    model.value_head = nn.Linear(hidden_size, 1, device="meta", dtype=dtype)
+
+
+def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """What the value head says of hidden states [N, H], in float32 at least, [N]."""
+    head = cast(nn.Linear, model.value_head)
+    return linear(widened(hidden), widened(head.weight), widened(head.bias))[:, 0]

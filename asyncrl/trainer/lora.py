@@ -1,0 +1,84 @@
+"""Low-rank adapters: y = W·x + (alpha/rank)·B·A·x with W frozen (LoRA, arXiv 2106.09685).
+
+A and B are parameters of the adapted layer itself (`q_proj.lora_a` beside `q_proj.weight`), added to its
+output by a hook. So the weights keep their names, and merging is arithmetic on shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from asyncrl.errors import ConfigError
+
+A, B = "lora_a", "lora_b"  # [rank, in], [out, rank]
+
+
+class Adapters:
+    """The adapters on all linear layers of a model but the output layer; its own parameters do not train."""
+
+    def __init__(self, model: PreTrainedModel, rank: int, alpha: float) -> None:
+        self._on = True
+        self._scale = alpha / rank
+        self._layers = {  # by the name of the weight
+            f"{name}.weight": layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear | Conv1D) and layer is not model.get_output_embeddings()
+        }
+        if not self._layers:
+            raise ConfigError("$.model.lora_rank: this model has no linear layers to adapt; set it to 0")
+        model.requires_grad_(False)
+        for layer in self._layers.values():
+            _add(layer, rank)
+            layer.register_forward_hook(self._adapt)
+
+    def _adapt(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if not self._on:
+            return output
+        return output + self._scale * linear(linear(args[0], getattr(layer, A)), getattr(layer, B))
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model without them: the base."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def merged(self, name: str, weight: DTensor) -> DTensor:
+        """W + (alpha/rank)·B·A for the parameter called `name`, sharded as it is; W if it is not adapted. A
+        collective: A is gathered."""
+        layer = self._layers.get(name)
+        if layer is None:
+            return weight
+        change = getattr(layer, B) @ getattr(layer, A)
+        if isinstance(layer, Conv1D):  # keeps its weight transposed
+            change = change.t()
+        change = cast(DTensor, change).redistribute(weight.device_mesh, weight.placements)
+        return cast(DTensor, weight + self._scale * change)
+
+
+def _add(layer: nn.Linear | Conv1D, rank: int) -> None:
+    weight = layer.weight
+    out_size, in_size = weight.shape if isinstance(layer, nn.Linear) else weight.shape[::-1]
+    layer.register_parameter(A, nn.Parameter(weight.new_empty(rank, in_size)))
+    layer.register_parameter(B, nn.Parameter(weight.new_empty(out_size, rank)))
+
+
+def initial(name: str, parameter: nn.Parameter) -> Tensor:
+    """First values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So an adapted
+    model starts as its base does, and a value head at 0."""
+    values = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    if name.endswith(A):
+        values.uniform_(-1, 1).div_(math.sqrt(parameter.shape[1]))
+    return values
