@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import Member
 
 WEIGHT = r"[^:,]+:-?\d+(\.\d+)?"  # name:weight
+Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 
 
 @advantage("dr_grpo")
@@ -61,8 +62,8 @@ def reinforce_pp_baseline(given: CreditInput) -> Credit:
 def opo(given: CreditInput) -> Credit:
     """R − Σ_j T_j·R_j / Σ_j T_j over the group, T in model tokens (OPO, arXiv 2505.23585).
 
-    Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the square
-    of a gradient grows with the length.
+    Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
+    square of a gradient grows with the length.
     """
     tokens = sum(member.tokens for member in given.siblings)
     differences = (member.tokens * (given.own.reward - member.reward) for member in given.siblings)
@@ -74,8 +75,8 @@ def gpg(given: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Cr
     """α·(R − mean) / f_norm, α = episodes of the batch / those with an advantage other than 0 (GPG, arXiv
     2504.02546).
 
-    Use: sparse rewards without a filter: α makes up for groups that teach nothing. Any staleness. The form whose
-    f_norm is the group std is grpo with normalise=nonzero.
+    Use: sparse rewards without a filter: α makes up for groups that teach nothing. Any staleness. The form
+    whose f_norm is the group std is grpo with normalise=nonzero.
     """
     return centred(given.own.reward, rewards(given.siblings)) / f_norm
 
@@ -95,9 +96,7 @@ def pass_at_k(given: CreditInput, *, divide_by_std: bool = False) -> Credit:
 
 
 @advantage("gdpo", scale="whiten")
-def gdpo(
-    given: CreditInput, *, weights: Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")] = ""
-) -> Credit:
+def gdpo(given: CreditInput, *, weights: Weights = "") -> Credit:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
     "name:weight,…" of the components that count; empty: all, 1 each.
 
@@ -118,9 +117,9 @@ def _weights(given: CreditInput, weights: str) -> dict[str, float]:
     for member in (given.own, *given.siblings):
         if not weight or not weight.keys() <= member.components.keys():
             raise ConfigError(
-                f"$.algorithm.advantage gdpo wants reward components {', '.join(sorted(weight)) or '(any)'}, an "
-                f"episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must report the "
-                "same `components` for every episode"
+                f"$.algorithm.advantage gdpo wants reward components {', '.join(sorted(weight)) or '(any)'}, "
+                f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
+                "report the same `components` for every episode"
             )
     return weight
 

@@ -72,7 +72,7 @@ def end_factor(scale: Scale, sums: AdvantageSums) -> float:
     """The one number that multiplies every advantage of the batch.
 
     `batch_std`: 1 / (std over episodes + 1e-6) (ScaleRL, arXiv 2510.13786). `nonzero`: episodes / those whose
-    advantage is not 0 (GPG, arXiv 2504.02546). 1 for other scales, and where advantages are all equal or all 0.
+    advantage is not 0 (GPG, arXiv 2504.02546). 1 for other scales, and where all advantages are equal or 0.
     """
     if scale == "batch_std" and sums.episode_std > EPSILON:
         return 1 / (sums.episode_std + EPSILON)

@@ -1,13 +1,12 @@
 """Advantages of tokens and turns: what came after them.
 
 "Next" is the next *model* token: tokens of tools and templates do not exist here. Episodes end where they
-end; nothing is bootstrapped from a limit on turns or length (arXiv of each formula at its function).
+end: a limit on turns or length is the last state, nothing is bootstrapped from it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated
 
 import numpy as np
@@ -18,13 +17,13 @@ from asyncrl.algorithms.group_advantages import centred, standardised
 from asyncrl.errors import ProtocolError
 from asyncrl.types import Member
 
-Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=0, le=1)]
 
 
 @advantage("reinforce_pp", scale="whiten", siblings=False)
-def reinforce_pp(given: CreditInput, *, gamma: Share = 1.0, turn_gamma: Share = 1.0) -> Credit:
-    """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is `gamma`,
-    times `turn_gamma` where the next token is in the next turn.
+def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+    """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
+    `gamma`, times `turn_gamma` where the next token is in the next turn.
 
     Use: no groups (n = 1), on-policy or at small staleness; whitening waits for the whole batch unless
     normalise=whiten_running.
@@ -34,21 +33,22 @@ def reinforce_pp(given: CreditInput, *, gamma: Share = 1.0, turn_gamma: Share = 
 
 @advantage("remax", siblings=False, greedy=True)
 def remax(given: CreditInput) -> Credit:
-    """G_t − R_greedy: rewards from t on, less the reward of a greedy episode of the sample (ReMax, arXiv 2310.10505).
+    """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).
 
-    Use: small groups; costs one more episode per sample. On-policy or at small staleness.
+    Use: small groups, down to one; costs one more episode per sample. Any staleness.
     """
     if given.greedy is None:
         raise ProtocolError(
-            f"advantage remax: member {given.own.number} came without the reward of its group's greedy episode"
+            f"advantage remax: member {given.own.number} came without the reward of a greedy episode"
         )
     return to_go(given.rewards) - given.greedy
 
 
 @advantage("gae", scale="whiten", siblings=False, critic=True)
-def gae(given: CreditInput, *, gamma: Share = 1.0, lam: Share = 1.0, turn_gamma: Share = 1.0) -> Credit:
-    """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). γ_t is `gamma`,
-    times `turn_gamma` where the next token is in the next turn; V after the last token is 0.
+def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
+    """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). λ is
+    `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
+    is 0.
 
     Use: PPO with a critic, long episodes with rewards on turns. Up to staleness 4: V is that of the policy in
     training, the rewards that followed are those of the policy that acted.
@@ -61,12 +61,12 @@ def gae(given: CreditInput, *, gamma: Share = 1.0, lam: Share = 1.0, turn_gamma:
 
 
 @advantage("grpo_turn")
-def grpo_turn(given: CreditInput, *, turn_gamma: Share = 1.0, std: bool = False) -> Credit:
-    """G_{i,k} − mean_j G_{j,k} over the members with a turn k, G_{i,k} = r_{i,k} + turn_gamma·G_{i,k+1}; `std`: divided
-    by (their std + 1e-6), ddof 1 (cf. MT-GRPO, arXiv 2505.11821). Fewer than two such members: the advantage of
-    the whole episode, that of turn 0.
+def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> Credit:
+    """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
+    in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
+    the advantage of the whole episode, that of its first turn.
 
-    Use: rewards on turns. With std on-policy only, as grpo; at larger staleness without.
+    Use: rewards on turns, any staleness. With the std on-policy only.
     """
     compare = standardised if std else centred
     own = turn_returns(given.own, turn_gamma, turns=_turns(given))
@@ -83,11 +83,11 @@ def grpo_turn(given: CreditInput, *, turn_gamma: Share = 1.0, std: bool = False)
 
 @advantage("optimal_token_baseline", whole_group=True)
 def optimal_token_baseline(given: CreditInput) -> Credit:
-    """G_t − Σ_j G_{j,t}·W_{j,t} / Σ_j W_{j,t} over the members with a token t, W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²)
-    (OTB, ICML 2026). W stands for the squared norm of the gradient up to t. No W: the plain mean.
+    """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
+    W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, Li et al., ICML 2026). W_t stands for the squared norm of the
+    gradient up to t; where all are 0, the plain mean. A tail that one episode alone reaches: 0.
 
-    Use: long episodes, small groups, on-policy or at small staleness; the tail that only one member reaches has
-    advantage 0.
+    Use: long episodes in small groups, on-policy or at small staleness.
     """
     length = len(given.rewards)
     weighted, weight, plain, members = np.zeros((4, length))
@@ -100,7 +100,7 @@ def optimal_token_baseline(given: CreditInput) -> Credit:
         members[:n] += 1
     if length and not members.all():
         raise ProtocolError(
-            f"advantage optimal_token_baseline: member {given.own.number} came without its group"
+            f"advantage optimal_token_baseline: member {given.own.number} came without traces of its group"
         )
     used = weight > 0
     baseline = np.where(used, weighted, plain) / np.where(used, weight, members)
@@ -128,10 +128,8 @@ def to_go(rewards: np.ndarray) -> np.ndarray:
 
 def turn_returns(member: Member, turn_gamma: float, turns: int = 1) -> list[float]:
     """G by turn. Without turn rewards all of it falls on the last of `turns`."""
-    rewards: Sequence[float] = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
-    return [
-        math.fsum(turn_gamma**j * reward for j, reward in enumerate(rewards[k:])) for k in range(len(rewards))
-    ]
+    rewards = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
+    return list(accumulate(reversed(rewards), lambda after, reward: reward + turn_gamma * after))[::-1]
 
 
 def _turns(given: CreditInput) -> int:
@@ -139,8 +137,8 @@ def _turns(given: CreditInput) -> int:
     seen = int(given.turn.max(initial=0)) + 1
     if given.own.turn_rewards and seen > len(given.own.turn_rewards):
         raise ProtocolError(
-            f"advantage grpo_turn: member {given.own.number} has {len(given.own.turn_rewards)} turn rewards and "
-            f"{seen} turns"
+            f"advantage grpo_turn: member {given.own.number} has {seen} turns, and rewards of "
+            f"{len(given.own.turn_rewards)}"
         )
     return seen
 
@@ -151,6 +149,6 @@ def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:
 
 
 def _norm(trace: Trace) -> np.ndarray:
-    """[T]: W, which rounding must not turn negative."""
+    """[T]: W. Rounding must not turn it negative, nor one bad number make it nothing."""
     step = 1 - 2 * np.exp(trace.logp) + trace.collision
-    return np.cumsum(np.maximum(step, 0.0))
+    return np.cumsum(np.where(np.isfinite(step), step, 0.0).clip(min=0.0))

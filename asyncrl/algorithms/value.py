@@ -14,8 +14,9 @@ TOTAL = "_value/"  # names of the sums among a batch's totals
 def value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """½·max((V − G)², (V_old + clamp(V − V_old, ±clip) − G)²) and where the clipped term decides, both [N].
 
-    Source: PPO, arXiv 1707.06347, as the usual implementations have it. `value` carries the gradient; `old` is V
-    at the start of the batch, `returns` G the raw advantage + V_old. clip 0: plain ½·(V − G)².
+    Source: the value clipping of PPO's implementations (arXiv 1707.06347, 2005.12729). `value` carries the
+    gradient; `old` is V at the start of the batch, `returns` G = advantage before whitening + V_old. clip 0:
+    plain ½·(V − G)².
     """
     free = (value - returns) ** 2
     if not clip:
@@ -38,7 +39,7 @@ def fit_totals(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
 
 
 def explained_variance(totals: Mapping[str, float]) -> float | None:
-    """1 − Var(G − V)/Var(G) over the batch's tokens. None where returns do not vary: there is nothing to explain."""
+    """1 − Var(G − V)/Var(G) over the batch's tokens. None where returns do not vary: nothing to explain."""
 
     def spread(name: str) -> float:
         return totals[f"{TOTAL}{name}2"] - totals[TOTAL + name] ** 2 / totals[f"{TOTAL}tokens"]
