@@ -59,8 +59,8 @@ class Lagged:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`successes` of `tests` held-out episodes; `rewards`: mean of each batch; `metrics`: of the learner, averaged
-    over the steps that report them; seconds of the whole run and of its parts."""
+    """`successes` of `tests` held-out episodes; `rewards`: mean of each batch; `metrics`: of the learner, the
+    mean over the steps that report them; CPU seconds of the whole run, of playing and of training."""
 
     successes: int
     tests: int
@@ -141,7 +141,7 @@ class Player:
 
 def run(given: Lagged, player: Player) -> Outcome:
     """Train, then test."""
-    began, config = time.perf_counter(), given.config
+    began, config = time.process_time(), given.config
     train, test = (_samples(path, given.operations) for path in (config.data.train, config.data.test))
     prompts = Prompts(len(train), config.seed, shuffle=True, epochs=0)
     torch.manual_seed(config.seed)
@@ -152,24 +152,24 @@ def run(given: Lagged, player: Player) -> Outcome:
     history: list[dict[str, float]] = []
     play_s = 0.0
     for step in range(given.steps):
-        started = time.perf_counter()
+        started = time.process_time()
         asks = _batch(config, train, prompts, step)
         episodes = player.play(ring[0], max(0, step - given.lag), asks)
-        play_s += time.perf_counter() - started
+        play_s += time.process_time() - started
         earned = [episode.command.reward for episode in episodes]  # type: ignore[union-attr]
         rewards.append(sum(earned) / len(earned))
         if given.shuffled:
             random.Random(f"{config.seed}/{step}").shuffle(earned)
         history.append(_train(learner, asks, episodes, earned))
         ring.append(_snapshot(learner))
-    train_s = time.perf_counter() - began - play_s
+    train_s = time.process_time() - began - play_s
     held_out = [
         Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: given.tests])
     ]
     final = player.play(ring[-1], given.steps, held_out)
     successes = sum(episode.command.reward == 1.0 for episode in final)  # type: ignore[union-attr]
     metrics = _mean(history)
-    return Outcome(successes, len(final), rewards, metrics, time.perf_counter() - began, play_s, train_s)
+    return Outcome(successes, len(final), rewards, metrics, time.process_time() - began, play_s, train_s)
 
 
 def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step: int) -> list[Ask]:

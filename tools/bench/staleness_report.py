@@ -19,13 +19,13 @@ HEADER = [
     "minus `none`",
     "of each seed",
     "least ≥",
-    "s/run",
+    "CPU s/run",
 ]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The seeds of one arm at one lag: success of each, least 95% Wilson bound of one, seconds per run."""
+    """The seeds of an arm at a lag: success of each, least 95% Wilson bound of one, CPU seconds a run."""
 
     arm: str
     lag: int

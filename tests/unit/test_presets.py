@@ -1,0 +1,131 @@
+"""The presets: each composes, holds the components it is named for, and trains through the learner."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from asyncrl import cli
+from asyncrl.algorithms.recipe import compose
+from asyncrl.config import RunConfig
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+from tests.fakes.training import Recorder, plain_model, run_batch, save_tiny_model
+
+PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithm"
+
+
+class Parts(NamedTuple):
+    """What a preset is made of. `rules`: of its correction; None: the default, mask and truncate."""
+
+    advantage: str
+    loss: str
+    rules: tuple[str, ...] | None = None
+    aggregation: str = "token_mean"
+    optimizer_steps: int = 1
+    scale: str = "none"
+
+
+EXPECTED = {
+    "cispo_scalerl": Parts("dr_grpo", "cispo_scalerl", (), "prompt_mean", 1, "batch_std"),
+    "dapo": Parts("grpo", "ppo", optimizer_steps=2),
+    "decoupled_ppo": Parts("dr_grpo", "decoupled_ppo", optimizer_steps=2),
+    "dr_grpo": Parts("dr_grpo", "reinforce"),
+    "grpo": Parts("grpo", "reinforce", aggregation="seq_mean_token_mean"),
+    "gspo": Parts("grpo", "gspo", ("truncate",), "seq_mean_token_mean", 4),
+    "icepop": Parts("dr_grpo", "reinforce", ("mask", "ratio")),
+    "m2po": Parts("dr_grpo", "m2po", ()),
+    "ppo_critic": Parts("gae", "ppo", optimizer_steps=2, scale="whiten"),
+    "reinforce_pp": Parts("reinforce_pp", "ppo", optimizer_steps=2, scale="whiten"),
+    "rloo": Parts("rloo", "reinforce"),
+}
+OUTSIDE: dict[str, dict[str, object]] = {
+    "cispo_scalerl": {
+        "model.fp32_head": True,
+        "buffer.filter_zero_variance": True,
+        "buffer.retire_pass_rate": 0.9,
+    },
+    "dapo": {"buffer.filter_zero_variance": True},
+    "ppo_critic": {"critic.warmup_steps": 5, "buffer.filter_zero_variance": False},
+    "reinforce_pp": {"buffer.filter_zero_variance": False},
+}
+"""Keys outside `algorithm` that a preset sets."""
+
+
+@cache
+def configured(preset: str, model: str = "m", *overrides: str) -> RunConfig:
+    base = ["experiment=none", "name=p", f"model.path={model}", "data.train=t"]
+    return cli.compose([*base, f"algorithm={preset}", *overrides])
+
+
+def test_every_preset_is_expected_here() -> None:
+    assert {path.stem for path in PRESETS.glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_a_preset_says_what_it_is_and_when_to_use_it(preset: str) -> None:
+    lines = (PRESETS / f"{preset}.yaml").read_text().splitlines()
+    comments = [line for line in lines if line.startswith("# ") and "@package" not in line]
+    use = [line for line in comments if line.startswith("# Use: ")]
+    assert len(use) == 1 and comments[0] != use[0]
+    assert "staleness" in " ".join(comments[comments.index(use[0]) :])
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_a_preset_holds_the_components_it_is_named_for(preset: str) -> None:
+    config, parts = configured(preset), EXPECTED[preset]
+    recipe, algorithm = compose(config), config.algorithm
+    found = Parts(
+        algorithm.advantage,
+        algorithm.loss,
+        parts.rules if algorithm.correction is None else tuple(algorithm.correction),
+        algorithm.aggregation,
+        recipe.optimizer_steps,
+        recipe.scale,
+    )
+    assert found == parts
+    assert len(recipe.rules) == (2 if parts.rules is None else len(parts.rules))
+    assert recipe.weighted is (recipe.loss.ratio == "prox")  # stale data is corrected exactly once
+    assert recipe.critic is (preset == "ppo_critic")
+
+
+@pytest.mark.parametrize("preset", OUTSIDE)
+def test_keys_outside_of_the_algorithm(preset: str) -> None:
+    config = configured(preset)
+    assert {key: attrgetter(key)(config) for key in OUTSIDE[preset]} == OUTSIDE[preset]
+
+
+def test_keys_of_a_preset_can_be_overridden() -> None:
+    config = configured("dapo", "m", "algorithm.loss_args.clip_high=0.3", "algorithm.steps_per_batch=4")
+    assert config.algorithm.loss_args == {"clip_low": 0.2, "clip_high": 0.3}
+    assert config.algorithm.steps_per_batch == 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("presets"))
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_a_preset_trains(preset: str, model: str, world: World) -> None:
+    """Two batches with tokens up to four steps old: finite numbers, and weights that move in each."""
+    torch.manual_seed(0)
+    config = configured(preset, model, "trainer.lr=1e-3", "critic.warmup_steps=0", "trainer.device=cpu")
+    learner = Learner(config, world)
+    learner.step = 4
+    recorder = Recorder(plain_model(model, torch.float32), noise=0.05)
+    before = torch.cat([p.detach().full_tensor().flatten().clone() for p in learner.policy.parameters()])
+    for batch in range(2):
+        episodes = recorder.groups(4, 4, (0, 2, 4), name=f"b{batch}")
+        metrics = run_batch(learner, [[episodes[:7]], [episodes[7:]]])
+        after = torch.cat([p.detach().full_tensor().flatten().clone() for p in learner.policy.parameters()])
+        assert math.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
+        assert after.isfinite().all() and (after - before).abs().max() > 1e-5
+        before = after
+    assert learner.step == 6
