@@ -1,17 +1,24 @@
-"""Policy losses per token, before aggregation. Each is a function of one typed input."""
+"""Policy losses per token, before aggregation: what they are functions of, and their registry.
+
+    token_losses.py      a token by itself           sequence_losses.py  ratios over an episode
+    batch_losses.py      against the whole batch     library.py          imports them all
+
+pi is the policy with its gradient, prox the policy at the start of the batch, mu the policy that sampled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from msgspec import Meta
 from torch import Tensor
 
-from asyncrl.algorithms.correction import Correction, ratio_of
+from asyncrl.algorithms.correction import Correction
 from asyncrl.registry import Registry, bind
 
 
@@ -35,11 +42,26 @@ class LossInput:
     reference: Tensor | None = None
     prepared: Tensor | None = None
 
+    def weighed(self, value: Tensor) -> Tensor:
+        """[N] times the correction's weight, which is 0 or 1 for a loss that contains pi/mu; 0 where not
+        fresh."""
+        return torch.where(self.fresh, self.correction.weight * value, 0.0)
+
+    def episode_sum(self, value: Tensor) -> Tensor:
+        """[N] at each token, the sum of `value` over the fresh tokens of its episode."""
+        held = torch.where(self.fresh, value, 0.0)
+        sums = held.new_zeros(int(self.row.max()) + 1).index_add(0, self.row, held)
+        return sums[self.row]
+
+    def episode_mean(self, value: Tensor) -> Tensor:
+        """[N] likewise, divided by their number; 0 in an episode without any."""
+        return self.episode_sum(value) / self.episode_sum(torch.ones_like(value)).clamp_min(1.0)
+
 
 @dataclass(frozen=True)
 class TokenLoss:
     """`value` [N] is the loss of each token, correction weight included; `clipped` [N] tells where the trust
-    region cut the gradient, `clipped_lower` where the dual clip did."""
+    region cut or bounded the gradient, `clipped_lower` where the dual clip did."""
 
     value: Tensor
     clipped: Tensor
@@ -66,62 +88,44 @@ Prepare = Callable[..., list[np.ndarray]]
 class Loss:
     """A registered loss.
 
-    `ratio` says which ratio the formula contains itself. A `mu` loss already weighs by pi/mu: giving it
-    a behaviour weight as well would count the correction twice (masks are fine). `clips`: a trust region
-    around prox that is inert when pi = prox. `reference`: it reads the reference policy. `prepare`: called with the
-    traces of the whole batch and the same options, gives one number per token: such a loss needs the barrier.
+    `ratio` says which ratio the formula contains itself. A `mu` loss already weighs by pi/mu, or needs no
+    weight: giving it a behaviour weight as well would count the correction twice (masks are fine).
+    `clips`: a trust region around prox that is inert when pi = prox, where the gradient is that of
+    `reinforce`. `anchored`: several optimizer steps stay near prox, yet a single one is not that of
+    `reinforce`. `reference`: it reads the reference policy. `prepare`: called with the traces of the whole
+    batch and those options of the loss that it names, gives one number per token; the loss needs the
+    barrier then.
     """
 
     of: Callable[..., TokenLoss]
     ratio: Literal["mu", "prox"]
     clips: bool = False
+    anchored: bool = False
     reference: bool = False
     prepare: Prepare | None = None
 
+    @property
+    def trusts(self) -> bool:
+        """It has a trust region around prox."""
+        return self.clips or self.anchored
+
     def bound(self, options: dict[str, Any], where: str) -> Loss:
-        """With its options set; `prepare` takes those of them that it names."""
-        prepare = self.prepare and bind_known(self.prepare, options, where)
-        return replace(self, of=bind(self.of, options, where), prepare=prepare)
+        """With its options set. ConfigError as in `bind`."""
+        of: Any = bind(self.of, options, where)
+        return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
 
 
 losses: Registry[Loss] = Registry("loss")
 
 
-def bind_known(function: Callable[..., Any], options: dict[str, Any], where: str) -> Callable[..., Any]:
-    """`bind` with those of the options that the function takes."""
-    code = function.__code__
-    known = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-    return bind(function, {name: value for name, value in options.items() if name in known}, where)
-
-
-def loss(name: str, *, ratio: Literal["mu", "prox"], **needs: Any) -> Callable[[Callable[..., TokenLoss]], Loss]:
+def loss(
+    name: str, *, ratio: Literal["mu", "prox"], **needs: Any
+) -> Callable[[Callable[..., TokenLoss]], Loss]:
     """Register a function `(given: LossInput, *, options…) -> TokenLoss` under `name`; `needs` are the other
     fields of `Loss`."""
     return lambda function: losses.register(name)(Loss(function, ratio, **needs))
 
 
-@loss("reinforce", ratio="prox")
-def reinforce(given: LossInput) -> TokenLoss:
-    """L = -sg(w)·A·log pi: the gradient of the truncated importance-sampled objective.
-
-    With prox = sg(pi), w = M·min(pi/mu, C): the default for stale data. There is nothing to clip.
-    """
-    value = -given.correction.weight * given.advantage * given.logp
-    return TokenLoss(value, torch.zeros_like(given.fresh))
-
-
-@loss("decoupled_ppo", ratio="prox", clips=True)
-def decoupled_ppo(
-    given: LossInput,
-    *,
-    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2,
-    clip_high: Annotated[float, Meta(gt=0)] = 0.28,
-) -> TokenLoss:
-    """L = sg(w)·max(-uA, -A·clip(u, 1-low, 1+high)), u = pi/prox.
-
-    w is the corrected prox/mu (AReaL, arXiv 2505.24298).
-    """
-    u = ratio_of(given.logp - given.prox)
-    bounded = u.clamp(1 - clip_low, 1 + clip_high)
-    free, held = -u * given.advantage, -bounded * given.advantage
-    return TokenLoss(given.correction.weight * torch.maximum(free, held), held > free)
+def _with_known(function: Prepare, values: dict[str, Any]) -> Prepare:
+    known = inspect.signature(function).parameters
+    return functools.partial(function, **{name: values[name] for name in values if name in known})

@@ -1,0 +1,142 @@
+"""Policy losses that look at the whole batch first: each has a `prepare`, called behind the barrier.
+
+What `prepare` says is the same however the batch was cut and in whatever order: sums are exact or over sorted
+values, and tokens are chosen by a threshold, so equal ones share their fate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+import torch
+from msgspec import Meta
+
+from asyncrl.algorithms.correction import ratio_of
+from asyncrl.algorithms.losses import BatchTrace, LossInput, TokenLoss, loss
+from asyncrl.algorithms.token_losses import clip_surrogate
+
+Share = Annotated[float, Meta(gt=0, lt=1)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+def highest_covariance(traces: Sequence[BatchTrace], *, share: float) -> list[np.ndarray]:
+    """1 on the `share` of the batch's fresh tokens (at least one) with the largest (A−Ā)·(log prox − mean),
+    else 0.
+
+    Tokens equal to the first that is too many are left out as well: with equal advantages nothing is
+    chosen.
+    """
+    advantage, prox = (_mean(traces, name) for name in ("advantage", "prox"))
+    products = [(trace.advantage - advantage) * (trace.prox - prox) for trace in traces]
+    ordered = np.sort(_fresh(traces, products))[::-1]
+    count = max(1, int(share * len(ordered)))
+    bound = ordered[count] if count < len(ordered) else math.inf
+    return [(trace.fresh & (x > bound)).astype(float) for trace, x in zip(traces, products, strict=True)]
+
+
+@loss("clip_cov", ratio="prox", anchored=True, prepare=highest_covariance)
+def clip_cov(
+    given: LossInput, *, share: Share = 2e-4, clip_low: Share = 0.2, clip_high: Positive = 0.2
+) -> TokenLoss:
+    """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), but 0 on the `share` of the batch's tokens
+    with the largest (A−Ā)·(log prox − mean log prox); u = π/prox (Clip-Cov, arXiv 2505.22617).
+
+    Those few tokens drive the collapse of entropy. The paper draws from a band of large covariances at
+    random.
+
+    Use: entropy falls too fast; staleness 0 to 8.
+    """
+    chosen = _prepared(given) > 0
+    value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
+    return TokenLoss(given.weighed(value.masked_fill(chosen, 0.0)), clipped | chosen)
+
+
+@loss("kl_cov", ratio="prox", clips=True, prepare=highest_covariance)
+def kl_cov(given: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> TokenLoss:
+    """L = sg(w)·(−uA + coef·|log π − log prox| on the tokens that `clip_cov` would drop), u = π/prox (KL-Cov,
+    arXiv 2505.22617).
+
+    Use: as clip_cov, with several optimizer steps per batch; staleness 0 to 8.
+    """
+    log_ratio, chosen = given.logp - given.prox, _prepared(given)
+    value = -ratio_of(log_ratio) * given.advantage + coef * chosen * log_ratio.abs()
+    return TokenLoss(given.weighed(value), chosen > 0)
+
+
+def within_second_moment(traces: Sequence[BatchTrace], *, tau: float) -> list[np.ndarray]:
+    """1 on the fresh tokens that stay when those with the largest (log prox − log μ)² go until the mean of
+    the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
+    squares = [(trace.prox - trace.mu) ** 2 for trace in traces]
+    ordered = np.sort(_fresh(traces, squares))
+    means = np.cumsum(ordered) / np.arange(1, len(ordered) + 1)  # does not decrease
+    kept = int(np.searchsorted(means, tau))
+    bound = ordered[kept] if kept < len(ordered) else math.inf
+    return [(trace.fresh & (x < bound)).astype(float) for trace, x in zip(traces, squares, strict=True)]
+
+
+@loss("m2po", ratio="mu", prepare=within_second_moment)
+def m2po(given: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
+    """L = −(π/μ)·A, unclipped, but 0 on the tokens of the batch with the largest (log prox − log μ)², so many
+    that the mean of the rest is < tau (M2PO, arXiv 2510.01161).
+
+    Only outliers go, however far the batch as a whole is from μ at single tokens.
+
+    Use: very stale data, where a band on the ratio masks too much; staleness 8 and far beyond.
+    """
+    kept = _prepared(given)
+    value = -ratio_of(given.logp - given.mu) * given.advantage * kept
+    return TokenLoss(given.weighed(value), given.fresh & (kept == 0))
+
+
+def partition_gap(traces: Sequence[BatchTrace], *, beta: float) -> list[np.ndarray]:
+    """log Ẑ − R/β of each episode, on all its tokens.
+
+    log Ẑ is the mean over the group's episodes of log ref − log prox + R/β, sequence sums over fresh tokens;
+    episodes without a fresh token tell nothing and are left out.
+    """
+    groups: defaultdict[str, list[float]] = defaultdict(list)
+    for trace in traces:
+        if trace.fresh.any():
+            assert trace.reference is not None
+            gap = math.fsum((trace.reference - trace.prox)[trace.fresh])
+            groups[trace.group].append(gap + trace.reward / beta)
+    log_z = {group: math.fsum(found) / len(found) for group, found in groups.items()}
+    return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.reward / beta) for t in traces]
+
+
+@loss("tba", ratio="mu", reference=True, prepare=partition_gap)
+def tba(given: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
+    """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
+    (trajectory balance, TBA, arXiv 2503.18929); log Ẑ from the group.
+
+    The optimum is ref·exp(R/β)/Z whatever sampled the data, hence no ratio. Reads R itself: the advantage
+    does not matter. Use aggregation seq_mean_token_sum for the paper's mean over episodes.
+
+    Use: much older or replayed data, and diverse answers; any staleness.
+    """
+    assert given.reference is not None
+    logp = given.logp.detach()
+    residual = given.episode_sum(logp - given.reference) + _prepared(given)
+    tokens = given.episode_sum(torch.ones_like(logp)).clamp_min(1.0)
+    value = residual**2 / tokens + 2 * residual * (given.logp - logp)
+    return TokenLoss(given.weighed(value), torch.zeros_like(given.fresh))
+
+
+def _prepared(given: LossInput) -> torch.Tensor:
+    assert given.prepared is not None, "the loss looks at the whole batch first"
+    return given.prepared
+
+
+def _fresh(traces: Sequence[BatchTrace], values: Sequence[np.ndarray]) -> np.ndarray:
+    """The values of all fresh tokens of the batch."""
+    return np.concatenate([x[trace.fresh] for trace, x in zip(traces, values, strict=True)] or [np.zeros(0)])
+
+
+def _mean(traces: Sequence[BatchTrace], name: str) -> float:
+    """Of all fresh tokens, rounded once: no order of the traces changes a bit."""
+    values = _fresh(traces, [getattr(trace, name) for trace in traces]).tolist()
+    return math.fsum(values) / max(len(values), 1)

@@ -1,0 +1,199 @@
+"""Policy losses of a token by itself.
+
+With one optimizer step per batch pi = prox, and every loss here that `clips` has the gradient of `reinforce`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from asyncrl.algorithms.correction import ratio_of
+from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
+
+Share = Annotated[float, Meta(gt=0, lt=1)]
+Positive = Annotated[float, Meta(gt=0)]
+AtLeastOne = Annotated[float, Meta(ge=1)]
+LEAST_COMPLEMENT = 1e-12  # 1 - p of a certain token, so that its logarithm is finite
+
+
+@loss("reinforce", ratio="prox")
+def reinforce(given: LossInput) -> TokenLoss:
+    """L = −sg(w)·A·log π: the gradient of the truncated importance-sampled objective (REINFORCE; TIS, arXiv
+    2505.24298).
+
+    With one optimizer step per batch w = M·min(π/μ, C); there is nothing to clip.
+
+    Use: the default, with one optimizer step per batch; staleness 0 to 8.
+    """
+    return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
+
+
+@loss("gpg", ratio="prox")
+def gpg(given: LossInput) -> TokenLoss:
+    """L = −sg(w)·A·log π (GPG, arXiv 2504.02546): the loss of `reinforce`. What is new in GPG is its
+    advantage.
+
+    Use: with advantage gpg, one optimizer step per batch; staleness 0 to 8.
+    """
+    return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
+
+
+@loss("ppo", ratio="prox", clips=True)
+def ppo(
+    given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastOne = 3.0
+) -> TokenLoss:
+    """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), where A < 0 at most −dual_clip·A; u = π/prox
+    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729).
+
+    Use: several optimizer steps per batch; staleness 0 as published (`correction={}`), up to 8 with a
+    weight.
+    """
+    value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
+    ceiling = -dual_clip * given.advantage
+    lower = (given.advantage < 0) & (value > ceiling)
+    return TokenLoss(given.weighed(torch.where(lower, ceiling, value)), clipped, lower)
+
+
+@loss("decoupled_ppo", ratio="prox", clips=True)
+def decoupled_ppo(given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.28) -> TokenLoss:
+    """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), u = π/prox; w is the corrected prox/μ
+    (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298).
+
+    Use: several optimizer steps per batch; staleness 1 to 8.
+    """
+    value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
+    return TokenLoss(given.weighed(value), clipped)
+
+
+@loss("cispo", ratio="prox", clips=True)
+def cispo(
+    given: LossInput, *, clip_low: Annotated[float, Meta(gt=0, le=1)] = 1.0, clip_high: Positive = 0.28
+) -> TokenLoss:
+    """L = −sg(w)·sg(clip(u, 1−clip_low, 1+clip_high))·A·log π, u = π/prox (CISPO, MiniMax-M1, arXiv
+    2506.13585).
+
+    The ratio is bounded, but no token loses its gradient; clip_low = 1 is no lower bound.
+
+    Use: several optimizer steps per batch, where rare tokens matter that PPO's clip would drop; staleness
+    0 to 8.
+    """
+    ratio = ratio_of(given.logp.detach() - given.prox)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return policy_gradient(given, bounded, bounded != ratio)
+
+
+@loss("cispo_scalerl", ratio="mu")
+def cispo_scalerl(given: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
+    """L = −sg(min(π/μ, cap))·A·log π: CISPO with two policies (ScaleRL, arXiv 2510.13786).
+
+    ScaleRL found caps of 4 to 8 to do equally well.
+
+    Use: one or several optimizer steps per batch, no weight to choose; staleness 0 to 8.
+    """
+    return _capped(given, cap)
+
+
+@loss("aipo", ratio="mu")
+def aipo(given: LossInput, *, cap: Positive = 2.0) -> TokenLoss:
+    """L = −sg(min(π/μ, cap))·A·log π (AIPO, LlamaRL, arXiv 2505.24034): `cispo_scalerl` with a tighter cap, 2
+    to 10.
+
+    Use: as cispo_scalerl; staleness 0 to 4 with the default.
+    """
+    return _capped(given, cap)
+
+
+@loss("sapo", ratio="prox", clips=True)
+def sapo(given: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> TokenLoss:
+    """L = −sg(w)·A·(4/τ)·sigmoid(τ·(u−1)), u = π/prox, τ = tau_positive where A > 0, else tau_negative (SAPO,
+    arXiv 2511.20347).
+
+    Its gradient fades away from u = 1 instead of ending at a bound.
+
+    Use: several optimizer steps per batch, mixture-of-experts models; staleness 0 to 8.
+    """
+    ratio = ratio_of(given.logp - given.prox)
+    tau = _by_sign(given, tau_positive, tau_negative)
+    value = -given.advantage * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+    return TokenLoss(given.weighed(value), torch.zeros_like(given.fresh))
+
+
+@loss("dppo_tv", ratio="mu")
+def dppo_tv(
+    given: LossInput, *, delta_low: Share = 0.2, delta_high: Share = 0.2, cap: AtLeastOne = 20.0
+) -> TokenLoss:
+    """L = −sg(min(π/μ, cap))·A·log π while π−μ ≤ delta_high (A > 0) or π−μ ≥ −delta_low (A ≤ 0), else 0 (DPPO
+    with binary total variation, arXiv 2602.04879).
+
+    The trust region is on probabilities: rare tokens may change their ratio much, frequent ones may not.
+
+    Use: large vocabularies, and engines whose numbers differ from the trainer's; staleness 0 to 8.
+    """
+    moved = given.logp.detach().exp() - given.mu.exp()
+    cut = torch.where(given.advantage > 0, moved > delta_high, moved < -delta_low)
+    return _capped(given, cap, cut)
+
+
+@loss("dppo_kl", ratio="mu")
+def dppo_kl(
+    given: LossInput, *, delta_low: Positive = 0.05, delta_high: Positive = 0.05, cap: AtLeastOne = 20.0
+) -> TokenLoss:
+    """L = −sg(min(π/μ, cap))·A·log π, but 0 where KL((μ, 1−μ) ‖ (π, 1−π)) > delta_high with A > 0 and π > μ,
+    or > delta_low with A ≤ 0 and π < μ (DPPO with binary KL, arXiv 2602.04879).
+
+    A divergence of δ keeps π−μ within √(δ/2).
+
+    Use: as dppo_tv; stricter where μ is near 0 or 1; staleness 0 to 8.
+    """
+    logp = given.logp.detach()
+    away = torch.where(given.advantage > 0, logp > given.mu, logp < given.mu)
+    cut = away & (binary_kl(given.mu, logp) > _by_sign(given, delta_high, delta_low))
+    return _capped(given, cap, cut)
+
+
+@loss("dro", ratio="mu")
+def dro(given: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
+    """L = −(A·log π − (β/2)·(log π − log μ)²) (DRO, arXiv 2405.19107): a quadratic pull to μ instead of a
+    ratio.
+
+    Use: off-policy data without importance weights; any staleness, with a bias that β trades for
+    stability.
+    """
+    distance = given.logp - given.mu
+    value = -(given.advantage * given.logp - beta / 2 * distance**2)
+    return TokenLoss(given.weighed(value), torch.zeros_like(given.fresh))
+
+
+def policy_gradient(given: LossInput, ratio: Tensor, clipped: Tensor) -> TokenLoss:
+    """−w·ratio·A·log π; `ratio` [N] has no gradient."""
+    return TokenLoss(given.weighed(-ratio * given.advantage * given.logp), clipped)
+
+
+def clip_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """max(−uA, −A·clip(u, 1−low, 1+high)) [N], and where the clip took the gradient."""
+    free, held = -ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage
+    return torch.where(held > free, held, free), held > free
+
+
+def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL((p, 1−p) ‖ (q, 1−q)) [N] of log-probabilities; finite for certain tokens, too."""
+    rest_p, rest_q = (-torch.expm1(x.clamp(max=-LEAST_COMPLEMENT)) for x in (p, q))
+    return p.exp() * (p - q) + rest_p * (rest_p.log() - rest_q.log())
+
+
+def _by_sign(given: LossInput, positive: float, negative: float) -> Tensor:
+    """[N] `positive` where A > 0, else `negative`."""
+    return torch.full_like(given.advantage, negative).masked_fill(given.advantage > 0, positive)
+
+
+def _capped(given: LossInput, cap: float, cut: Tensor | None = None) -> TokenLoss:
+    """−min(π/μ, cap)·A·log π, 0 where `cut`."""
+    ratio = ratio_of(given.logp.detach() - given.mu)
+    bounded = ratio.clamp(max=cap)
+    if cut is None:
+        return policy_gradient(given, bounded, ratio > cap)
+    return policy_gradient(given, bounded.masked_fill(cut, 0.0), cut)
