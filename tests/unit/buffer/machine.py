@@ -7,17 +7,18 @@ from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import Episode, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import BufferConfig
-from asyncrl.types import EpisodeEnd
+from asyncrl.types import EpisodeEnd, FailReason
 
 
 def make(
-    rows: int = 100, total_groups: int = 10_000, epochs: int = 0, **keys: object
+    rows: int = 100, total_groups: int = 10_000, epochs: int = 0, greedy: bool = False, **keys: object
 ) -> tuple[ReplayBuffer, Batches]:
     """A buffer of 2 groups of 2 per batch unless told otherwise; one micro-batch fits everything."""
     config = BufferConfig(
         **{"groups_per_batch": 2, "episodes_per_group": 2, "filter_zero_variance": False} | keys
     )
-    buffer = ReplayBuffer(config, Prompts(rows, 0, True, epochs), total_groups, retries=1, group_bytes=1)
+    prompts = Prompts(rows, 0, True, epochs)
+    buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy)
     return buffer, Batches(buffer, micro_tokens=1 << 20, flush=True)
 
 
@@ -32,8 +33,22 @@ def land(buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, 
     if episode.state is State.PENDING:
         buffer.assign(episode, "w", 1, version)
     buffer.turn(episode, tokens=20, model_tokens=10, oldest=version, newest=version)
+    episode.turn_rewards = (reward,)
     buffer.finish(episode, reward, EpisodeEnd.ANSWERED, now)
     return episode
+
+
+def land_group(buffer: ReplayBuffer, group: int, *rewards: float, version: int = 0) -> None:
+    """Land a group's first members, in order."""
+    for member, reward in enumerate(rewards):
+        land(buffer, f"{group}.{member}", reward, version)
+
+
+def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> None:
+    """Fail an episode for good."""
+    if buffer.episodes[uid].state is State.PENDING:
+        buffer.assign(buffer.episodes[uid], "w", 1, 0)
+    buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:

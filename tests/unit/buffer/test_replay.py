@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.records import State
 from asyncrl.types import EpisodeEnd, FailReason
@@ -128,14 +128,25 @@ def test_settled_partial_group_leaves_when_its_late_member_fails() -> None:
 
 
 class FlowMachine(RuleBasedStateMachine):
-    """Any order of events: nothing is lost, counted twice, or trained twice."""
+    """Any order of events: nothing is lost, counted twice, or trained twice; and it always goes on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffer, self.batches = make(total_groups=20, max_staleness=2, filter_zero_variance=True)
         self.now = 0.0
         self.micro = 0
         self.trained: Counter[str] = Counter()
+
+    @initialize(
+        greedy=st.booleans(),
+        policy=st.sampled_from(["complete", "partial"]),
+        max_refill=st.sampled_from([1, 8]),
+        rate=st.sampled_from([0.5, 1.0]),
+    )
+    def begin(self, greedy: bool, policy: str, max_refill: int, rate: float) -> None:
+        keys = {"group_policy": policy, "max_refill": max_refill, "retire_pass_rate": rate}
+        self.buffer, self.batches = make(
+            rows=12, total_groups=20, greedy=greedy, max_staleness=2, filter_zero_variance=True, **keys
+        )
 
     def running(self) -> list[str]:
         return [e.uid for e in self.buffer.episodes.values() if e.state is State.RUNNING]
@@ -144,7 +155,8 @@ class FlowMachine(RuleBasedStateMachine):
     def admit(self, n: int) -> None:
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
-                self.buffer.admit(self.batches.committed, self.now)
+                gone = set(self.buffer.retired)
+                assert self.buffer.admit(self.batches.committed, self.now).row not in gone
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
@@ -165,8 +177,15 @@ class FlowMachine(RuleBasedStateMachine):
         episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
         self.buffer.fail(episode, reason, self.now)
 
+    @rule(seconds=st.sampled_from([1.0, 40.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.buffer.tick(self.now)
+
     @rule()
     def step(self) -> None:
+        """Ask for the next micro-batch; at the end of the batch, commit."""
+        short = self.batches._capped or self.buffer.data_over
         plan = self.batches.plan(self.batches.committed, self.micro, 1)
         if plan is None:
             return
@@ -175,7 +194,8 @@ class FlowMachine(RuleBasedStateMachine):
         if not plan:
             batch = self.batches.batches[self.batches.committed]
             self.trained.update(batch.uids)
-            assert len(batch.groups) == 2
+            assert len(batch.groups) == 2 or (short and len(batch.groups) < 2)
+            assert all((b.greedy is not None) is self.buffer.greedy for b in batch.baselines.values())
             self.batches.commit(batch.step + 1)
             assert self.batches.commit(batch.step + 1) is False  # a repeat changes nothing
             self.micro = 0
@@ -186,8 +206,28 @@ class FlowMachine(RuleBasedStateMachine):
         assert flow.conserved, flow
         assert flow.trained == sum(self.trained.values())
         assert max(self.trained.values(), default=1) == 1
-        assert len(self.buffer.live) <= self.buffer.max_live
+        assert sum(self.buffer._open(group) for group in self.buffer.live.values()) <= self.buffer.max_live
+        states = {self.buffer.episodes[uid].state for uid in self.trained if uid in self.buffer.episodes}
+        assert states <= {State.TRAINED}
+        assert not any(e.state is State.READY for e in self.buffer.episodes.values() if e.greedy)
+
+    def teardown(self) -> None:
+        """Whatever comes after is of no use (equal rewards): what there is must still become a batch."""
+        if not hasattr(self, "buffer"):
+            return
+        self.now += 1e6
+        waiting = (State.READY, State.TAKEN)
+        for _ in range(200):
+            if not any(episode.state in waiting for episode in self.buffer.episodes.values()):
+                return
+            self.admit(6), self.assign(1000)
+            for uid in self.running():
+                self.buffer.finish(self.buffer.episodes[uid], 1.0, EpisodeEnd.ANSWERED, self.now)
+            self.tick(1e6)
+            self.step(), self.step()
+            self.conserved()
+        raise AssertionError("trajectories wait for a batch that never fills")
 
 
 TestFlow = FlowMachine.TestCase
-TestFlow.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestFlow.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)

@@ -1,0 +1,112 @@
+"""The greedy episode of a group: compared with, never trained, and counted like any other."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.records import Flow, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.types import DropReason, FilterReason
+from tests.unit.buffer.machine import admit, give_up, land, land_group, make, train
+
+
+def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
+    """Groups of two and a greedy one: 0.0, 0.1, 0.2; one group per batch."""
+    buffer, batches = make(greedy=True, groups_per_batch=1, max_staleness=4, **keys)
+    admit(buffer, groups)
+    return buffer, batches
+
+
+def flow(buffer: ReplayBuffer) -> Flow:
+    found = buffer.flow()
+    assert found.conserved
+    return found
+
+
+def test_a_group_has_one_member_more() -> None:
+    buffer, _ = world()
+    assert [buffer.episodes[uid].greedy for uid in buffer.live[0].members] == [False, False, True]
+    assert flow(buffer).issued == 6
+    assert not buffer.can_admit(free_slots=2, total_slots=100)
+
+
+def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
+    buffer, batches = world()
+    land_group(buffer, 0, 1.0, 0.0)
+    assert batches.plan(0, 0, 1) is None  # without it there is no baseline
+    land(buffer, "0.2", 0.25)
+    assert flow(buffer).filtered == 1
+    assert buffer.reasons[f"{State.FILTERED}/{FilterReason.BASELINE}"] == 1
+    assert sorted(train(batches, 0)) == ["0.0", "0.1"]
+    baseline = batches.batches[0].baselines[0]
+    assert baseline.greedy == 0.25
+    assert [(m.number, m.reward, m.turn_rewards) for m in baseline.members] == [
+        (0, 1.0, (1.0,)),
+        (1, 0.0, (0.0,)),
+    ]
+    assert (flow(buffer).trained, flow(buffer).filtered, list(buffer.live)) == (2, 1, [1])
+
+
+def test_without_the_option_there_is_no_greedy_reward() -> None:
+    buffer, batches = make(groups_per_batch=1)
+    admit(buffer, 1)
+    land_group(buffer, 0, 1.0, 0.0)
+    train(batches, 0)
+    assert batches.batches[0].baselines[0].greedy is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_group_whose_greedy_episode_is_given_up_is_dropped(first: bool) -> None:
+    buffer, batches = world()
+    if first:
+        give_up(buffer, "0.2")
+        assert flow(buffer).in_flight == 5
+    land_group(buffer, 0, 1.0, 0.0)
+    if not first:
+        give_up(buffer, "0.2")
+    found = flow(buffer)
+    assert (found.failed, found.dropped, list(buffer.live)) == (1, 2, [1])
+    assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2
+    assert batches.plan(0, 0, 1) is None
+
+
+def test_a_short_group_takes_its_greedy_episode_along() -> None:
+    buffer, _ = world()
+    land(buffer, "0.2")
+    land(buffer, "0.0")
+    give_up(buffer, "0.1")
+    found = flow(buffer)
+    assert (found.failed, found.dropped, list(buffer.live)) == (1, 2, [1])
+    assert (buffer.barren, buffer.barren_reason) == (1, "failed (prompt_too_long)")
+
+
+@pytest.mark.parametrize(("greedy", "filtered"), [(1.0, 3), (0.0, 1)])
+def test_equal_rewards_still_teach_where_the_greedy_one_differs(greedy: float, filtered: int) -> None:
+    buffer, _ = world(filter_zero_variance=True)
+    land_group(buffer, 0, 1.0, 1.0, greedy)
+    assert flow(buffer).filtered == filtered
+    assert flow(buffer).ready == 3 - filtered
+
+
+def test_it_is_not_what_hold_waits_for() -> None:
+    buffer, batches = world(on_stale="hold", target_staleness=4)
+    for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
+        buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0)
+    assert batches._floor(buffer.live[0]) == 4
+
+
+def test_a_partial_group_waits_for_it_beyond_the_deadline() -> None:
+    buffer, batches = world(group_policy="partial", group_deadline=5.0)
+    batches.micro_tokens = 20
+    land(buffer, "0.0")
+    for uid in ("0.1", "0.2"):
+        buffer.assign(buffer.episodes[uid], "w", 1, 0)
+    buffer.tick(5.0)
+    assert flow(buffer).ready == 0
+    land(buffer, "0.2", 0.5, now=6.0)
+    assert train(batches, 0) == ["0.0"]
+    land(buffer, "0.1", now=7.0)  # late: against the same greedy reward
+    assert batches.plan(1, 0, 1) == ["0.1"]
+    assert batches.batches[1].baselines[0].greedy == 0.5
+    assert flow(buffer).filtered == 1

@@ -1,0 +1,157 @@
+"""Filtered groups are refilled up to a cap; samples that are solved retire."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.records import State
+from asyncrl.buffer.replay import ReplayBuffer
+from tests.unit.buffer.machine import admit, give_up, land, land_group, make, train
+
+EVEN, MIXED = (1.0, 1.0), (1.0, 0.0)
+
+
+def filtering(**keys: object) -> tuple:
+    """Two groups per batch; the cap is three batches' worth: six groups."""
+    return make(filter_zero_variance=True, max_refill=3, max_staleness=8, target_staleness=8, **keys)
+
+
+def test_a_batch_waits_while_refills_are_within_the_cap_and_then_takes_what_there_is() -> None:
+    buffer, batches = filtering()
+    admit(buffer, 9)
+    land_group(buffer, 0, *MIXED)
+    for group in range(1, 6):
+        land_group(buffer, group, *EVEN)
+    assert batches.plan(0, 0, 1) is None  # one of two groups is there, five were filtered
+    land_group(buffer, 6, *EVEN)
+    assert train(batches, 0) == ["0.0", "0.1"]
+    assert len(batches.batches[0].groups) == 1
+    land_group(buffer, 7, *MIXED)
+    assert batches.plan(1, 0, 1) is None  # the count starts anew with each batch
+    land_group(buffer, 8, *MIXED)
+    assert len(train(batches, 1)) == 4
+
+
+def test_a_batch_of_nothing_is_not_taken_however_much_was_filtered() -> None:
+    buffer, batches = filtering()
+    admit(buffer, 8)
+    for group in range(7):
+        land_group(buffer, group, *EVEN)
+    assert batches.plan(0, 0, 1) is None
+    land_group(buffer, 7, *MIXED)
+    assert train(batches, 0) == ["7.0", "7.1"]  # the first group that can be trained ends the search
+
+
+def test_a_capped_batch_that_was_taken_in_part_closes() -> None:
+    buffer, batches = filtering()
+    batches.micro_tokens = 40
+    admit(buffer, 7)
+    land_group(buffer, 0, *MIXED)
+    assert batches.plan(0, 0, 1) == ["0.0", "0.1"]
+    for group in range(1, 7):
+        assert batches.plan(0, 1, 1) is None
+        land_group(buffer, group, *EVEN)
+    assert batches.plan(0, 1, 1) == []
+
+
+def test_only_filtered_groups_count_as_refills() -> None:
+    buffer, batches = filtering()
+    admit(buffer, 8)
+    land_group(buffer, 0, *MIXED)
+    for group in range(1, 8):
+        land(buffer, f"{group}.0")
+        give_up(buffer, f"{group}.1")  # group_short
+    assert batches.plan(0, 0, 1) is None
+    assert buffer.settled == {"usable": 1, State.DROPPED: 7}
+
+
+def test_rewards_that_differ_by_rounding_are_equal() -> None:
+    buffer, _ = filtering()
+    admit(buffer, 2)
+    land_group(buffer, 0, 0.1 + 0.2, 0.3)
+    land_group(buffer, 1, 0.3, 0.3001)
+    assert buffer.settled == {State.FILTERED: 1, "usable": 1}
+
+
+# -- samples that retire ------------------------------------------------------------------------------
+
+
+def rows_of(buffer: ReplayBuffer, count: int) -> list[int]:
+    return [buffer.admit(0, 0.0).row for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "retires"),
+    [
+        ((1.0, 1.0, 1.0, 0.0), True),  # 3/4 reaches the rate
+        ((1.0, 1.0, 0.0, 0.0), False),
+        ((0.2, 0.2, 0.2, -1.0), True),  # positive is above zero
+        ((0.0, 0.0, 0.0, 0.0), False),
+    ],
+)
+def test_a_sample_retires_at_its_pass_rate(rewards: tuple[float, ...], retires: bool) -> None:
+    buffer, _ = make(episodes_per_group=4, retire_pass_rate=0.75, filter_zero_variance=True)
+    group = buffer.admit(0, 0.0)
+    land_group(buffer, 0, *rewards[:3])
+    assert not buffer.retired  # the group is not complete
+    land(buffer, "0.3", rewards[3])
+    assert buffer.retired == ({group.row} if retires else set())
+
+
+def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
+    buffer, _ = make(episodes_per_group=3, retire_pass_rate=0.75)
+    group = buffer.admit(0, 0.0)
+    land_group(buffer, 0, 1.0, 1.0)
+    give_up(buffer, "0.2")
+    assert buffer.retired == {group.row}
+    buffer.admit(0, 0.0)
+    land(buffer, "1.0")
+    give_up(buffer, "1.1"), give_up(buffer, "1.2")  # one of three is no group
+    assert buffer.retired == {group.row}
+
+
+def test_retired_samples_are_skipped_and_the_order_of_the_rest_stays() -> None:
+    buffer, _ = make(rows=4, retire_pass_rate=0.9)
+    plain = Prompts(4, 0, True, 0)
+    order = [plain.draw(position)[1] for position in range(8)]
+    assert rows_of(buffer, 4) == order[:4]
+    land_group(buffer, 1, 1.0, 1.0)
+    assert rows_of(buffer, 3) == [row for row in order[4:] if row != order[1]]
+    assert buffer.flow().issued == 7 * 2
+
+
+def test_when_all_samples_have_retired_the_data_is_over() -> None:
+    buffer, batches = make(rows=2, retire_pass_rate=0.9)
+    admit(buffer, 3)
+    land_group(buffer, 0, 1.0, 1.0)
+    assert not buffer.data_over
+    land_group(buffer, 1, 1.0, 1.0)
+    assert buffer.data_over and not buffer.can_admit(100, 100)
+    assert len(train(batches, 0)) == 4
+    assert batches.plan(1, 0, 1) is None and not batches.over  # a group of a retired sample still runs
+    land_group(buffer, 2, 1.0, 0.0)
+    assert len(train(batches, 1)) == 2 and batches.over
+
+
+def test_a_pass_over_the_data_ends_where_it_did_before() -> None:
+    buffer, _ = make(rows=3, epochs=2, retire_pass_rate=0.9)
+    first = rows_of(buffer, 3)
+    land_group(buffer, 0, 1.0, 1.0)
+    second = []
+    while not buffer.data_over:
+        second.append(buffer.admit(0, 0.0).row)
+    assert sorted(second) == sorted(first[1:])
+
+
+def test_a_late_member_completes_the_record_of_its_sample() -> None:
+    keys = {"group_policy": "partial", "group_deadline": 5.0, "groups_per_batch": 1}
+    buffer, batches = make(episodes_per_group=3, retire_pass_rate=0.9, **keys)
+    group = buffer.admit(0, 0.0)
+    land_group(buffer, 0, 1.0, 1.0)
+    buffer.assign(buffer.episodes["0.2"], "w", 1, 0)
+    buffer.tick(5.0)
+    train(batches, 0)
+    assert not buffer.retired
+    land(buffer, "0.2", now=6.0)
+    assert buffer.retired == {group.row}
