@@ -1,21 +1,45 @@
-"""What the tokens of one micro-batch say about off-policyness, as sums.
+"""What the tokens of one micro-batch say about off-policyness, as sums, and metrics of a batch's sums.
 
-All values are plain sums, maxima or minima over tokens or episodes, so they add up over micro-batches
-and ranks. With rho = pi_prox/mu: k1 = -log rho and k3 = rho - 1 - log rho estimate KL(mu, prox).
+    micro-batch ──token_sums──► sums ──(+ over micro-batches and ranks)──► metrics_of
+
+Everything before `metrics_of` is a sum or an extreme over tokens or episodes, so the cut does not matter.
+rho = prox/mu; k1 = -log rho and k3 = rho - 1 - log rho estimate KL(mu, prox). The effective sample size of
+weights is (Σ w)²/(n·Σ w²): 1 when all are equal. That of tokens stays near 1 while that of episodes, whose
+weight is the product of their tokens' rho, collapses.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.correction import Correction
+from asyncrl.algorithms.correction import LOG_RATIO_LIMIT, Correction
 
 SEQUENCE_LOG_LIMIT = 8.0  # a single episode may not rule the effective sample size
 NOTHING = float("-inf")  # the maximum over no token
-LAGS = 17  # log rho is reported by lag 0..15; older tokens share the last place
+LAG_EDGES = (0, 1, 2, 4, 8, 16)  # highest lag of each bucket; one more holds what is older
+LAGS = 1024  # kept tokens are counted by exact lag; older ones share the last place
+FINEST, STEPS = 1e-3, 44  # histogram of log rho: bins of even ratio between ±1e-3 and ±20
+QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
+
+
+def _lag_names() -> list[str]:
+    ends = [f"{low + 1}-{high}" if high > low + 1 else f"{high}" for low, high in pairwise((-1, *LAG_EDGES))]
+    return [*ends, f"{LAG_EDGES[-1] + 1}+"]
+
+
+def _bin_edges() -> list[float]:
+    above = [FINEST * (LOG_RATIO_LIMIT / FINEST) ** (step / STEPS) for step in range(STEPS + 1)]
+    return [-edge for edge in reversed(above)] + above
+
+
+LAG_NAMES = _lag_names()
+BIN_EDGES = _bin_edges()
 
 
 @dataclass(frozen=True)
@@ -23,12 +47,14 @@ class TokenState:
     """Tokens [N]: log-probs without gradient, and which count. `counted`: real model tokens; `in_bound`:
     of these, with a lag within the bound; `fresh`: of these, with finite log-probs (the others' mu was
     replaced by prox); `exact`: sampled by the policy in training, whole context included. `row`: episode
-    of each token; `loss`: weighted loss."""
+    of each token; `weight`: by aggregation; `loss`: weighted loss; `clipped_lower`: by a dual clip."""
 
     logp: Tensor
     prox: Tensor
     mu: Tensor
     entropy: Tensor
+    advantage: Tensor
+    weight: Tensor
     loss: Tensor
     clipped: Tensor
     correction: Correction
@@ -38,90 +64,208 @@ class TokenState:
     exact: Tensor
     row: Tensor
     lag: Tensor
+    clipped_lower: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TokenSums:
-    """`sums` add, `highest` take the maximum, `lowest` the minimum. `log_rho_by_lag`: (Σ log rho, tokens)
-    at lag 0, 1, …; the last place holds everything older. `kept_lags`: lag → tokens that entered the loss."""
+    """`sums` add; those of a lag bucket are named `lag/<bucket>/<name>`. `highest` take the maximum, `lowest`
+    the minimum, by metric. `kept_lags`: lag → tokens that entered the loss."""
 
     sums: dict[str, float]
     highest: dict[str, float]
     lowest: dict[str, float]
-    log_rho_by_lag: list[tuple[float, float]]
     kept_lags: dict[int, int]
 
 
+# Metric → (numerator, denominator), both names of sums.
+RATIOS = {
+    "actor/pg_clipfrac": ("clipped", "kept"),
+    "actor/pg_clipfrac_lower": ("clipped_lower", "kept"),
+    "actor/ppo_kl": ("drift", "fresh"),
+    "actor/entropy": ("entropy", "tokens"),
+    "rollout_corr/rollout_is_mean": ("rho", "fresh"),
+    "rollout_corr/weight_mean": ("weight", "kept"),
+    "rollout_corr/logprob_diff_mean": ("exact_diff", "exact"),
+    "rollout_corr/k3_kl_same_version": ("exact_k3", "exact"),
+    "rollout_corr/zero_advantage_frac": ("zero_advantage", "fresh"),
+    # How much of Σ|A| the correction leaves, by sign of A, and whether what is left pushes one way.
+    "rollout_corr/kept_advantage/positive": ("kept_positive", "positive"),
+    "rollout_corr/kept_advantage/negative": ("kept_negative", "negative"),
+    "rollout_corr/residual_drift": ("push", "push_size"),
+}
+TOTALS = {"rollout_corr/logprob_diff_tokens": "exact", "rollout_corr/nonfinite_tokens": "nonfinite"}
+# What is told of every lag bucket → its metric over all tokens.
+OVERALL = {
+    "kl": "rollout_corr/kl",
+    "k3": "rollout_corr/k3_kl",
+    "chi2": "rollout_corr/chi2_token",
+    "masked_frac": "rollout_corr/rollout_rs_masked_fraction",
+    "truncated_frac": "rollout_corr/truncated_fraction",
+    "ess": "rollout_corr/rollout_is_eff_sample_size",
+    "seq_ess": "rollout_corr/rollout_is_seq_eff_sample_size",
+    **{f"rho_{name}": f"rollout_corr/rollout_is_{name}" for name in QUANTILES},
+}
+
+
+def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a whole batch from its sums. What has nothing to be a share of is left out."""
+    metrics = {metric: sums[a] / sums[b] for metric, (a, b) in RATIOS.items() if sums.get(b)}
+    metrics |= {metric: sums[name] for metric, name in TOTALS.items() if name in sums}
+    metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
+    for lag in LAG_NAMES:
+        prefix = f"lag/{lag}/"
+        own = {name.removeprefix(prefix): value for name, value in sums.items() if name.startswith(prefix)}
+        metrics |= {f"rollout_corr/by_lag/{lag}/{name}": value for name, value in _spread(own).items()}
+    return metrics
+
+
+def _spread(sums: Mapping[str, float]) -> dict[str, float]:
+    """How far rho is from 1, from the sums of a lag bucket or of all tokens. Nothing without fresh tokens."""
+    fresh = sums.get("fresh", 0.0)
+    if not fresh:
+        return {}
+    log_rho, rho2 = sums.get("log_rho", 0.0) / fresh, sums["rho2"] / fresh
+    bins = {int(name[4:]): count for name, count in sums.items() if name.startswith("bin/")}
+    return {
+        "tokens": fresh,
+        "log_rho": log_rho,
+        "kl": -log_rho,
+        "k3": sums.get("k3", 0.0) / fresh,
+        "chi2": rho2 - 1,
+        "masked_frac": sums.get("masked", 0.0) / fresh,
+        "truncated_frac": sums.get("truncated", 0.0) / fresh,
+        "ess": (sums["rho"] / fresh) ** 2 / rho2,
+        "seq_ess": sums["episode_w"] ** 2 / (sums["episode_w2"] * sums["episodes"]),
+        **{f"rho_{name}": _rho_at(bins, q) for name, q in QUANTILES.items()},
+    }
+
+
+def _rho_at(bins: Mapping[int, float], q: float) -> float:
+    """The q-quantile of rho, interpolated within its bin of log rho."""
+    place, seen = q * sum(bins.values()), 0.0
+    for index, count in sorted(bins.items()):
+        if seen + count >= place:
+            low, high = BIN_EDGES[index : index + 2]
+            return math.exp(low + (high - low) * (place - seen) / count)
+        seen += count
+    raise AssertionError("quantile of no token")
+
+
 def token_sums(state: TokenState) -> TokenSums:
-    """Reduce one micro-batch; the only transfers from the device."""
-    fresh, ratio, log_ratio = state.fresh, state.correction.ratio, state.prox - state.mu
-    kept = fresh & ~state.correction.masked
-    episodes, episode_ess = _episode_weights(state)
-
-    def over(where: Tensor, value: Tensor) -> Tensor:
-        return torch.where(where, value, 0).sum(dtype=torch.float64)
-
-    sums = {
-        "loss": over(kept, state.loss),
-        "tokens": state.counted.sum(),
-        "fresh": fresh.sum(),
-        "kept": kept.sum(),
-        "nonfinite": (state.in_bound & ~fresh).sum(),
-        "clipped": (state.clipped & kept).sum(),
-        "masked": (state.correction.masked & fresh).sum(),
-        "truncated": (state.correction.truncated & fresh).sum(),
-        "rho": over(fresh, ratio),
-        "rho2": over(fresh, ratio**2),
-        "k1": over(fresh, -log_ratio),
-        "k3": over(fresh, ratio - 1 - log_ratio),
-        "drift": over(fresh, state.prox - state.logp),
-        "entropy": over(state.counted, state.entropy.nan_to_num(0.0)),
-        "episodes": episodes,
-        "episode_w": episode_ess[0],
-        "episode_w2": episode_ess[1],
-        "exact": (state.exact & fresh).sum(),
-        "exact_diff": over(state.exact & fresh, log_ratio.abs()),
-        "exact_k3": over(state.exact & fresh, ratio - 1 - log_ratio),
-    }
-    extremes = {
-        "rho": torch.where(fresh, ratio, NOTHING).max(),
-        "-rho": torch.where(fresh, -ratio, NOTHING).max(),
-        "exact_diff": torch.where(state.exact & fresh, log_ratio.abs(), NOTHING).max(),
-    }
-    lags, counts = torch.unique(state.lag[kept], return_counts=True)
-    kept_lags = dict(zip(lags.tolist(), counts.tolist(), strict=True))
-    return _collect(sums, extremes, _by_lag(state.lag, log_ratio, fresh), kept_lags)
-
-
-def _episode_weights(state: TokenState) -> tuple[Tensor, Tensor]:
-    """Episodes with fresh tokens, and (Σ w, Σ w²) of their ratios Π rho over the fresh suffix."""
-    rows = int(state.row.max()) + 1
-    log_ratio = torch.where(state.fresh, state.prox - state.mu, 0).double()
-    total = torch.zeros(rows, dtype=torch.float64, device=log_ratio.device).index_add(0, state.row, log_ratio)
-    present = torch.zeros_like(total).index_add(0, state.row, state.fresh.double()) > 0
-    weight = total.clamp(-SEQUENCE_LOG_LIMIT, SEQUENCE_LOG_LIMIT).exp() * present
-    return present.sum(), torch.stack([weight.sum(), (weight**2).sum()])
-
-
-def _by_lag(lag: Tensor, log_ratio: Tensor, fresh: Tensor) -> Tensor:
-    """[2, LAGS]: Σ log rho and tokens, by lag."""
-    place = lag.clamp(max=LAGS - 1)
-    values = torch.stack([torch.where(fresh, log_ratio, 0).double(), fresh.double()])
-    return torch.zeros(2, LAGS, dtype=torch.float64, device=lag.device).index_add(1, place, values)
-
-
-def _collect(
-    sums: dict[str, Tensor], extremes: dict[str, Tensor], by_lag: Tensor, kept_lags: dict[int, int]
-) -> TokenSums:
-    scalars = torch.stack([value.double() for value in (*sums.values(), *extremes.values())])
-    flat = torch.cat([scalars, by_lag.flatten()]).tolist()
-    added, flat = dict(zip(sums, flat, strict=False)), flat[len(sums) :]
-    peaks, flat = dict(zip(extremes, flat, strict=False)), flat[len(extremes) :]
+    """Reduce one micro-batch. One transfer from the device."""
+    log_ratio = (state.prox - state.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = torch.where(state.fresh, log_ratio, 0.0)
+    names, table = _table(state, log_ratio)
+    extremes = _extremes(state, log_ratio)
+    kept = _kept(state).double()
+    lags = kept.new_zeros(LAGS).index_add(0, state.lag.clamp(max=LAGS - 1), kept)
+    flat = torch.cat([table.flatten(), torch.stack(list(extremes.values())), lags]).tolist()
+    peaks = dict(zip(extremes, flat[table.numel() :], strict=False))
     peaks = {name: value for name, value in peaks.items() if value != NOTHING}
     return TokenSums(
-        sums=added,
+        sums=_named(names, flat[: table.numel()]),
         highest={name: value for name, value in peaks.items() if not name.startswith("-")},
         lowest={name[1:]: -value for name, value in peaks.items() if name.startswith("-")},
-        log_rho_by_lag=list(zip(flat[:LAGS], flat[LAGS:], strict=True)),
-        kept_lags=kept_lags,
+        kept_lags={lag: int(count) for lag, count in enumerate(flat[-LAGS:]) if count},
     )
+
+
+def _table(state: TokenState, log_ratio: Tensor) -> tuple[list[str], Tensor]:
+    """Names of sums, and the sums [names, lag buckets + 1]; the last column is over all tokens."""
+    bucket = torch.bucketize(state.lag, torch.tensor(LAG_EDGES, device=state.lag.device))
+    columns = _columns(state, log_ratio)
+    by_lag = _scatter(bucket, torch.stack([column.double() for column in columns.values()]), len(LAG_NAMES))
+    edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=log_ratio.device)
+    bins = len(BIN_EDGES) - 1
+    place = torch.bucketize(log_ratio, edges) * len(LAG_NAMES) + bucket
+    histogram = _scatter(place, state.fresh.double()[None], bins * len(LAG_NAMES)).view(bins, -1)
+    tokens = torch.cat([by_lag, histogram])
+    tokens = torch.cat([tokens, tokens.sum(1, keepdim=True)], 1)
+    names = [*columns, *(f"bin/{i}" for i in range(bins)), "episodes", "episode_w", "episode_w2"]
+    return names, torch.cat([tokens, _episodes(state, log_ratio, bucket)])
+
+
+def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
+    """What is summed over tokens, [N] each and 0 where the token is out of scope."""
+    fresh, kept, exact = state.fresh, _kept(state), state.exact & state.fresh
+    rho, advantage = log_ratio.exp(), torch.where(fresh, state.advantage.double(), 0.0)
+    weight = torch.where(kept, state.correction.weight.double(), 0.0)
+    push = torch.where(kept, state.weight.double(), 0.0) * weight * advantage
+    k3 = rho - 1 - log_ratio
+    lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(kept)
+    return {
+        "loss": torch.where(kept, state.loss, 0.0),
+        "tokens": state.counted,
+        "fresh": fresh,
+        "kept": kept,
+        "nonfinite": state.in_bound & ~fresh,
+        "clipped": state.clipped & kept,
+        "clipped_lower": lower & kept,
+        "masked": state.correction.masked & fresh,
+        "truncated": state.correction.truncated & fresh,
+        "log_rho": log_ratio,
+        "rho": torch.where(fresh, rho, 0.0),
+        "rho2": torch.where(fresh, rho**2, 0.0),
+        "k3": k3,
+        "drift": torch.where(fresh, state.prox - state.logp, 0.0),
+        "entropy": torch.where(state.counted, state.entropy.nan_to_num(0.0), 0.0),
+        "exact": exact,
+        "exact_diff": torch.where(exact, (state.prox - state.mu).abs(), 0.0),
+        "exact_k3": torch.where(exact, k3, 0.0),
+        "weight": weight,
+        "zero_advantage": fresh & (advantage == 0),
+        "positive": advantage.clamp(min=0),
+        "negative": (-advantage).clamp(min=0),
+        "kept_positive": weight * advantage.clamp(min=0),
+        "kept_negative": weight * (-advantage).clamp(min=0),
+        "push": push,
+        "push_size": push.abs(),
+    }
+
+
+def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
+    """[3, lag buckets + 1]: episodes with fresh tokens there, Σ w and Σ w² of their weights Π rho."""
+    buckets = len(LAG_NAMES)
+    rows = int(state.row.max()) + 1
+    values = torch.stack([log_ratio, state.fresh.double()])
+    total, count = _scatter(state.row * buckets + bucket, values, rows * buckets).view(2, rows, buckets)
+    total, count = (torch.cat([x, x.sum(1, keepdim=True)], 1) for x in (total, count))
+    present = (count > 0).double()
+    weight = total.clamp(-SEQUENCE_LOG_LIMIT, SEQUENCE_LOG_LIMIT).exp() * present
+    return torch.stack([present.sum(0), weight.sum(0), (weight**2).sum(0)])
+
+
+def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
+    """Maxima by metric; with a leading minus the maximum of the negative."""
+    rho, difference = log_ratio.exp(), (state.prox - state.mu).abs().double()
+    return {
+        "rollout_corr/rollout_is_max": torch.where(state.fresh, rho, NOTHING).max(),
+        "-rollout_corr/rollout_is_min": torch.where(state.fresh, -rho, NOTHING).max(),
+        "rollout_corr/logprob_diff_max": torch.where(state.exact & state.fresh, difference, NOTHING).max(),
+    }
+
+
+def _kept(state: TokenState) -> Tensor:
+    """Tokens that enter the loss."""
+    return state.fresh & ~state.correction.masked
+
+
+def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
+    """[k, size]: Σ of `values` [k, N] by place [N]."""
+    return values.new_zeros(len(values), size).index_add(1, place, values)
+
+
+LAG_SUMS = ("fresh", "masked", "truncated", "log_rho", "rho", "rho2", "k3", "bin/", "episode")
+
+
+def _named(names: list[str], flat: list[float]) -> dict[str, float]:
+    """All sums over all tokens but empty bins, and those of lag buckets that are there."""
+    width, sums = len(LAG_NAMES) + 1, dict[str, float]()
+    for i, name in enumerate(names):
+        *by_lag, total = flat[i * width : (i + 1) * width]
+        if total or not name.startswith("bin/"):
+            sums[name] = total
+        if name.startswith(LAG_SUMS):
+            sums |= {f"lag/{lag}/{name}": v for lag, v in zip(LAG_NAMES, by_lag, strict=True) if v}
+    return sums
