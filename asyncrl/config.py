@@ -225,8 +225,9 @@ class KLConfig(Section, frozen=True):
 
     where: Literal["none", "reward", "loss"] = "none"
     """Subtract coef * KL from the token rewards, or add it to the loss."""
-    estimator: Literal["k1", "abs", "k2", "k3", "straight_through"] = "k2"
-    """Estimator per token; `straight_through`: the value of k3, the gradient of k2."""
+    estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through"] = "auto"
+    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward, k2 in
+    the loss, whose gradients are those of the KL."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.algorithms.advantages import Advantage, Scale, advantages
-from asyncrl.algorithms.aggregation import Rule as Aggregation
-from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.algorithms.advantages import advantages
+from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
-from asyncrl.algorithms.losses import Loss, losses
+from asyncrl.algorithms.credit import Advantage, Scale
+from asyncrl.algorithms.library import losses
+from asyncrl.algorithms.losses import Loss
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 
+END_SCALARS = ("batch_std", "nonzero")
 DEFAULT_RULES: dict[str, dict[str, str | int | float | bool]] = {"mask": {}, "truncate": {}}
 
 
@@ -24,7 +26,7 @@ class Recipe:
     """The components of a run, options bound.
 
     `barrier`: the whole batch must be in hand before the first backward. `optimizer_steps`: per batch.
-    `prox`: how log prox comes about. `critic`, `reference`: whether the model is needed.
+    `prox`: how log prox comes about. `critic`, `own_critic`, `reference`: whether the model is needed.
     """
 
     advantage: Advantage
@@ -36,7 +38,14 @@ class Recipe:
     prox: str
     barrier: bool
     critic: bool
+    own_critic: bool
     reference: bool
+    kl_estimator: str
+
+    @property
+    def batch_mean_weight(self) -> bool:
+        """Correction weights are divided by their mean over the batch."""
+        return any(rule.kind == "scale" for rule in self.rules)
 
     @property
     def weighted(self) -> bool:
@@ -54,52 +63,85 @@ def compose(config: RunConfig) -> Recipe:
         named = DEFAULT_RULES if loss.ratio == "prox" else {}
     scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
     steps = algorithm.steps_per_batch * algorithm.epochs
+    batch_wide = credit.whole_group or loss.prepare is not None
     prox = algorithm.prox if algorithm.prox != "auto" else ("recompute" if steps > 1 else "current")
+    shared = credit.critic and config.critic.backbone == "shared"
     recipe = Recipe(
         advantage=credit,
         scale=scale,
         loss=loss,
         rules=select_rules(named, "$.algorithm.correction"),
-        aggregate=aggregations.load(algorithm.aggregation),
+        aggregate=aggregations.load(algorithm.aggregation).bound(
+            {"length": config.rollout.max_tokens}, "$.algorithm.aggregation"
+        ),
         optimizer_steps=steps,
-        prox=prox,
+        prox="recompute" if batch_wide else prox,
         barrier=(
-            steps > 1
+            batch_wide
+            or steps > 1
             or prox == "recompute"
             or scale == "whiten"
-            or credit.whole_group
-            or loss.prepare is not None
             or (kl.where == "reward" and credit.siblings)
+            # Advantages can be divided at the end of a streamed batch only if nothing else is in the gradient.
+            or (scale in END_SCALARS and (kl.where == "loss" or algorithm.entropy_coef > 0 or shared))
         ),
         critic=credit.critic,
+        own_critic=credit.critic and not shared,
         reference=loss.reference or kl.where != "none",
+        kl_estimator=kl.estimator if kl.estimator != "auto" else {"reward": "k1"}.get(kl.where, "k2"),
     )
-    _check(config, recipe)
+    for message, refused in _refusals(config, recipe).items():
+        if refused:
+            raise ConfigError(message)
     return recipe
 
 
-def _check(config: RunConfig, recipe: Recipe) -> None:
-    """Refuse what each key allows but together is wrong."""
-    algorithm, buffer = config.algorithm, config.buffer
+def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+    """What each key allows but together is wrong: message → whether it is the case."""
+    algorithm, buffer, kl = config.algorithm, config.buffer, config.kl
+    loss, credit = recipe.loss, recipe.advantage
     partial = buffer.group_policy == "partial"
-    refusals = {
-        f"$.algorithm.loss {algorithm.loss!r} contains pi/mu itself; a weight in $.algorithm.correction would count "
-        "it twice; keep masks only": recipe.loss.ratio == "mu" and recipe.weighted,
+    name = f"$.algorithm.loss {algorithm.loss!r}"
+    return {
+        f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep masks only": (
+            loss.ratio == "mu" and recipe.weighted
+        ),
         "$.algorithm.correction has no weight with max_staleness > 0: stale data would be trained uncorrected; add "
         "truncate, or set max_staleness=0": (
-            recipe.loss.ratio == "prox" and not recipe.weighted and buffer.max_staleness > 0
+            loss.ratio == "prox" and not recipe.weighted and buffer.max_staleness > 0
         ),
-        f"$.algorithm.loss {algorithm.loss!r} with one optimizer step per batch never clips (pi = prox); use reinforce, "
-        "or steps_per_batch or epochs > 1": recipe.loss.clips and recipe.optimizer_steps == 1,
-        f"$.algorithm.loss {algorithm.loss!r} with several optimizer steps per batch has no trust region; use one that "
-        "clips": algorithm.loss == "reinforce" and recipe.optimizer_steps > 1,
+        "$.algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it out": (
+            recipe.batch_mean_weight and not recipe.weighted
+        ),
+        "$.algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, or the "
+        "KL in the loss, the entropy bonus and the shared value head": recipe.batch_mean_weight
+        and (kl.where == "loss" or algorithm.entropy_coef > 0 or (recipe.critic and not recipe.own_critic)),
+        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or steps_per_batch or "
+        "epochs > 1": loss.clips and recipe.optimizer_steps == 1,
+        f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
+            loss.clips and recipe.optimizer_steps > 1 and recipe.prox == "current"
+        ),
+        f"{name} with several optimizer steps per batch has no trust region; use one that clips": (
+            loss.ratio == "prox" and not loss.trusts and recipe.optimizer_steps > 1
+        ),
         f"$.algorithm.advantage {algorithm.advantage!r} is biased with group_policy=partial; use rloo": (
-            partial and recipe.advantage.siblings and not recipe.advantage.late
+            partial and credit.siblings and not credit.late
         ),
         "$.algorithm.aggregation prompt_mean needs whole groups; use token_mean with group_policy=partial": (
             partial and algorithm.aggregation == "prompt_mean"
         ),
+        f"$.algorithm.advantage {algorithm.advantage!r} needs whole groups; use group_policy=complete": (
+            partial and (credit.whole_group or credit.greedy)
+        ),
+        "$.kl.where reward changes the baseline of siblings, which must be in the batch; use group_policy=complete and "
+        "on_stale=mask or hold, or kl.where=loss": kl.where == "reward"
+        and credit.siblings
+        and (partial or buffer.on_stale == "drop"),
+        "$.kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
+            kl.where == "loss" and recipe.kl_estimator == "k1"
+        ),
+        f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance would bias; "
+        "set one of them off": recipe.scale in ("whiten", "whiten_running")
+        and credit.siblings
+        and buffer.filter_zero_variance,
     }
-    for message, refused in refusals.items():
-        if refused:
-            raise ConfigError(message)

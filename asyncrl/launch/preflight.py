@@ -184,18 +184,15 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 
 
 def check_names(config: RunConfig) -> None:
-    """Every name of a plug-in is known, and what it names can be loaded."""
-    from asyncrl.algorithms.advantages import advantages
-    from asyncrl.algorithms.losses import losses
-    from asyncrl.rewards import load_reward
-    from asyncrl.roles.rollout_setup import BUILT_IN, load_tools
+    """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit each other."""
+    from asyncrl.algorithms.recipe import compose
+    from asyncrl.roles.rollout_setup import BUILT_IN, load_scorer, load_tools
     from asyncrl.rollout.parsers import parsers
 
     load_tools(config.rollout)
-    load_reward(config.rollout.reward)
+    load_scorer(config)
     parsers.load(config.rollout.parser)
-    advantages.load(config.algorithm.advantage)
-    losses.load(config.algorithm.loss)
+    compose(config)
     if (
         not config.engine.remote and config.engine.name not in BUILT_IN
     ):  # those are known without the seconds that their import takes

@@ -27,7 +27,6 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.roles.publishing import Publishing
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.step import Learner
-from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.transport.messages import (
     Checkpointed,
     Commit,
@@ -52,7 +51,8 @@ log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
-TIMED = ("update_actor", "update_weights", "save_checkpoint", "wait_data")  # phases reported as timing_s/*
+# Phases reported as timing_s/*. update_actor is the policy's and the critic's: one backward does both.
+TIMED = ("update_actor", "ref", "adv", "update_weights", "save_checkpoint", "wait_data")
 _turns = msgspec.msgpack.Decoder(Turn)
 
 
@@ -98,7 +98,7 @@ class TrainerRank:
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
         self.trainer_epoch = 0
-        self.watch = Stopwatch()
+        self.watch = self.learner.watch
         self.waiting = ""
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []

@@ -1,8 +1,10 @@
-"""Several optimizer steps on one batch: nothing is trained until all of it is in hand.
+"""A batch behind a barrier: nothing is trained until all of it is in hand.
 
-prox is computed for every token before the first step moves the policy; then K mini-batches of whole
-groups follow, each with its own denominator. The lag was checked once, at the start of the batch;
-what the policy drifts inside it shows as `actor/ppo_kl`.
+    held ──score──► prox, reference, V ──credit──► advantages ──prepare──► E epochs × K mini-batches
+
+Several optimizer steps need it (prox is the policy before the first), and whatever compares an episode
+with the whole batch. Mini-batches are of whole groups, each with its own denominator. The lag was checked once,
+at the start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from asyncrl.algorithms.losses import BatchTrace
+from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
 from asyncrl.buffer.packing import bucket
-from asyncrl.trainer.batch import Example, collate
+from asyncrl.trainer.batch import Example, collate, with_said
+from asyncrl.trainer.credit import (
+    credit,
+    penalised,
+    rescaled,
+    share,
+    share_penalties,
+    share_traces,
+    with_penalised_siblings,
+)
+from asyncrl.trainer.report import tally_credit
 from asyncrl.trainer.tally import Tally
 
 if TYPE_CHECKING:
@@ -23,14 +37,16 @@ if TYPE_CHECKING:
 
 
 def train_held(learner: Learner, held: Sequence[Example]) -> Tally:
-    """Take the K optimizer steps of a held batch; the tally is that of all ranks. A collective."""
+    """Take the optimizer steps of a held batch; the tally is that of all ranks. A collective."""
+    algorithm = learner.config.algorithm
     part_of = _deal(learner, held)
-    examples = _with_prox(learner, held)
-    whole = Tally()
-    for k in range(learner.config.algorithm.steps_per_batch):
+    examples, whole = _credited(learner, _scored(learner, held))
+    examples = _prepared(learner, examples)
+    for index in range(learner.recipe.optimizer_steps):
+        k = index % algorithm.steps_per_batch
         tally = Tally()
         for micro in _micro_batches(learner, [e for e in examples if part_of[e.group] == k]):
-            learner.backward(micro, tally)
+            learner.backward(micro, tally, progress=index / learner.recipe.optimizer_steps)
         whole.merge(learner.apply(tally))
     return whole
 
@@ -43,17 +59,89 @@ def _deal(learner: Learner, held: Sequence[Example]) -> dict[str, int]:
     return {group: i * steps // len(groups) for i, group in enumerate(groups)}
 
 
-def _with_prox(learner: Learner, held: Sequence[Example]) -> list[Example]:
-    """The examples with the log-probs of the policy as it is now."""
-    done: list[Example] = []
+def _scored(learner: Learner, held: Sequence[Example]) -> list[Example]:
+    """The examples with what the models say of them as they are now, where the recipe asks."""
+    recipe, done = learner.recipe, list[Example]()
+    if not (recipe.prox == "recompute" or recipe.critic or recipe.reference):
+        return list(held)
     for part in _micro_batches(learner, held):
-        micro = collate(part, learner.dtype).to(learner.world.device)
+        tokens = collate(part, learner.dtype).to(learner.world.device).selected
         with torch.no_grad():
-            logp = learner.policy(micro.selected).logp.cpu().numpy()
-        edges = np.cumsum([e.tokens for e in part])[:-1]
-        pieces = np.split(logp, edges) if part else []  # a dummy's log-prob belongs to nobody
-        done += (replace(e, prox=piece) for e, piece in zip(part, pieces, strict=True))
+            scores = learner.policy(tokens, collision=recipe.advantage.whole_group)
+            if recipe.prox == "recompute":
+                part = with_said(part, "prox", scores.logp)
+            if scores.collision is not None:
+                part = with_said(part, "collision", scores.collision)
+            value = learner.critic(tokens) if learner.critic is not None else scores.value
+            if value is not None:
+                part = with_said(part, "value", value)
+        if learner.reference is not None:
+            with learner.watch.phase("ref"):
+                part = with_said(part, "reference", learner.reference.logp(tokens))
+        done += part
     return done
+
+
+def _credited(learner: Learner, examples: Sequence[Example]) -> tuple[list[Example], Tally]:
+    """The examples with their advantages, compared with and divided by the whole batch; and what there is to tell
+    of them, of all ranks."""
+    recipe, tally = learner.recipe, Tally()
+    if learner.config.kl.where == "reward":
+        pairs = [penalised(e, learner.state["kl_coef"], recipe.kl_estimator) for e in examples]
+        penalties = share_penalties(learner.world, pairs)
+        examples = [with_penalised_siblings(e, penalties) for e, _ in pairs]
+    traces = share_traces(learner.world, examples) if recipe.advantage.whole_group else {}
+    with learner.watch.phase("adv"):
+        examples = [credit(e, recipe, traces.get(e.group, ())) for e in examples]
+    tally_credit(tally, examples)
+    whole = Tally()
+    for part in learner.world.gather(tally, Tally):
+        whole.merge(part)
+    sums = AdvantageSums.from_totals(whole.totals)
+    if recipe.scale in ("whiten", "whiten_running"):
+        change = Whitening.of(sums).apply
+    else:
+        factor = end_factor(recipe.scale, sums)
+
+        def change(advantage: np.ndarray) -> np.ndarray:
+            return advantage * factor
+
+    return [rescaled(e, change) for e in examples], whole
+
+
+def _prepared(learner: Learner, examples: Sequence[Example]) -> list[Example]:
+    """The examples with what the loss says of each token in view of the whole batch."""
+    prepare = learner.recipe.loss.prepare
+    if prepare is None:
+        return list(examples)
+    everyone = share(learner.world, examples, [_view(e) for e in examples])
+    traces = [
+        BatchTrace(
+            group=packed.group,
+            reward=packed.own.reward,
+            advantage=packed.array("advantage"),
+            prox=packed.array("prox"),
+            mu=packed.array("mu"),
+            fresh=packed.array("fresh").astype(bool),
+            reference=packed.array("reference") if "reference" in packed.arrays else None,
+        )
+        for packed in everyone
+    ]
+    said = dict(zip((packed.uid for packed in everyone), prepare(traces), strict=True))
+    return [replace(e, prepared=np.asarray(said[e.row.uid], dtype=np.float64)) for e in examples]
+
+
+def _view(e: Example) -> dict[str, np.ndarray]:
+    """An episode's arrays for a BatchTrace; a token without finite log-probs is not fresh and its mu is prox."""
+    assert e.prox is not None and e.advantage is not None
+    finite = np.isfinite(e.mu) & np.isfinite(e.prox)
+    view = {
+        "advantage": e.advantage,
+        "prox": np.where(finite, e.prox, 0.0),
+        "mu": np.where(finite, e.mu, 0.0),
+        "fresh": e.fresh & finite,
+    }
+    return view if e.reference is None else view | {"reference": e.reference}
 
 
 def _micro_batches(learner: Learner, examples: Sequence[Example]) -> list[list[Example]]:

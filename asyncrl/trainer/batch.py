@@ -2,8 +2,8 @@
 
     turns ──assemble──► Trajectory ──example──► Example ──collate──► MicroBatch
 
-Everything that decides a token's gradient apart from the policy itself is fixed here, before the
-forward: its advantage, its weight, its lag.
+What decides a token's gradient apart from the models is fixed here, before any forward: its weight, its
+lag, whether it may contribute. Models add to an Example what they say of its tokens.
 """
 
 from __future__ import annotations
@@ -15,36 +15,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import GroupRewards, advantages
-from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.algorithms.credit import CreditInput
+from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.buffer.staleness import stale_mask, token_lags
-from asyncrl.config import AlgorithmConfig
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
 from asyncrl.transport.messages import Row
-from asyncrl.types import Trajectory, Turn, VersionSpan
+from asyncrl.types import Member, Trajectory, Turn, VersionSpan
 
 
 @dataclass(frozen=True)
 class Example:
     """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
 
-    `weight` (per token) and `denominator` come from the aggregation rule. `stale` marks tokens over the
-    bound, `exact` those whose whole context was computed by the version in training. `prox` is set
-    behind a barrier only.
+    `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
+    `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
+    training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's, before
+    the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe asks for them.
     """
 
+    row: Row
     trajectory: Trajectory
-    group: str
-    advantage: float
     weight: float
     denominator: float
     position: np.ndarray
+    turn: np.ndarray
+    rewards: np.ndarray
     mu: np.ndarray
     lag: np.ndarray
     stale: np.ndarray
     exact: np.ndarray
+    excluded: bool = False
+    advantage: np.ndarray | None = None
+    returns: np.ndarray | None = None
     prox: np.ndarray | None = None
+    reference: np.ndarray | None = None
+    value: np.ndarray | None = None
+    prepared: np.ndarray | None = None
+    collision: np.ndarray | None = None
+
+    @property
+    def group(self) -> str:
+        return self.row.group
 
     @property
     def tokens(self) -> int:
@@ -56,28 +68,43 @@ class Example:
         """All tokens."""
         return len(self.trajectory.ids)
 
+    @property
+    def fresh(self) -> np.ndarray:
+        """Tokens [T_i] that may contribute, as far as is known before a forward."""
+        return ~self.stale & (not self.excluded)
+
+    def credit_input(self) -> CreditInput:
+        """What the advantage is a function of."""
+        row = self.row
+        return CreditInput(row.own, row.siblings, self.rewards, self.turn, self.value, row.greedy)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Padded ids [B, T] and the model tokens of all rows, flattened to [N].
 
     Token i is ids[row[i], position[i]], predicted from position - 1. `counted` is False only on the
-    dummy token of a rank without rows. `fresh` tokens may contribute: those not stale. `prox` is None
-    when the policy does not change between now and the optimizer step.
+    dummy token of a rank without rows. `fresh` tokens may contribute: not stale, not excluded. What no model or
+    recipe has said is None: `prox` where the policy does not change between now and the optimizer step.
     """
 
     ids: Tensor
     row: Tensor
     position: Tensor
+    turn: Tensor
     temperature: Tensor
     mu: Tensor
-    advantage: Tensor
     weight: Tensor
     lag: Tensor
     fresh: Tensor
     exact: Tensor
     counted: Tensor
-    prox: Tensor | None
+    advantage: Tensor | None = None
+    returns: Tensor | None = None
+    prox: Tensor | None = None
+    reference: Tensor | None = None
+    value: Tensor | None = None
+    prepared: Tensor | None = None
 
     @property
     def selected(self) -> Selected:
@@ -87,6 +114,9 @@ class MicroBatch:
         """All tensors on `device`."""
         tensors = ((f.name, getattr(self, f.name)) for f in fields(self))
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None})
+
+
+SAID = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
 
 
 def assemble(row: Row, turns: Sequence[Turn]) -> Trajectory:
@@ -111,7 +141,7 @@ def assemble(row: Row, turns: Sequence[Turn]) -> Trajectory:
         mask=tuple(mask),
         logprobs=tuple(logprobs),
         spans=tuple(spans),
-        reward=row.reward,
+        reward=row.own.reward,
         end=row.end,
         turns=len(turns),
         tool_calls=sum(len(turn.replies) for turn in turns),
@@ -132,28 +162,44 @@ def _check(uid: str, turn: Turn, *, first: bool) -> None:
         raise ProtocolError(f"episode {uid} starts with a model token: nothing predicts it")
 
 
-def example(row: Row, turns: Sequence[Turn], step: int, bound: int, config: AlgorithmConfig) -> Example:
-    """Assemble one row for batch `step`: advantage, aggregation share, lags, and what is over `bound`."""
+def example(
+    row: Row, turns: Sequence[Turn], step: int, bound: int, rule: Aggregation, *, mask_truncated: bool = False
+) -> Example:
+    """Assemble one row for batch `step`: aggregation share, token rewards, lags, and what is over `bound`."""
     trajectory = assemble(row, turns)
     position = np.flatnonzero(np.asarray(trajectory.mask, dtype=np.int64))
-    share = aggregations.get(config.aggregation)(len(position), row.group_tokens)
-    rewards = GroupRewards(row.reward, row.siblings, row.self_inside)
+    share = rule(len(position), row.group_tokens)
     spans = trajectory.spans  # in order and without gaps, so repeating them aligns to `position`
-    sizes = [span.end - span.start for span in spans]
     exact = [span.version == span.kv_version == step for span in spans]
     lags = token_lags(spans, step)
+    turn = np.repeat(np.arange(len(turns)), [len(t.ids) for t in turns])
     return Example(
+        row=row,
         trajectory=trajectory,
-        group=row.group,
-        advantage=advantages.load(config.advantage)(rewards),
         weight=share.weight,
         denominator=share.denominator,
         position=position,
+        turn=turn,
+        rewards=token_rewards(row.own, turn),
         mu=np.asarray(trajectory.logprobs, dtype=np.float64)[position],
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
-        exact=np.repeat(np.asarray(exact, dtype=bool), sizes),
+        exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
+        excluded=mask_truncated and row.end.truncated,
     )
+
+
+def token_rewards(own: Member, turn: np.ndarray) -> np.ndarray:
+    """[T] each turn's reward on its last token; that of a turn without one, on the token before it, and
+    what comes before the first token, on that. Everything is on the last token where turns say nothing."""
+    rewards = np.zeros(len(turn))
+    if len(turn):
+        by_turn = own.turn_rewards or (own.reward,)
+        ends = np.searchsorted(turn, np.arange(len(by_turn)), side="right") - 1
+        if not own.turn_rewards:
+            ends = np.array([len(turn) - 1])
+        np.add.at(rewards, np.maximum(ends, 0), by_turn)
+    return rewards
 
 
 def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
@@ -178,16 +224,23 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
         ids=torch.from_numpy(ids),
         row=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
         position=join("position"),
+        turn=join("turn"),
         temperature=spread([e.trajectory.temperature for e in examples]),
         mu=join("mu").to(dtype),
-        advantage=spread([e.advantage for e in examples]),
         weight=spread([e.weight for e in examples]),
         lag=join("lag"),
-        fresh=~join("stale"),
+        fresh=join("fresh"),
         exact=join("exact"),
         counted=torch.ones(sum(counts), dtype=torch.bool),
-        prox=join("prox").to(dtype) if examples[0].prox is not None else None,
+        **{name: join(name).to(dtype) for name in SAID if getattr(examples[0], name) is not None},
     )
+
+
+def with_said(examples: Sequence[Example], name: str, values: Tensor) -> list[Example]:
+    """The examples with what a model said of their tokens, [N] over all of them in order."""
+    edges = np.cumsum([e.tokens for e in examples])[:-1]
+    pieces = np.split(values.double().cpu().numpy(), edges) if examples else []
+    return [replace(e, **{name: piece[: e.tokens]}) for e, piece in zip(examples, pieces, strict=True)]
 
 
 def _dummy(dtype: torch.dtype) -> MicroBatch:
@@ -197,13 +250,13 @@ def _dummy(dtype: torch.dtype) -> MicroBatch:
         ids=torch.zeros(1, 2, dtype=torch.int64),
         row=index,
         position=index + 1,
+        turn=index,
         temperature=zero + 1,
         mu=zero,
-        advantage=zero,
         weight=zero,
         lag=index,
         fresh=no,
         exact=no,
         counted=no,
-        prox=None,
+        **dict.fromkeys(SAID, zero),
     )

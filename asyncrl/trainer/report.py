@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.algorithms.diagnostics import TokenSums
+from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
+from asyncrl.algorithms.normalise import AdvantageSums
+from asyncrl.algorithms.value import explained_variance, fit_totals
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.trainer.batch import Example
+from asyncrl.trainer.objective import Terms
 from asyncrl.trainer.tally import Tally
 
 TAKEN = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
@@ -19,20 +22,47 @@ def tally_examples(tally: Tally, examples: Sequence[Example]) -> None:
     """Rewards, lengths and staleness of the episodes of one micro-batch."""
     for e in examples:
         t = e.trajectory
-        tally.summary("critic/score", [t.reward])
-        tally.summary("critic/rewards", [t.reward])
-        tally.summary("critic/advantages", [e.advantage])
+        tally.summary("critic/score", [e.row.own.score])
+        tally.summary("critic/rewards", [e.row.own.reward])
         tally.summary("response_length", [e.tokens])
         tally.summary("prompt_length", [int(e.position[0]) if e.tokens else e.length])
         tally.summary("num_turns", [t.turns])
         tally.summary("tool_call_counts", [t.tool_calls])
         tally.summary("global_seqlen", [e.length])
         tally.ratio("response_length/clip_ratio", float(t.end.truncated), 1.0)
-        tally.ratio("critic/zero_advantage_frac", float(e.advantage == 0), 1.0)
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)
         _tally_staleness(tally, e)
+
+
+def tally_credit(tally: Tally, examples: Sequence[Example]) -> None:
+    """Advantages, and returns against values, per token; sums for what divides by the batch at its end."""
+    for e in examples:
+        assert e.advantage is not None
+        _summarise(tally, "critic/advantages", e.advantage)
+        tally.ratio("critic/zero_advantage_frac", float(not e.advantage.any()), 1.0)
+        if e.returns is not None and e.value is not None:
+            _summarise(tally, "critic/returns", e.returns)
+            _summarise(tally, "critic/values", e.value)
+            for name, value in fit_totals(e.value, e.returns).items():
+                tally.total(name, value)
+    sums = AdvantageSums.of([e.advantage for e in examples if e.advantage is not None])
+    for name, value in sums.totals().items():
+        tally.total(name, value)
+
+
+def _summarise(tally: Tally, name: str, values: np.ndarray) -> None:
+    if len(values):
+        tally.ratio(f"{name}/mean", float(values.sum()), len(values))
+        tally.high(f"{name}/max", float(values.max()))
+        tally.low(f"{name}/min", float(values.min()))
+
+
+def tally_terms(tally: Tally, terms: Terms, denominator: float) -> None:
+    """What was added to the policy loss; `denominator`: the micro-batch's share of D."""
+    for name, (numerator, own) in terms.items():
+        tally.ratio(name, float(numerator), denominator if own is None else float(own))
 
 
 def _tally_staleness(tally: Tally, e: Example) -> None:
@@ -52,31 +82,14 @@ def _tally_staleness(tally: Tally, e: Example) -> None:
 
 def tally_tokens(tally: Tally, seen: TokenSums, denominator: float) -> None:
     """Loss and off-policyness of the tokens of one micro-batch. `denominator`: its share of D."""
-    s = seen.sums
-    tally.ratio("actor/pg_loss", s["loss"], denominator)
-    tally.ratio("actor/pg_clipfrac", s["clipped"], s["kept"])
-    tally.ratio("actor/ppo_kl", s["drift"], s["fresh"])
-    tally.ratio("actor/entropy", s["entropy"], s["tokens"])
-    tally.ratio("rollout_corr/rollout_is_mean", s["rho"], s["fresh"])
-    tally.ratio("rollout_corr/kl", s["k1"], s["fresh"])
-    tally.ratio("rollout_corr/k3_kl", s["k3"], s["fresh"])
-    tally.ratio("rollout_corr/rollout_rs_masked_fraction", s["masked"], s["fresh"])
-    tally.ratio("rollout_corr/truncated_fraction", s["truncated"], s["fresh"])
-    tally.ratio("rollout_corr/logprob_diff_mean", s["exact_diff"], s["exact"])
-    tally.ratio("rollout_corr/k3_kl_same_version", s["exact_k3"], s["exact"])
-    tally.total("rollout_corr/logprob_diff_tokens", s["exact"])
-    tally.total("rollout_corr/nonfinite_tokens", s["nonfinite"])
-    tally.total("trainer/kept_tokens", s["kept"])
-    for name in ("fresh", "rho", "rho2", "episodes", "episode_w", "episode_w2"):
-        tally.total(f"_{name}", s[name])
-    for name, label in (("rho", "rollout_is_max"), ("exact_diff", "logprob_diff_max")):
-        if name in seen.highest:
-            tally.high(f"rollout_corr/{label}", seen.highest[name])
-    if "rho" in seen.lowest:
-        tally.low("rollout_corr/rollout_is_min", seen.lowest["rho"])
-    for lag, (log_rho, tokens) in enumerate(seen.log_rho_by_lag):
-        if tokens:
-            tally.ratio(f"rollout_corr/log_rho_by_lag/{lag}", log_rho, tokens)
+    tally.ratio("actor/pg_loss", seen.sums["loss"], denominator)
+    tally.total("trainer/kept_tokens", seen.sums["kept"])
+    for name, value in seen.sums.items():
+        tally.total(f"_{name}", value)
+    for name, value in seen.highest.items():
+        tally.high(name, value)
+    for name, value in seen.lowest.items():
+        tally.low(name, value)
     for lag, count in seen.kept_lags.items():
         tally.total(f"{KEPT}{lag}", count)
 
@@ -85,15 +98,11 @@ def batch_metrics(tally: Tally) -> dict[str, float]:
     """The metrics of a whole batch, from the tally merged over all ranks."""
     metrics = tally.metrics()
     hidden = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
-    if hidden.get("_fresh"):
-        metrics["rollout_corr/rollout_is_eff_sample_size"] = _ess(hidden, "rho", "fresh")
-        metrics["rollout_corr/rollout_is_seq_eff_sample_size"] = _ess(hidden, "episode_w", "episodes")
+    metrics |= metrics_of({name.removeprefix("_"): value for name, value in hidden.items()})
+    fit = explained_variance(hidden)
+    if fit is not None:
+        metrics["critic/vf_explained_var"] = fit
     return metrics | _lags(_histogram(hidden, KEPT), _histogram(metrics, TAKEN))
-
-
-def _ess(sums: dict[str, float], weight: str, count: str) -> float:
-    """(Σ w)² / (n·Σ w²), in (0, 1]."""
-    return sums[f"_{weight}"] ** 2 / (sums[f"_{weight}2"] * sums[f"_{count}"])
 
 
 def _histogram(values: dict[str, float], prefix: str) -> LagHistogram:

@@ -1,4 +1,4 @@
-"""The learner: model, optimizer and schedule; turns a stream of micro-batches into optimizer steps.
+"""The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
     accumulate(rows) … accumulate(rows) ──► gradients, undivided ──► finish(): / D, clip, AdamW
 
@@ -11,111 +11,154 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.algorithms.correction import CorrectionInput, corrections
-from asyncrl.algorithms.diagnostics import TokenState, token_sums
-from asyncrl.algorithms.losses import LossInput, select_loss
+from asyncrl.algorithms.diagnostics import token_sums
+from asyncrl.algorithms.kl import adapted
+from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
+from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import train_held
-from asyncrl.trainer.batch import Example, MicroBatch, collate, example
+from asyncrl.trainer.batch import SAID, Example, collate, example, with_said
+from asyncrl.trainer.credit import credit, penalised, rescaled
+from asyncrl.trainer.critic import load_critic
 from asyncrl.trainer.model import Policy, load_policy
-from asyncrl.trainer.report import batch_metrics, tally_examples, tally_tokens
+from asyncrl.trainer.objective import evaluate
+from asyncrl.trainer.reference import load_reference
+from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples, tally_terms, tally_tokens
 from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.tally import Tally
 from asyncrl.trainer.world import World
 from asyncrl.transport.messages import Row
 from asyncrl.types import Turn
 
 Work = Iterable[tuple[Row, Sequence[Turn]]]
+LEAST_ESS_FACTOR = 0.1
 
 
 class Learner:
     """One rank of the trainer. `step` is V: the number of completed optimizer batches.
 
-    Methods are collectives: all ranks call the same ones in the same order. With
-    `steps_per_batch` > 1 the rows wait for `finish` (see barrier.py).
+    Methods are collectives: all ranks call the same ones in the same order. Where the recipe has a barrier
+    the rows wait for `finish` (see barrier.py). `state`: the numbers that belong to a checkpoint beside models
+    and optimizers; they are frozen within a batch.
     """
 
     def __init__(self, config: RunConfig, world: World, policy: Policy | None = None) -> None:
-        self.config = config
-        self.world = world
-        self.policy = policy or load_policy(config.model.path, config.model.dtype, world)
+        self.config, self.world = config, world
+        self.recipe = compose(config)
+        shared = self.recipe.critic and not self.recipe.own_critic
+        self.policy = policy or load_policy(config.model, world, value_head=shared)
         trainer = config.trainer
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
+            trainable(self.policy), lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
+        self.critic = load_critic(config, world) if self.recipe.own_critic else None
+        self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
         self.step = 0
+        self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.averaging: float = world.size  # what FSDP2 divides gradients by
         self.bound = config.buffer.max_staleness
         self.dtype = next(self.policy.parameters()).dtype
-        self._loss = select_loss(config.algorithm)
-        self._correct = corrections.get(config.algorithm.correction)
+        self.watch = Stopwatch()
         self._expected = 256.0  # guess of D; see _rescale
         self._held: list[Example] = []
         self._tally = Tally()
 
+    # -- a batch ---------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """The batch is trained behind a barrier: always, or because running statistics are still unknown."""
+        return self.recipe.barrier or (self.recipe.scale == "whiten_running" and self.whitening is None)
+
+    @property
+    def whitening(self) -> Whitening | None:
+        """Of earlier batches."""
+        return Whitening.from_state(self.state)
+
     def accumulate(self, work: Work) -> None:
         """Train on this rank's rows of one micro-batch; empty for a rank that has nothing."""
-        algorithm = self.config.algorithm
-        examples = [example(row, turns, self.step, self.bound, algorithm) for row, turns in work]
+        masked = self.config.algorithm.mask_truncated
+        examples = [
+            example(row, turns, self.step, self.bound, self.recipe.aggregate, mask_truncated=masked)
+            for row, turns in work
+        ]
         tally_examples(self._tally, examples)
-        if algorithm.steps_per_batch > 1:
+        if self.waits:
             self._held += examples
         else:
             self.backward(examples, self._tally)
 
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
-        if self.config.algorithm.steps_per_batch > 1:
+        if self.waits:
             tally = merged(self.world.gather(self._tally, Tally))
             tally.merge(train_held(self, self._held))
         else:
             tally = self.apply(self._tally)
         self._held, self._tally = [], Tally()
         self.step += 1
-        return batch_metrics(tally)
+        metrics = batch_metrics(tally)
+        self._advance(tally, metrics)
+        return metrics
 
-    def backward(self, examples: Sequence[Example], tally: Tally) -> None:
-        """One forward and backward. Gradients add up, undivided; counts go to `tally`."""
+    def _advance(self, tally: Tally, metrics: dict[str, float]) -> None:
+        """What the next batch works with: the KL coefficient, the running moments of advantages."""
+        kl = self.config.kl
+        if kl.where != "none":
+            metrics["actor/kl_coef"] = self.state["kl_coef"]
+            episodes = int(metrics.get("trainer/trajectories", 0))
+            self.state["kl_coef"] = adapted(
+                self.state["kl_coef"], metrics.get("actor/ref_kl", kl.target), kl.target, episodes, kl.horizon
+            )
+        if self.recipe.scale == "whiten_running":
+            self.state |= Whitening.updated(self.whitening, AdvantageSums.from_totals(tally.totals)).state()
+
+    # -- a micro-batch ---------------------------------------------------------------------------------
+
+    def backward(self, examples: Sequence[Example], tally: Tally, progress: float = 0.0) -> None:
+        """One forward and backward. Gradients add up, undivided; counts go to `tally`.
+
+        Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
+        optimizer steps that were taken; else they get theirs here.
+        """
         micro = collate(examples, self.dtype).to(self.world.device)
-        loss, state = self._forward(micro)
-        (loss * (self.averaging / self._expected)).backward()
+        algorithm = self.config.algorithm
+        if not self.waits and self.reference is not None:
+            with self.watch.phase("ref"):
+                examples = with_said(examples, "reference", self.reference.logp(micro.selected))
+        scores = self.policy(micro.selected, entropy_grad=algorithm.entropy_coef > 0)
+        value = self.critic(micro.selected) if self.critic is not None else scores.value
+        if not self.waits:
+            examples = self._credited(examples, value, tally)
+            said = collate(examples, self.dtype).to(self.world.device)
+            micro = replace(micro, **{name: getattr(said, name) for name in SAID})
+        found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
+        (found.loss * (self.averaging / self._expected)).backward()
         denominator = math.fsum(e.denominator for e in examples)
         tally.total("_D", denominator)
-        tally_tokens(tally, token_sums(state), denominator)
+        tally_tokens(tally, token_sums(found.state), denominator)
+        tally_terms(tally, found.terms, denominator)
 
-    def _forward(self, micro: MicroBatch) -> tuple[Tensor, TokenState]:
-        """The undivided loss Σ w·L of the tokens that may contribute."""
-        config = self.config.algorithm
-        logp, entropy = self.policy(micro.selected)
-        pi = logp.detach()
-        prox = pi if micro.prox is None else micro.prox
-        fresh = micro.fresh & torch.isfinite(micro.mu) & torch.isfinite(pi)
-        # A bad number must be gone before exp: weight zero times infinity is not zero.
-        mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, logp, 0.0)
-        correction = self._correct(CorrectionInput(prox - mu, micro.advantage, config))
-        token = self._loss.of(LossInput(logp, prox, mu, micro.advantage, micro.row, correction, config))
-        weighted = torch.where(fresh, micro.weight * token.value, 0.0)
-        state = TokenState(
-            logp=pi,
-            prox=prox,
-            mu=mu,
-            entropy=entropy,
-            loss=weighted.detach(),
-            clipped=token.clipped,
-            correction=correction,
-            counted=micro.counted,
-            in_bound=micro.fresh,
-            fresh=fresh,
-            exact=micro.exact,
-            row=micro.row,
-            lag=micro.lag,
-        )
-        return weighted.sum(), state
+    def _credited(self, examples: Sequence[Example], value: Tensor | None, tally: Tally) -> list[Example]:
+        """Advantages of episodes that need no others of the batch."""
+        if value is not None:
+            examples = with_said(examples, "value", value.detach())
+        if self.config.kl.where == "reward":
+            examples = [penalised(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
+        with self.watch.phase("adv"):
+            examples = [credit(e, self.recipe) for e in examples]
+        tally_credit(tally, examples)
+        whitening = self.whitening if self.recipe.scale == "whiten_running" else None
+        return [rescaled(e, whitening.apply) for e in examples] if whitening else examples
+
+    # -- an optimizer step -----------------------------------------------------------------------------
 
     def apply(self, tally: Tally) -> Tally:
         """Divide by the true D, clip, step. Returns the tally of all ranks, with what was done in it.
@@ -123,33 +166,86 @@ class Learner:
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
         whole = merged(self.world.gather(tally, Tally))
-        lr = learning_rate(self.config.trainer, self.step, self.config.total_steps)
-        denominator = whole.totals.pop("_D", 0.0)
-        norm = self._rescale(denominator) if whole.totals.get("trainer/kept_tokens") else None
-        if norm is not None and math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            whole.high("actor/grad_norm", norm)
-        else:
+        denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
+        if not denominator:
             whole.total("actor/skipped_steps", 1)
-        self.optimizer.zero_grad()
+            return whole
+        scale = self._expected / denominator
+        if self.critic is not None:
+            self._apply_critic(whole, scale)
+        lr = learning_rate(self.config.trainer, self.step, self.config.total_steps) * self._ess_factor(whole)
+        warming = self.step < self.config.critic.warmup_steps and self.recipe.critic
+        if warming:
+            self._keep_head_only()
+        kept = bool(whole.totals.get("trainer/kept_tokens"))
+        norm = self._step(self.policy, self.optimizer, lr, scale * self._end_factor(whole)) if kept else None
+        if norm is not None and not warming:
+            whole.high("actor/grad_norm", norm)
+        whole.total("actor/skipped_steps", float(norm is None))
         whole.high("actor/lr", lr)
-        return whole
-
-    def _rescale(self, denominator: float) -> float:
-        """Make the gradients those of the batch's loss, clip them, and return the norm before clipping."""
-        grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        for grad in grads:
-            grad.mul_(self._expected / denominator)
         # A power of two scales exactly: the guess never changes a bit of the result.
         self._expected = 2.0 ** round(math.log2(denominator))
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        limit = self.config.trainer.grad_clip
-        if limit:
-            torch.nn.utils.clip_grads_with_norm_(self.policy.parameters(), limit, norm)
-        return float(norm)
+        return whole
+
+    def _apply_critic(self, whole: Tally, scale: float) -> None:
+        assert self.critic is not None
+        config = self.config
+        lr = learning_rate(config.trainer, self.step, config.total_steps) * config.critic.lr / config.trainer.lr
+        norm = self._step(self.critic, self.critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
+        if norm is not None:
+            whole.high("critic/grad_norm", norm)
+        whole.high("critic/lr", lr)
+
+    def _step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, scale: float
+    ) -> float | None:
+        """Make the gradients those of the batch's loss, clip, step. The norm before clipping; None: nothing was
+        done, because it is not finite."""
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        for grad in grads:
+            grad.mul_(scale)
+        total = torch.nn.utils.get_total_norm(grads)
+        total = total.full_tensor() if isinstance(total, DTensor) else total
+        if self.config.trainer.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(trainable(model), self.config.trainer.grad_clip, total)
+        norm: float | None = float(total)
+        if norm is not None and math.isfinite(norm):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        else:
+            norm = None
+        optimizer.zero_grad()
+        return norm
+
+    def _end_factor(self, whole: Tally) -> float:
+        """What divides the gradient by the batch: 1/std of advantages, 1/mean weight. Behind a barrier the
+        advantages were divided already."""
+        factor = 1.0
+        if self.recipe.batch_mean_weight:
+            factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]
+        if not self.waits:
+            factor *= end_factor(self.recipe.scale, AdvantageSums.from_totals(whole.totals))
+        return factor
+
+    def _ess_factor(self, whole: Tally) -> float:
+        """√(ESS/N) of the batch's episodes (VCPO), at least 0.1; 1 unless `algorithm.ess_lr`."""
+        totals = whole.totals
+        if not self.config.algorithm.ess_lr or not totals.get("_episodes"):
+            return 1.0
+        share = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
+        return max(LEAST_ESS_FACTOR, math.sqrt(share))
+
+    def _keep_head_only(self) -> None:
+        """While the critic warms up, a value head on the policy's backbone is all of it that moves."""
+        head = {id(p) for p in self.policy.head_parameters()}
+        for parameter in self.policy.parameters():
+            if id(parameter) not in head:
+                parameter.grad = None
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def merged(tallies: Iterable[Tally]) -> Tally:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig
+from asyncrl.transport.messages import Row
 from tests.fakes.training import Episode
+
+
+# The options' defaults, written out again.
+LOW, HIGH, CAP_POSITIVE, CAP_NEGATIVE = 0.5, 5.0, 5.0, 2.0
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+def rewards(row: Row) -> tuple[float, ...]:
+    return tuple(member.reward for member in row.siblings)
 
 
 def advantage(name: str, reward: float, siblings: tuple[float, ...]) -> float:
@@ -51,8 +61,8 @@ def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig
     for episode in episodes:
         row, _ = episode
         tokens = token_log_probs(model, episode)
-        a = advantage(algorithm.advantage, row.reward, row.siblings)
-        cap = algorithm.cap_negative if a < 0 else algorithm.cap_positive
+        a = advantage(algorithm.advantage, row.own.reward, rewards(row))
+        cap = CAP_NEGATIVE if a < 0 else CAP_POSITIVE
         weight, share = {
             "token_mean": (1.0, len(tokens)),
             "seq_mean_token_mean": (1 / len(tokens), 1),
@@ -63,7 +73,7 @@ def batch_loss(model: Any, episodes: list[Episode], step: int, config: RunConfig
             rho = math.exp(logp.item() - mu)
             if step - version > config.buffer.max_staleness:
                 continue
-            if algorithm.mask_low <= rho <= algorithm.mask_high:
+            if LOW <= rho <= HIGH:
                 total = total - weight * min(rho, cap) * a * logp
     return total / denominator
 
@@ -74,16 +84,16 @@ def decoupled_loss(model: Any, prox: Any, episodes: list[Episode], config: RunCo
     total, denominator = torch.zeros((), dtype=torch.float64), 0
     for episode in episodes:
         row, _ = episode
-        a = advantage(algorithm.advantage, row.reward, row.siblings)
-        cap = algorithm.cap_negative if a < 0 else algorithm.cap_positive
+        a = advantage(algorithm.advantage, row.own.reward, rewards(row))
+        cap = CAP_NEGATIVE if a < 0 else CAP_POSITIVE
         pairs = zip(token_log_probs(model, episode), token_log_probs(prox, episode), strict=True)
         for (logp, mu, _), (old, _, _) in pairs:
             denominator += 1
             rho = math.exp(old.item() - mu)
-            if not algorithm.mask_low <= rho <= algorithm.mask_high:
+            if not LOW <= rho <= HIGH:
                 continue
             u = torch.exp(logp - old.detach())
-            clipped = torch.clamp(u, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+            clipped = torch.clamp(u, 1 - CLIP_LOW, 1 + CLIP_HIGH)
             total = total + min(rho, cap) * torch.max(-u * a, -clipped * a)
     return total / denominator
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.buffer.packing import balance, bucket
 from asyncrl.config import RunConfig, parse
-from asyncrl.trainer.model import Policy, load_policy, whole_tensors
+from asyncrl.trainer.model import Policy, whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.transport.messages import Row
-from asyncrl.types import EpisodeEnd, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
 
 VOCABULARY = 40
 Episode = tuple[Row, list[Turn]]
@@ -70,7 +71,9 @@ def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
 
 
 def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Learner:
-    return Learner(config, world, load_policy(config.model.path, dtype, world))
+    """In a dtype that a run cannot be configured with: only exact numbers can be compared closely."""
+    exact = msgspec.structs.replace(config.model, dtype=dtype)
+    return Learner(msgspec.structs.replace(config, model=exact), world)
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,10 @@ class Recorder:
         episodes: list[Episode] = []
         for g in range(count):
             turns = [self._turns(rng, versions) for _ in range(members)]
-            rewards = tuple(rng.choice([0.0, 0.5, 1.0]) for _ in range(members))
-            total = sum(len(turn.ids) for some in turns for turn in some)
+            everyone = tuple(_member(rng, i, some) for i, some in enumerate(turns))
             for i, some in enumerate(turns):
-                episodes.append(
-                    (make_row(f"{name}{g}/{i}", f"{name}{g}", rewards, i, some, total, self), some)
-                )
+                row = make_row(f"{name}{g}/{i}", f"{name}{g}", everyone, i, some, self.temperature)
+                episodes.append((row, some))
         return episodes
 
     def _turns(self, rng: random.Random, versions: Sequence[int]) -> list[Turn]:
@@ -124,19 +125,23 @@ class Recorder:
         return scored
 
 
+def _member(rng: random.Random, number: int, turns: list[Turn]) -> Member:
+    """A reward of 0, 0.5 or 1, half of it on the first turn."""
+    reward = rng.choice([0.0, 0.5, 1.0])
+    by_turn = [0.0] * len(turns)
+    by_turn[0] += reward / 2
+    by_turn[-1] += reward / 2
+    tokens = sum(len(turn.ids) for turn in turns)
+    return Member(number, reward, tokens, tuple(by_turn), {"right": reward, "short": 1.0 / tokens})
+
+
 def make_row(
-    uid: str,
-    group: str,
-    rewards: tuple[float, ...],
-    i: int,
-    turns: list[Turn],
-    total: int,
-    recorder: Recorder,
+    uid: str, group: str, members: tuple[Member, ...], i: int, turns: list[Turn], temperature: float
 ) -> Row:
     tokens = sum(len(turn.context) + len(turn.ids) for turn in turns)
-    end = EpisodeEnd.ANSWERED
-    temperature = recorder.temperature
-    return Row(uid, group, len(turns), rewards[i], end, rewards, True, temperature, tokens, total)
+    return Row(
+        uid, group, len(turns), members[i], members, EpisodeEnd.ANSWERED, temperature, tokens, greedy=0.5
+    )
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:

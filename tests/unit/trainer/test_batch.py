@@ -5,24 +5,23 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config import AlgorithmConfig
+from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import assemble, collate, example
+from asyncrl.trainer.batch import assemble, collate, example, token_rewards, with_said
 from asyncrl.transport.messages import Row
-from asyncrl.types import EpisodeEnd, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
 
 ROW = Row(
     uid="u",
     group="g",
     frames=2,
-    reward=1.0,
+    own=Member(0, 1.0, 5, (0.25, 0.75)),
+    siblings=(Member(0, 1.0, 5, (0.25, 0.75)), Member(1, 0.0, 7, (0.0,))),
     end=EpisodeEnd.MAX_TURNS,
-    siblings=(1.0, 0.0),
-    self_inside=True,
     temperature=0.5,
     tokens=10,
-    group_tokens=12,
 )
+TOKEN_MEAN = aggregations.get("token_mean")
 TURNS = [
     Turn(
         0, (1, 2), (3, 4), (-0.1, -0.2), (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3)), StopReason.STOP
@@ -55,8 +54,8 @@ def test_arrays_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
 
 
 def test_an_example_aligns_everything_to_model_tokens() -> None:
-    e = example(ROW, TURNS, step=5, bound=1, config=AlgorithmConfig(aggregation="prompt_mean"))
-    assert e.advantage == 0.5
+    e = example(ROW, TURNS, 5, 1, aggregations.get("prompt_mean"))
+    assert e.turn.tolist() == [0, 0, 1, 1, 1] and e.rewards.tolist() == [0, 0.25, 0, 0, 0.75]
     assert e.weight == pytest.approx(1 / 12) and e.denominator == pytest.approx(5 / 12)
     assert e.position.tolist() == [2, 3, 5, 6, 7]
     assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5]
@@ -66,9 +65,11 @@ def test_an_example_aligns_everything_to_model_tokens() -> None:
 
 
 def test_collate_pads_right_and_flattens_rows() -> None:
-    config = AlgorithmConfig()
-    long, short = example(ROW, TURNS, 5, 1, config), example(ROW, TURNS[:1], 5, 1, config)
-    micro = collate([long, short], torch.float32)
+    long, short = example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
+    said = with_said([long, short], "prox", -torch.arange(7.0))
+    micro = collate(said, torch.float32)
+    assert micro.prox is not None and micro.prox.tolist() == [0, -1, -2, -3, -4, -5, -6]
+    assert said[1].prox is not None and said[1].prox.tolist() == [-5, -6] and micro.value is None
     assert micro.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert micro.row.tolist() == [0] * 5 + [1] * 2
     labels = micro.ids[micro.row, micro.position]
@@ -85,7 +86,31 @@ def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
 
 
 def test_a_row_without_model_tokens_is_legal() -> None:
-    empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, AlgorithmConfig())
+    empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
     assert empty.tokens == 0 and empty.denominator == 0
-    micro = collate([empty, example(ROW, TURNS, 5, 1, AlgorithmConfig())], torch.float64)
+    micro = collate([empty, example(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
     assert np.unique(micro.row.numpy()).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("by_turn", "turn", "wanted"),
+    [
+        ((1.0, 2.0), [0, 0, 1], [0, 1, 2]),
+        ((1.0, 2.0, 4.0), [0, 2, 2], [3, 0, 4]),  # turn 1 has no token of its own
+        ((1.0, 2.0), [1, 1], [1, 2]),  # nor has the first, and nothing is before it
+        ((), [0, 0, 1], [0, 0, 8]),  # turns say nothing: all of it on the last token
+        ((1.0,), [], []),
+    ],
+)
+def test_rewards_fall_on_the_last_token_of_their_turn(
+    by_turn: tuple[float, ...], turn: list[int], wanted: list[float]
+) -> None:
+    own = Member(0, 8.0, len(turn), by_turn)
+    assert token_rewards(own, np.array(turn, dtype=np.int64)).tolist() == wanted
+
+
+def test_a_truncated_episode_is_kept_out_of_the_loss_on_request() -> None:
+    assert ROW.end.truncated
+    assert not example(ROW, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()
+    answered = msgspec.structs.replace(ROW, end=EpisodeEnd.ANSWERED)
+    assert example(answered, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import AlgorithmConfig
 from asyncrl.trainer.batch import example
-from asyncrl.trainer.report import batch_metrics, tally_examples
+from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples
 from asyncrl.trainer.tally import Tally
-from tests.unit.trainer.test_batch import ROW, TURNS
+from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
 numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
 
@@ -36,8 +38,9 @@ def test_a_ratio_over_nothing_is_left_out() -> None:
 
 def test_episode_metrics() -> None:
     tally = Tally()
-    config = AlgorithmConfig()
-    tally_examples(tally, [example(ROW, TURNS, 5, 1, config), example(ROW, TURNS[:1], 5, 1, config)])
+    examples = [example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
+    tally_examples(tally, examples)
+    tally_credit(tally, [replace(e, advantage=np.full(e.tokens, 0.5)) for e in examples])
     metrics = batch_metrics(tally)
     assert metrics["critic/score/mean"] == 1.0 and metrics["critic/advantages/max"] == 0.5
     assert metrics["response_length/mean"] == 3.5 and metrics["response_length/clip_ratio"] == 1.0

@@ -1,0 +1,100 @@
+"""From rewards to advantages: per episode as it streams in, or for a whole batch behind a barrier.
+
+    rewards ── − β·KL ──► advantage ──► / batch (whitening, std) ──► Example.advantage, .returns
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import torch
+
+from asyncrl.algorithms.credit import Trace
+from asyncrl.algorithms.kl import kl_tokens
+from asyncrl.algorithms.recipe import Recipe
+from asyncrl.trainer.batch import Example
+from asyncrl.trainer.world import World
+from asyncrl.types import Member
+
+Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, member) → β·KL by turn
+
+
+def credit(example: Example, recipe: Recipe, traces: Sequence[Trace] = ()) -> Example:
+    """With its advantage and, where there is a critic, the returns V is trained on."""
+    given = replace(example.credit_input(), traces=traces)
+    advantage = np.broadcast_to(np.asarray(recipe.advantage.of(given), dtype=np.float64), example.mu.shape)
+    returns = None if example.value is None else advantage + example.value
+    return replace(example, advantage=advantage, returns=returns)
+
+
+def rescaled(example: Example, change: Callable[[np.ndarray], np.ndarray]) -> Example:
+    """With its advantages shifted or scaled by numbers of the batch; returns stay what V estimates."""
+    assert example.advantage is not None
+    return replace(example, advantage=change(example.advantage))
+
+
+def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Example, list[float]]:
+    """With −β·KL on its token rewards (and in its own total), and the penalty of each turn."""
+    assert example.reference is not None
+    mu = np.where(np.isfinite(example.mu), example.mu, example.reference)
+    divergence = kl_tokens(torch.from_numpy(mu), torch.from_numpy(example.reference), estimator)
+    penalty = -coefficient * divergence.numpy()
+    by_turn = np.zeros(max(example.trajectory.turns, 1))
+    np.add.at(by_turn, example.turn, penalty)
+    row = msgspec.structs.replace(example.row, own=_less(example.row.own, by_turn))
+    return replace(example, row=row, rewards=example.rewards + penalty), by_turn.tolist()
+
+
+def with_penalised_siblings(example: Example, penalties: Penalties) -> Example:
+    """The baseline sees the siblings' penalties as well."""
+    row = example.row
+    siblings = tuple(_less(m, penalties.get((row.group, m.number), ())) for m in row.siblings)
+    return replace(example, row=msgspec.structs.replace(row, siblings=siblings))
+
+
+def _less(member: Member, by_turn: Sequence[float] | np.ndarray) -> Member:
+    turns = tuple(a + float(b) for a, b in zip(member.turn_rewards, by_turn, strict=False))
+    reward = member.reward + float(np.sum(by_turn))
+    return msgspec.structs.replace(member, reward=reward, turn_rewards=turns)
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """What one rank tells the others of one episode; arrays are float64 bytes."""
+
+    uid: str
+    group: str
+    own: Member
+    arrays: dict[str, bytes]
+
+    def array(self, name: str) -> np.ndarray:
+        return np.frombuffer(self.arrays[name], dtype=np.float64)
+
+
+def share(world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Packed]:
+    """The episodes of all ranks, by uid: the same list on all of them. A collective."""
+    mine = [
+        Packed(e.row.uid, e.group, e.row.own, {name: a.astype(np.float64).tobytes() for name, a in some.items()})
+        for e, some in zip(examples, arrays, strict=True)
+    ]
+    everyone = [packed for part in world.gather(mine, list[Packed]) for packed in part]
+    return sorted(everyone, key=lambda packed: packed.uid)
+
+
+def share_penalties(world: World, pairs: Sequence[tuple[Example, Sequence[float]]]) -> Penalties:
+    """The penalties of all ranks' episodes. A collective."""
+    shared = share(world, [e for e, _ in pairs], [{"by_turn": np.asarray(turns)} for _, turns in pairs])
+    return {(packed.group, packed.own.number): packed.array("by_turn").tolist() for packed in shared}
+
+
+def share_traces(world: World, examples: Sequence[Example]) -> dict[str, list[Trace]]:
+    """Group → the traces of its episodes. A collective."""
+    names = {"rewards": "rewards", "logp": "prox", "collision": "collision"}
+    arrays = [{name: getattr(e, source) for name, source in names.items()} for e in examples]
+    traces: dict[str, list[Trace]] = defaultdict(list)
+    for packed in share(world, examples, arrays):
+        traces[packed.group].append(Trace(packed.group, packed.own, **{n: packed.array(n) for n in names}))
+    return traces

@@ -1,0 +1,123 @@
+"""The loss of one micro-batch: what the recipe makes of log-probs, advantages and values.
+
+    Σ_t w_t·(L_t + β·ρ_t·KL_t − c·H_t + value loss), undivided: D comes when the batch is complete
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.correction import Correction, CorrectionInput, correct
+from asyncrl.algorithms.diagnostics import TokenState
+from asyncrl.algorithms.kl import kl_tokens
+from asyncrl.algorithms.losses import LossInput
+from asyncrl.algorithms.recipe import Recipe
+from asyncrl.algorithms.value import value_loss
+from asyncrl.config import RunConfig
+from asyncrl.trainer.batch import MicroBatch
+from asyncrl.trainer.model import Scores
+
+KL_CAP = 2.0  # of rho before a KL term that no correction weighs
+Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no count: per D
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """`loss`: Σ w·L, a scalar with gradient. `state`: of the tokens, for diagnostics. `terms`: sums of what was
+    added to the policy loss, by metric."""
+
+    loss: Tensor
+    state: TokenState
+    terms: Terms
+
+
+def evaluate(
+    micro: MicroBatch,
+    scores: Scores,
+    value: Tensor | None,
+    config: RunConfig,
+    recipe: Recipe,
+    kl_coef: float,
+    progress: float = 0.0,
+) -> Evaluated:
+    """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the batch's optimizer steps
+    that were taken."""
+    pi = scores.logp.detach()
+    fresh = micro.fresh & torch.isfinite(micro.mu) & torch.isfinite(pi)
+    # A bad number must be gone before exp: weight zero times infinity is not zero.
+    prox = torch.where(fresh, proximal(micro, pi, recipe, progress), 0.0)
+    mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
+    assert micro.advantage is not None
+    log_ratio = prox - mu if recipe.loss.ratio == "prox" else logp.detach() - mu
+    correction = correct(
+        recipe.rules, CorrectionInput(log_ratio, micro.advantage, micro.row, micro.turn, fresh)
+    )
+    reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
+    token = recipe.loss.of(
+        LossInput(
+            logp, prox, mu, micro.advantage, micro.row, fresh, correction, reference, micro.prepared
+        )
+    )
+    weight = torch.where(fresh, micro.weight, 0.0)
+    policy = torch.where(fresh, weight * token.value, 0.0)
+    total, terms = policy.sum(), Terms()
+
+    def add(name: str, term: Tensor, coefficient: float) -> Tensor:
+        terms[name] = ((weight * term).detach().sum(), None)
+        return total + coefficient * (weight * term).sum()
+
+    if reference is not None:
+        distance = torch.where(fresh, kl_tokens(logp.detach(), reference, "k3"), 0.0)
+        terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
+    if config.kl.where == "loss" and reference is not None:
+        divergence = torch.where(fresh, kl_tokens(logp, reference, recipe.kl_estimator), 0.0)
+        total = add("actor/kl_loss", kl_weight(correction, recipe) * divergence, kl_coef)
+    if config.algorithm.entropy_coef:
+        total = add("actor/entropy_loss", torch.where(fresh, scores.entropy, 0.0), -config.algorithm.entropy_coef)
+    if value is not None:
+        assert micro.returns is not None
+        old = value.detach() if micro.value is None else micro.value
+        loss, clipped = value_loss(value, old, micro.returns, config.critic.clip)
+        shared = config.critic.backbone == "shared"
+        total = add("critic/vf_loss", torch.where(fresh, loss, 0.0), config.critic.coef if shared else 1.0)
+        terms["critic/vf_clipfrac"] = ((clipped & fresh).sum(), fresh.sum())
+    state = TokenState(
+        logp=pi,
+        prox=prox,
+        mu=mu,
+        entropy=scores.entropy.detach(),
+        loss=policy.detach(),
+        advantage=micro.advantage,
+        weight=micro.weight,
+        clipped_lower=token.clipped_lower,
+        clipped=token.clipped,
+        correction=correction,
+        counted=micro.counted,
+        in_bound=micro.fresh,
+        fresh=fresh,
+        exact=micro.exact,
+        row=micro.row,
+        lag=micro.lag,
+    )
+    return Evaluated(total, state, terms)
+
+
+def kl_weight(correction: Correction, recipe: Recipe) -> Tensor:
+    """[N] The correction's weight; beside a loss that contains pi/mu, and hence takes none, a truncated rho."""
+    if recipe.weighted:
+        return correction.weight
+    return correction.ratio.clamp(max=KL_CAP).masked_fill(correction.masked, 0.0)
+
+
+def proximal(micro: MicroBatch, pi: Tensor, recipe: Recipe, progress: float) -> Tensor:
+    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu), where prox is
+    the policy before the batch and v − v_prox = `progress` of one version."""
+    if micro.prox is not None:
+        return micro.prox
+    if recipe.prox != "loglinear" or progress == 0:
+        return pi
+    share = micro.lag / (micro.lag + progress)
+    return micro.mu + share.to(pi.dtype) * (pi - micro.mu)

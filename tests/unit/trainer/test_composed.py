@@ -1,0 +1,303 @@
+"""Whole recipes in the learner against the formulas written out, in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.trainer.world import World
+from tests.fakes.reference import gradients, token_log_probs
+from tests.fakes.training import (
+    Episode,
+    Recorder,
+    difference,
+    final_gradients,
+    full_state,
+    make_learner,
+    random_cut,
+    run_batch,
+    tiny_config,
+)
+
+TOLERANCE = 1e-9
+ON_POLICY = {"max_staleness": 0}
+UNFILTERED = {"filter_zero_variance": False}
+
+
+@pytest.fixture
+def episodes(model: Any) -> list[Episode]:
+    return Recorder(model, seed=11, noise=0.2).groups(4, 3, [0])
+
+
+def logp(model: Any, episode: Episode) -> tuple[Tensor, Tensor]:
+    """(log pi with gradient, mu) of the model tokens of an episode."""
+    tokens = token_log_probs(model, episode)
+    return torch.stack([t[0] for t in tokens]), torch.tensor([t[1] for t in tokens], dtype=torch.float64)
+
+
+def centred(episode: Episode) -> float:
+    row, _ = episode
+    return row.own.reward - sum(m.reward for m in row.siblings) / len(row.siblings)
+
+
+def truncated(log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    rho = log_ratio.detach().exp()
+    cap = torch.where(advantage < 0, 2.0, 5.0).double()
+    return torch.where((rho >= 0.5) & (rho <= 5), torch.minimum(rho, cap), 0.0)
+
+
+def policy_gradient(model: Any, episode: Episode, advantage: Tensor | float) -> Tensor:
+    pi, mu = logp(model, episode)
+    a = torch.as_tensor(advantage, dtype=torch.float64).expand(len(pi))
+    return -(truncated(pi - mu, a) * a * pi).sum()
+
+
+def tokens_of(episodes: list[Episode]) -> int:
+    return sum(len(turn.ids) for _, turns in episodes for turn in turns)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "straight_through"])
+def test_kl_in_the_loss(
+    world: World, model_path: str, model: Any, episodes: list[Episode], estimator: str
+) -> None:
+    """The reference is the initial policy; the learner has moved away from it."""
+    config = tiny_config(model_path, kl={"where": "loss", "coef": 0.3, "estimator": estimator})
+    learner = make_learner(config, world)
+    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
+    run_batch(learner, [[episodes]])
+    learner.step, initial = 0, copy.deepcopy(model)
+    moved = full_state(learner.policy)
+    model.load_state_dict({**model.state_dict(), **moved})
+    total = torch.zeros((), dtype=torch.float64)
+    for episode in episodes:
+        pi, mu = logp(model, episode)
+        ref = logp(initial, episode)[0].detach()
+        a = torch.full_like(pi, centred(episode)).detach()
+        d = pi - ref
+        k = {
+            "k2": d**2 / 2,
+            "k3": (-d).exp() - 1 + d,
+            "straight_through": d**2 / 2,  # its gradient
+        }[estimator]
+        total = total + policy_gradient(model, episode, a) + 0.3 * (truncated(pi - mu, a) * k).sum()
+    wanted = gradients(model, total / tokens_of(episodes))
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+
+
+def test_entropy_bonus(world: World, model_path: str, model: Any, episodes: list[Episode]) -> None:
+    """Of the whole vocabulary at the temperature of sampling."""
+    learner = make_learner(tiny_config(model_path, algorithm={"entropy_coef": 0.1}), world)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, turns in episodes:
+        ids = [token for turn in turns for token in (*turn.context, *turn.ids)]
+        table = torch.log_softmax(model(torch.tensor([ids])).logits[0] / row.temperature, -1)
+        entropy, position = torch.zeros((), dtype=torch.float64), 0
+        for turn in turns:
+            start = position + len(turn.context)
+            position = start + len(turn.ids)
+            rows = table[start - 1 : position - 1]
+            entropy = entropy - (rows.exp() * rows).sum()
+        total = total + policy_gradient(model, (row, turns), centred((row, turns))) - 0.1 * entropy
+    wanted = gradients(model, total / tokens_of(episodes))
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 2, seed=0)), wanted) < TOLERANCE
+
+
+def whitened(values: list[Tensor]) -> list[Tensor]:
+    joined = torch.cat(values)
+    std = joined.std(correction=0)
+    return [(v - joined.mean()) / (std + 1e-8) for v in values]
+
+
+def test_whitening_waits_for_the_whole_batch(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    algorithm = {"advantage": "reinforce_pp_baseline"}
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm, buffer=UNFILTERED), world)
+    sizes = [sum(len(turn.ids) for turn in turns) for _, turns in episodes]
+    raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
+    loss = sum(policy_gradient(model, e, a) for e, a in zip(episodes, whitened(raw), strict=True))
+    wanted = gradients(model, loss / tokens_of(episodes))
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < 1e-7
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 1e-9], ids=["streamed", "behind a barrier"])
+def test_the_batch_std_divides_the_gradient(
+    world: World, model_path: str, model: Any, episodes: list[Episode], entropy_coef: float
+) -> None:
+    algorithm = {"normalise": "batch_std", "entropy_coef": entropy_coef}
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
+    assert learner.waits == (entropy_coef > 0)
+    std = float(np.std([centred(e) for e in episodes]))
+    loss = sum(policy_gradient(model, e, centred(e)) for e in episodes)
+    wanted = gradients(model, loss / tokens_of(episodes) / std)
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < 1e-5
+
+
+def test_running_whitening_uses_the_batches_before(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    """The first batch waits and is whitened by itself; the second streams, whitened by the first."""
+    algorithm = {"advantage": "reinforce_pp_baseline", "normalise": "whiten_running"}
+    config = tiny_config(model_path, algorithm=algorithm, buffer=UNFILTERED, trainer={"lr": 1e-12})
+    learner = make_learner(config, world)
+    assert learner.waits
+    run_batch(learner, [[episodes]])
+    learner.step = 0
+    assert not learner.waits and learner.state.keys() > {"kl_coef"}
+    sizes = [sum(len(turn.ids) for turn in turns) for _, turns in episodes]
+    raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
+    other = Recorder(model, seed=12, noise=0.2).groups(4, 3, [0], name="h")
+    joined = torch.cat(raw)
+    mean, std = joined.mean(), joined.std(correction=0) + 1e-8
+    loss = sum(policy_gradient(model, e, (centred(e) - mean) / std) for e in other)
+    wanted = gradients(model, loss / tokens_of(other))
+    assert difference(final_gradients(learner, random_cut(other, 1, 3, seed=0)), wanted) < 1e-6
+
+
+def test_batch_mean_divides_the_weights(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    algorithm = {"correction": {"mask": {}, "truncate": {}, "batch_mean": {}}}
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
+    weights = []
+    for e in episodes:
+        pi, mu = logp(model, e)
+        w = truncated(pi - mu, torch.full_like(pi, centred(e)))
+        weights.append(w[w > 0])
+    loss = sum(policy_gradient(model, e, centred(e)) for e in episodes)
+    wanted = gradients(model, loss / tokens_of(episodes) / torch.cat(weights).mean())
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+
+
+def test_kl_in_the_reward_reaches_the_baseline(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    """R_i - beta·Σ(log mu - log ref), for the siblings too."""
+    config = tiny_config(model_path, kl={"where": "reward", "coef": 0.2})
+    learner = make_learner(config, world)
+    penalised: dict[tuple[str, int], float] = {}
+    for row, turns in episodes:
+        ref, mu = logp(model, (row, turns))  # the learner has not moved: it is the reference
+        penalised[row.group, row.own.number] = row.own.reward - 0.2 * float((mu - ref.detach()).sum())
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, turns in episodes:
+        group = [penalised[row.group, m.number] for m in row.siblings]
+        loss = loss + policy_gradient(
+            model, (row, turns), penalised[row.group, row.own.number] - sum(group) / len(group)
+        )
+    wanted = gradients(model, loss / tokens_of(episodes))
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+
+
+def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path: str, model: Any) -> None:
+    algorithm = {"loss": "decoupled_ppo", "steps_per_batch": 2, "epochs": 2}
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
+    episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
+    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
+    run_batch(learner, random_cut(episodes, 1, 3, seed=1))
+    optimizer, prox = torch.optim.SGD(model.parameters(), lr=0.5), copy.deepcopy(model)
+    for names in (("g0", "g1"), ("g2", "g3")) * 2:
+        part = [e for e in episodes if e[0].group in names]
+        loss = torch.zeros((), dtype=torch.float64)
+        for e in part:
+            pi, mu = logp(model, e)
+            old = logp(prox, e)[0].detach()
+            a = torch.full_like(old, centred(e))
+            u = (pi - old).exp()
+            ppo = torch.maximum(-u * a, -u.clamp(0.8, 1.28) * a)
+            loss = loss + (truncated(old - mu, a) * ppo).sum()
+        optimizer.zero_grad()
+        (loss / tokens_of(part)).backward()
+        optimizer.step()
+    assert difference(full_state(learner.policy), dict(model.named_parameters())) < TOLERANCE
+    assert learner.step == 1
+
+
+def test_the_learning_rate_follows_the_effective_sample_size(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    learner = make_learner(tiny_config(model_path, algorithm={"ess_lr": True}), world)
+    metrics = run_batch(learner, [[episodes]])
+    weights = []
+    for e in episodes:
+        pi, mu = logp(model, e)
+        weights.append(math.exp(min(8.0, float((pi - mu).sum().detach()))))
+    share = sum(weights) ** 2 / sum(w * w for w in weights) / len(weights)
+    assert share < 0.95
+    assert metrics["actor/lr"] == pytest.approx(1e-2 * math.sqrt(share), rel=1e-6)
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "gae": {"algorithm": {"advantage": "gae", "normalise": "none"}, "buffer": UNFILTERED},
+    "gae, shared": {
+        "algorithm": {"advantage": "gae", "normalise": "none"},
+        "critic": {"backbone": "shared"},
+        "buffer": UNFILTERED,
+    },
+    "ppo": {
+        "algorithm": {"advantage": "gae", "loss": "decoupled_ppo", "epochs": 2},
+        "buffer": UNFILTERED,
+    },
+    "remax": {"algorithm": {"advantage": "remax"}},
+    "grpo_turn": {"algorithm": {"advantage": "grpo_turn"}},
+    "gdpo": {"algorithm": {"advantage": "gdpo"}, "buffer": UNFILTERED},
+    "optimal token baseline": {"algorithm": {"advantage": "optimal_token_baseline"}},
+    "gpg": {"algorithm": {"advantage": "gpg"}},
+    "m2po": {"algorithm": {"loss": "m2po"}},
+    "clip_cov": {"algorithm": {"loss": "clip_cov", "steps_per_batch": 2}},
+    "tba": {"algorithm": {"loss": "tba"}},
+    "kl in reward, pass_at_k": {"algorithm": {"advantage": "pass_at_k"}, "kl": {"where": "reward"}},
+    "loglinear": {"algorithm": {"loss": "decoupled_ppo", "epochs": 2, "prox": "loglinear"}},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_depends_on_the_cut(
+    world: World, model_path: str, episodes: list[Episode], name: str
+) -> None:
+    """After a batch, policy and critic are where they would be had it come in one piece; and they moved."""
+
+    def weights(cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
+        learner = make_learner(tiny_config(model_path, **copy.deepcopy(RECIPES[name])), world)
+        before = full_state(learner.policy)
+        learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
+        if learner.critic is not None:
+            learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)
+        metrics = run_batch(learner, cut)
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+        found = full_state(learner.policy)
+        assert difference(found, before) > 1e-6
+        if learner.critic is not None:
+            named = learner.critic.named_parameters()
+            found |= {f"critic.{n}": p.detach().full_tensor().clone() for n, p in named}
+        return found
+
+    whole = weights([[episodes]])
+    assert difference(weights(random_cut(episodes, 1, 4, seed=3)), whole) < TOLERANCE
+
+
+def test_a_critic_that_warms_up_moves_alone(world: World, model_path: str, episodes: list[Episode]) -> None:
+    config = tiny_config(model_path, **RECIPES["gae"], critic={"warmup_steps": 1, "lr": 1e-2})
+    learner = make_learner(config, world)
+    before = full_state(learner.policy)
+    metrics = run_batch(learner, [[episodes]])
+    after = full_state(learner.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert metrics["critic/grad_norm"] > 0 and "actor/grad_norm" not in metrics
+    run_batch(learner, [[episodes]])
+    assert difference(full_state(learner.policy), before) > 0
+
+
+def test_the_critic_learns_the_returns(world: World, model_path: str, episodes: list[Episode]) -> None:
+    config = tiny_config(
+        model_path, **RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0}
+    )
+    learner = make_learner(config, world)
+    losses = [run_batch(learner, [[episodes]])["critic/vf_loss"] for _ in range(30)]
+    assert losses[-1] < losses[0] / 3
