@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from asyncrl import cli
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from tests.fakes.training import Recorder, plain_model, run_batch, save_tiny_model
+from tests.fakes.training import Episode, Recorder, full_state, plain_model, run_batch, save_tiny_model
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithm"
 
@@ -112,20 +113,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("presets"))
 
 
+@pytest.fixture(scope="module")
+def batches(model: str) -> list[list[Episode]]:
+    """Two batches of four groups with tokens of up to four steps before; no preset changes them."""
+    recorder = Recorder(plain_model(model, torch.float32), noise=0.05)
+    return [recorder.groups(4, 4, (0, 2, 4), name=f"b{i}") for i in range(2)]
+
+
 @pytest.mark.parametrize("preset", EXPECTED)
-def test_a_preset_trains(preset: str, model: str, world: World) -> None:
-    """Two batches with tokens up to four steps old: finite numbers, and weights that move in each."""
+def test_a_preset_trains(preset: str, model: str, batches: list[list[Episode]], world: World) -> None:
+    """Numbers stay finite, and every batch moves the weights."""
     torch.manual_seed(0)
     config = configured(preset, model, "trainer.lr=1e-3", "critic.warmup_steps=0", "trainer.device=cpu")
     learner = Learner(config, world)
     learner.step = 4
-    recorder = Recorder(plain_model(model, torch.float32), noise=0.05)
-    before = torch.cat([p.detach().full_tensor().flatten().clone() for p in learner.policy.parameters()])
-    for batch in range(2):
-        episodes = recorder.groups(4, 4, (0, 2, 4), name=f"b{batch}")
+    before = weights(learner)
+    for episodes in batches:
         metrics = run_batch(learner, [[episodes[:7]], [episodes[7:]]])
-        after = torch.cat([p.detach().full_tensor().flatten().clone() for p in learner.policy.parameters()])
+        after = weights(learner)
         assert math.isfinite(metrics["actor/pg_loss"]) and metrics["actor/grad_norm"] > 0
         assert after.isfinite().all() and (after - before).abs().max() > 1e-5
         before = after
     assert learner.step == 6
+
+
+def weights(learner: Learner) -> Tensor:
+    """All of the policy's, flat, copied."""
+    return torch.cat([tensor.flatten() for tensor in full_state(learner.policy).values()])

@@ -44,6 +44,7 @@ TASK = [
     "buffer.episodes_per_group=8",
     "rollout.max_tokens=160",
     "trainer.lr=4e-4",
+    "critic.lr=1e-3",
     "trainer.micro_batch_tokens=2048",
     "trainer.device=cpu",
     "engine.device=cpu",
