@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from asyncrl.algorithms.recipe import advantages, losses
 from asyncrl.types import Member
 
 LETTERS, LENGTH, PREFIXES = 3, 3, 13
+TURN = torch.tensor([0, 0, 1])  # of each token
 GREEDY = 0.7
 Options = Mapping[str, Any]
 
@@ -83,9 +84,13 @@ def token_logp(language: Language, logits: Tensor) -> Tensor:
 
 
 def token_rewards(language: Language) -> Tensor:
-    """[S, LENGTH]: every token is a turn with a reward of its own."""
-    rewards = sum(part[language.prefix, language.tokens] for part in PARTS.values())
-    return torch.where(language.live, torch.as_tensor(rewards), 0.0)
+    """[S, LENGTH]: what a turn earned lies on its last token."""
+    each = sum(part[language.prefix, language.tokens] for part in PARTS.values())
+    rewards = torch.where(language.live, torch.as_tensor(each), 0.0)
+    two = language.live[:, 1]  # the first turn goes on to the second token
+    rewards[two, 1] += rewards[two, 0]
+    rewards[two, 0] = 0.0
+    return rewards
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class Experiment:
     language: Language = FIXED
     values: Tensor = VALUES
     late: bool = False  # the episode landed after the deadline of its group: it is no sibling of itself
+    normalise: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None  # of a batch of one group
 
 
 def gradient(experiment: Experiment) -> Tensor:
@@ -154,18 +160,18 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
 
 
 def _places(live: Tensor) -> tuple[Tensor, Tensor]:
-    groups, n, length = live.shape
+    groups, n, _ = live.shape
     row = torch.arange(groups * n).view(groups, n, 1).expand(live.shape)
-    return row, torch.arange(length).expand(live.shape)
+    return row, TURN.expand(live.shape)
 
 
 def _scaled(correction: Correction, live: Tensor) -> Correction:
-    """Every group is a batch: its weights are divided by their mean."""
-    size = live.sum((1, 2))
-    group = torch.repeat_interleave(torch.arange(len(live)), size)
-    mean = torch.zeros(len(live), dtype=torch.float64).index_add(0, group, correction.weight) / size
-    weight = correction.weight / mean[group].where(mean[group] > 0, 1.0)
-    return Correction(weight, correction.ratio, correction.masked, correction.truncated)
+    """Every group is a batch: its weights are divided by the mean of those kept."""
+    group = torch.repeat_interleave(torch.arange(len(live)), live.sum((1, 2)))
+    sums = torch.zeros(2, len(live), dtype=torch.float64)
+    total, kept = sums.index_add(1, group, torch.stack([correction.weight, (~correction.masked).double()]))
+    mean = torch.where(total > 0, total / kept, 1.0)
+    return dataclasses.replace(correction, weight=correction.weight / mean[group])
 
 
 def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) -> LossInput:
@@ -189,7 +195,18 @@ def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) ->
 def credits(experiment: Experiment) -> Tensor:
     """The advantage of every token of every member of every group, [G, n, LENGTH]."""
     e = experiment
-    return _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
+    found = _credits(e.language, e.advantage, e.options, e.n, e.values, e.late)
+    return found if e.normalise is None else _normalised(found, e)
+
+
+def _normalised(found: Tensor, experiment: Experiment) -> Tensor:
+    assert experiment.normalise is not None
+    live = experiment.language.live[groups_of(experiment.language, experiment.n).members].numpy()
+    result = np.zeros(found.shape)
+    for g, batch in enumerate(found.numpy()):
+        scaled = experiment.normalise([one[alive] for one, alive in zip(batch, live[g], strict=True)])
+        result[g][live[g]] = np.concatenate(scaled)
+    return torch.from_numpy(result)
 
 
 @functools.cache
@@ -207,7 +224,7 @@ def _credits(
                 own=own.own,
                 siblings=[one.own for one in traces if not (late and one is own)],
                 rewards=own.rewards,
-                turn=np.arange(length),
+                turn=TURN[:length].numpy(),
                 values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),
@@ -226,24 +243,29 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
         number=number,
         reward=math.fsum(rewards.tolist()),
         tokens=int(live.sum()),
-        turn_rewards=tuple(rewards.tolist()),
+        turn_rewards=tuple(
+            float(rewards[TURN[: len(rewards)] == k].sum()) for k in range(int(TURN[len(rewards) - 1]) + 1)
+        ),
         components={name: float(part[prefix, tokens][live].sum()) for name, part in PARTS.items()},
     )
     logp = token_logp(language, PI)[sequence][live]
     return Trace("g", member, rewards.numpy(), logp.numpy(), (chances**2).sum(-1).numpy())
 
 
-def true_gradient(language: Language = FIXED, best_of: int = 1) -> Tensor:
-    """Of the expected reward under the policy, or of the best reward of `best_of` sequences: [39]."""
+def true_gradient(language: Language = FIXED, best_of: int = 1, beta: float = 0.0) -> Tensor:
+    """Of the expected reward under the policy, or of the best reward of `best_of` sequences, less beta times
+    the KL to the reference: [39]."""
     logits = PI.clone().requires_grad_()
-    groups = groups_of(language, best_of)
-    chance = groups.times * token_logp(language, logits).sum(1).exp()[groups.members].prod(1)
+    groups, logp = groups_of(language, best_of), token_logp(language, logits).sum(1)
+    chance = groups.times * logp.exp()[groups.members].prod(1)
     best = token_rewards(language).sum(1)[groups.members].amax(1)
-    return torch.autograd.grad((chance * best).sum(), logits)[0].flatten()
+    kl = (logp.exp() * (logp - token_logp(language, REFERENCE).sum(1))).sum()
+    return torch.autograd.grad((chance * best).sum() - beta * kl, logits)[0].flatten()
 
 
-def cosine(found: Tensor, wanted: Tensor) -> float:
-    return float(torch.cosine_similarity(found, wanted, dim=0))
+def angle(found: Tensor, wanted: Tensor) -> float:
+    """1 - cosine: 0 for the same direction, 1 for a right angle."""
+    return 1 - float(torch.cosine_similarity(found, wanted, dim=0))
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
