@@ -1,0 +1,92 @@
+"""What a restarted coordinator finds: the data goes on where it was, groups stay as large as they were."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms.advantages import Advantage
+from asyncrl.config import parse
+from asyncrl.errors import ConfigError
+from asyncrl.roles import core as module
+from asyncrl.roles.core import Core, build_core
+from asyncrl.types import Message, Sample
+from tests.fakes.mail import Sent
+from tests.unit.buffer.machine import land_group
+
+GREEDY = Advantage(lambda given: 0.0, greedy=True)
+ROWS = 5
+
+
+@pytest.fixture(autouse=True)
+def samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Sample(row, "s", (Message("user", "?"),), "1") for row in range(ROWS)]
+    monkeypatch.setattr(module, "load_samples", lambda path: rows)
+
+
+def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> Core:
+    sizes = {"groups_per_batch": 1, "episodes_per_group": 2, "filter_zero_variance": False}
+    config = parse(
+        {
+            "name": "t",
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "buffer": sizes | buffer,
+            "algorithm": {"advantage": advantage},
+        }
+    )
+    return build_core(config, run_dir, Sent())  # type: ignore[arg-type]
+
+
+def play(core: Core, groups: int) -> list[int]:
+    """Admit groups; every other one is solved by all of its members. The rows they got."""
+    rows = []
+    for _ in range(groups):
+        group = core.buffer.admit(0, 0.0)
+        rows.append(group.row)
+        land_group(core.buffer, group.id, 1.0, float(group.id % 2 == 0))
+        core.persist()
+    return rows
+
+
+def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) -> None:
+    """Killed after any number of groups: the same samples follow as without."""
+    whole = play(build(tmp_path / "whole", retire_pass_rate=0.9), 8)
+    for killed in (1, 3, 6):
+        first = play(build(tmp_path / str(killed), retire_pass_rate=0.9), killed)
+        again = build(tmp_path / str(killed), retire_pass_rate=0.9)
+        assert again.buffer.retired == set(first[::2])
+        assert first + play(again, 8 - killed) == whole
+        assert again.buffer.flow().conserved
+
+
+def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
+    play(build(tmp_path, retire_pass_rate=0.9), 3)
+    again = build(tmp_path)
+    assert again.buffer.retired == set()
+    assert len(set(play(again, 2 * ROWS))) == ROWS
+
+
+def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> None:
+    core = build(tmp_path, advantage=f"{__name__}:GREEDY")
+    assert len(core.buffer.admit(0, 0.0).members) == 3
+    plain = build(tmp_path / "plain")
+    assert len(plain.buffer.admit(0, 0.0).members) == 2
+
+
+def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
+    build(tmp_path, advantage=f"{__name__}:GREEDY").store.commit()
+    build(tmp_path, advantage=f"{__name__}:GREEDY")
+    with pytest.raises(ConfigError, match=r"\$\.algorithm\.advantage: .* have 3 episodes.* wants 2"):
+        build(tmp_path)
+
+
+def test_the_coordinator_imports_no_torch() -> None:
+    """It would cost every run a gigabyte of memory and seconds of its restart."""
+    code = "import sys, asyncrl.roles.coordinator; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done
