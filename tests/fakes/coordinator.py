@@ -32,7 +32,7 @@ Record = Generated | Replied | Finished | Failed
 class FakeCoordinator:
     """`until` pumps both sockets. Hellos are welcomed, records acknowledged but for kinds in `withheld`."""
 
-    def __init__(self, deadline: float = 20.0) -> None:
+    def __init__(self, deadline: float = 60.0) -> None:
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self.deadline, self.epoch = deadline, 1
         self.welcoming = True

@@ -134,7 +134,7 @@ class FakeServer:
 class Servers:
     """A fleet whose servers are all fakes. `entries` is the table, by name."""
 
-    def __init__(self, *names: str, lane: str = "train", patience: float = 5.0) -> None:
+    def __init__(self, *names: str, lane: str = "train", patience: float = 60.0) -> None:
         self.now = 0.0
         self.waits = Waits(lambda: self.now)
         self.meter = Meter(Intervals())

@@ -55,7 +55,7 @@ def looker() -> Tool:
     def look() -> str:
         """Look."""
         seams.looks.append("looked")
-        assert seams.tool_gate.wait(20)
+        assert seams.tool_gate.wait(60)
         return "seen"
 
     return look
@@ -64,7 +64,7 @@ def looker() -> Tool:
 def config(model_path: str, run_dir: Path, **sections: dict[str, Any]) -> RunConfig:
     """A run whose worker has the calling engine; keyword arguments are sections."""
     rollout = {"tools": ["tests.fakes.worker:looker"], "slots": 4, **sections.pop("rollout", {})}
-    launch = {"lease": 1.0, "start_timeout": 20.0, **sections.pop("launch", {})}
+    launch = {"lease": 1.0, "start_timeout": 60.0, **sections.pop("launch", {})}
     engine = {"name": "tests.fakes.worker:CallingEngine", **sections.pop("engine", {})}
     return parse(
         {
@@ -95,7 +95,7 @@ class WorkerThread(threading.Thread):
     def run(self) -> None:
         self.code = run(self.config, self.endpoints, 0, "incarnation")
 
-    def ended(self, timeout: float = 20.0) -> int | None:
+    def ended(self, timeout: float = 60.0) -> int | None:
         self.join(timeout)
         assert not self.is_alive(), "the worker did not end"
         return self.code

@@ -5,27 +5,32 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from asyncrl import cli
 from asyncrl.weights.disk import SHARED_MEMORY
 from tests.fakes.chatml import save_tiny_chat_model
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "ASYNCRL_TEST_MARK"
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    [__name__, "hydra", "asyncrl.engines.sglang_connect", "asyncrl.launch.start", "tests.fakes.training"]
+)
 
 
 class Inputs:
@@ -81,9 +86,32 @@ def train(*arguments: str, cwd: Path | None = None) -> tuple[subprocess.Complete
         env=os.environ | {MARK: mark},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-    return done, [p.pid for p in psutil.process_iter() if _environment(p).get(MARK) == mark]
+    return done, left_by(mark)
+
+
+def train_forked(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+    """The same in a fork of a process that has the imports behind it: they are most of a refusal's time."""
+    mark, files = uuid.uuid4().hex, (folder / "stdout", folder / "stderr")
+    process = FORKED.Process(target=_train, args=(arguments, mark, files))
+    process.start()
+    process.join(240)
+    assert process.exitcode is not None, "it did not end"
+    out, err = (file.read_text() for file in files)
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, err), left_by(mark)
+
+
+def _train(arguments: tuple[str, ...], mark: str, files: tuple[Path, Path]) -> NoReturn:
+    os.environ[MARK] = mark
+    os.chdir(ROOT)
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.exit(cli.main(["train", *arguments]))
+
+
+def left_by(mark: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter() if _environment(p).get(MARK) == mark]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -240,39 +268,13 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
 }
 
 
-@dataclass
-class Refusal:
-    """One case's run."""
-
-    inputs: Inputs
-    done: subprocess.CompletedProcess[str]
-    left: list[int]
-
-
-@pytest.fixture(scope="module")
-def refusals(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Refusal]]]:
-    """The selected cases, two at a time: each is mostly the imports of a process of its own."""
-
-    def run(case: str) -> Refusal:
-        inputs = Inputs(folders[case], model)
-        return Refusal(inputs, *train(*inputs.overrides, *CASES[case][0](inputs)))
-
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    cases = [each["case"] for each in params if each.get("case") in CASES]
-    folders = {case: tmp_path_factory.mktemp("case") for case in cases}
-    with ThreadPoolExecutor(2) as pool:
-        yield {case: pool.submit(run, case) for case in cases}
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_is_refused_in_one_line(refusals: dict[str, Future[Refusal]], case: str) -> None:
+def test_is_refused_in_one_line(inputs: Inputs, case: str) -> None:
     if case == "uninstalled tracker" and importlib.util.find_spec("swanlab"):
         pytest.skip("swanlab is installed here")
-    refusal = refusals[case].result(120)
-    refused(refusal.done, refusal.left, *CASES[case][1])
-    assert not (refusal.inputs.runs / "x" / "logs").exists()
+    spoil, says = CASES[case]
+    refused(*train_forked(inputs.folder, *inputs.overrides, *spoil(inputs)), *says)
+    assert not (inputs.runs / "x" / "logs").exists()
 
 
 def test_a_port_in_use(inputs: Inputs) -> None:

@@ -234,7 +234,6 @@ def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[subprocess.Pope
     text = msgspec.json.encode(config).decode()
     command = [sys.executable, "-c", CHILD, text, hub.endpoints.control, hub.endpoints.bulk]
     child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    hub.deadline = 60.0
     try:
         hub.join()
         yield child
@@ -246,7 +245,7 @@ def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[subprocess.Pope
 def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> None:
     rollout = {"max_new_tokens": 24, "max_tokens": 200}
     config = fake.config(
-        model_path, tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 5.0}
+        model_path, tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 60.0}
     )
     with process(hub, config) as child:
         hub.assign("a", sample())
@@ -266,7 +265,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         assert hub.expect(Generated).oldest == 4
         hub.expect(Finished)
         child.send_signal(signal.SIGTERM)
-        assert child.wait(20) == 0
+        assert child.wait(60) == 0
     assert '"decode"' in (tmp_path / "t" / "timeline" / "rollout-0.jsonl").read_text()
 
 
@@ -274,7 +273,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
 def test_the_examples_model_uses_its_tool(hub: FakeCoordinator, tmp_path: Path) -> None:
     rollout = {"tools": ["calculator"], "slots": 16, "max_tokens": 512}
     config = fake.config(
-        str(EXAMPLE / "model"), tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 5.0}
+        str(EXAMPLE / "model"), tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 60.0}
     )
     samples = load_samples(str(EXAMPLE / "data" / "test.parquet"))[:16]
     with process(hub, config):

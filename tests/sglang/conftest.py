@@ -22,10 +22,22 @@ Start = Callable[..., SGLangServer]
 Shared = Callable[[str], SGLangServer]
 Named = Callable[[str], Versions]
 MOST = 2
+# One server per family, each started once: those of a stage, by family or module, run on the servers that the
+# stages before have left. At the end of the third these are qwen3's, which is killed then, and qwen2's.
+STAGES = (
+    ("llama",),
+    ("qwen3",),
+    ("qwen2", "test_collective", "test_traps"),
+    ("test_fatal_traps",),
+    ("test_fleet",),
+    ("test_server",),
+    ("test_training",),
+)
 
 
 class Pool:
-    """All servers of the session. Room for a new one is made by stopping shared ones, the oldest first."""
+    """All servers of the session. Room for a new one is made by killing shared ones, the least
+    recently used first."""
 
     def __init__(self, models: dict[str, Path], logs: Path) -> None:
         self.models, self.logs = models, logs
@@ -40,26 +52,27 @@ class Pool:
         return server
 
     def share(self, family: str) -> SGLangServer:
-        server = self.shared.get(family)
+        server = self.shared.pop(family, None)
         if server is None or not server.alive:
             self._make_room()
-            server = self.shared[family] = self._spawn(self.models[family])
+            server = self._spawn(self.models[family])
+        self.shared[family] = server  # as the newest
         return server
 
     def stop_own(self) -> None:
         while self.own:
-            self.own.pop().stop()
+            self.own.pop().kill()
 
     def stop(self) -> None:
         self.stop_own()
         while self.shared:
-            self.shared.popitem()[1].stop()
+            self.shared.popitem()[1].kill()
 
     def _make_room(self) -> None:
         for family, server in list(self.shared.items()):
             if sum(each.alive for each in (*self.shared.values(), *self.own)) >= MOST:
                 self.shared.pop(family)
-                server.stop()
+                server.kill()
         assert sum(each.alive for each in self.own) < MOST, f"at most {MOST} servers at once: stop one first"
 
     def _spawn(self, model: Path, *arguments: str, wait: bool = True) -> SGLangServer:
@@ -113,15 +126,20 @@ def subject(request: pytest.FixtureRequest, tiny_models: dict[str, Path], versio
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on one server run together: no more servers are started than there are families. A test that
-    starts some may take as long as these may take to start."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(2 * START_SECONDS + 120))
-    places = [at for at, item in enumerate(items) if _family(item)]
-    ordered = sorted((items[at] for at in places), key=_family)
+    """Tests on one server run together: see STAGES. A test that starts some may take as long as these may
+    take to start."""
+    places = [at for at, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    for at in places:
+        if not items[at].get_closest_marker("timeout"):
+            items[at].add_marker(pytest.mark.timeout(2 * START_SECONDS + 120))
+    ordered = sorted((items[at] for at in places), key=_stage)
     for at, item in zip(places, ordered, strict=True):
         items[at] = item
+
+
+def _stage(item: pytest.Item) -> int:
+    name = _family(item) or item.path.stem
+    return next(at for at, stage in enumerate(STAGES) if name in stage)
 
 
 def _family(item: pytest.Item) -> str:

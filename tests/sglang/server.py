@@ -22,7 +22,8 @@ LAUNCHER = ROOT / "tools/sglang_cpu/launch.py"
 ENVIRONMENT = ROOT / os.environ.get("ASYNCRL_SGLANG_ENV", ".venv-sglang")
 PYTHON = ENVIRONMENT / "bin/python"
 START_SECONDS = 240.0  # 32 of one core's: 107 measured for two at once beside other work
-STOP_SECONDS = 10.0  # 3 alone; there is nothing to save
+STOP_SECONDS = 60.0  # 3 alone
+GONE_SECONDS = 60.0
 # Streams carry what is new, a few tokens at a time: what the project asks of servers that it starts.
 STREAMING = ("--incremental-streaming-output", "--stream-interval=2")
 
@@ -85,7 +86,7 @@ class SGLangServer:
 
     def ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=20) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False
@@ -118,9 +119,9 @@ class SGLangServer:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self._reap(time.monotonic() + STOP_SECONDS)
+        self._reap(time.monotonic() + GONE_SECONDS)
 
-    def gone(self, seconds: float = STOP_SECONDS) -> bool:
+    def gone(self, seconds: float = GONE_SECONDS) -> bool:
         """Whether all its processes end by themselves within `seconds`."""
         self._reap(time.monotonic() + seconds)
         return not self.processes()

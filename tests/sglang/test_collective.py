@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, contextmanager
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -51,11 +51,15 @@ def sender() -> Iterator[Sender]:
         yield sender
 
 
-@pytest.fixture(autouse=True)
-def _quick_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "CLEANUP_SECONDS", 1.0)
-    monkeypatch.setattr(sglang_versions, "CLEANUP_SECONDS", 1.0)
-    monkeypatch.setattr(sglang_loader, "RESUME_SECONDS", 2.0)
+@contextmanager
+def impatient(keeper: Keeper) -> Iterator[None]:
+    """A load has a few seconds, and what waits for a stuck server afterwards gives up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper.engine._loader, "_deadline", 5.0)
+        patch.setattr(collective, "CLEANUP_SECONDS", 1.0)
+        patch.setattr(sglang_versions, "CLEANUP_SECONDS", 1.0)
+        patch.setattr(sglang_loader, "RESUME_SECONDS", 2.0)
+        yield
 
 
 class Told:
@@ -81,10 +85,10 @@ class Told:
 class Keeper:
     """A server's client, as its keeper has one."""
 
-    def __init__(self, server: Server, dialect: Dialect, mode: PauseMode, deadline: float) -> None:
+    def __init__(self, server: Server, dialect: Dialect, mode: PauseMode) -> None:
         self.server, self.told = server, Told(server, 3)
         receiver = Receiver(self.told, "engine 0", 1)
-        loader = Loader(server, mode, deadline, receiver=receiver, dialect=dialect)
+        loader = Loader(server, mode, LONG, receiver=receiver, dialect=dialect)
         self.engine = SGLangEngine(server, Terms(VOCABULARY, MAX_LEN, mode=mode), loader=loader)
 
     async def load(self, ref: WeightsRef) -> None:
@@ -100,13 +104,11 @@ class Keeper:
 
 
 @asynccontextmanager
-async def keeping(
-    running: SGLangServer, mode: PauseMode = "in_place", deadline: float = LONG
-) -> AsyncIterator[Keeper]:
+async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncIterator[Keeper]:
     async with asyncio.timeout(4 * LONG):
         server = Server(running.url)
         dialect = dialect_of((await server.server_info()).version, server.url)
-        keeper = Keeper(server, dialect, mode, deadline)
+        keeper = Keeper(server, dialect, mode)
         try:
             await server.flush_cache(wait=10)
             yield keeper
@@ -216,13 +218,14 @@ def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
     """The push ends at its deadline, but the server is stuck until the end of the trainer, or its own."""
 
     async def main() -> None:
-        async with keeping(server, deadline=5.0) as keeper:
+        async with keeping(server) as keeper:
             trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
-            task = asyncio.create_task(keeper.load(trainer.ref))
-            await keeper.told.event.wait()
-            trainer.signal(SIGSTOP)
-            with pytest.raises(WeightsError):
-                await task
+            with impatient(keeper):
+                task = asyncio.create_task(keeper.load(trainer.ref))
+                await keeper.told.event.wait()
+                trainer.signal(SIGSTOP)
+                with pytest.raises(WeightsError):
+                    await task
             assert keeper.engine.broken
             with pytest.raises(EngineError):
                 await keeper.server.flush_cache(seconds=2.0)
@@ -237,11 +240,11 @@ def test_a_server_that_freezes_before_it_joins(server, versions, sender):
     """The push ends at its deadline; the server, which joins when it wakes up, is not caught there."""
 
     async def main() -> None:
-        async with keeping(server, deadline=5.0) as keeper:
+        async with keeping(server) as keeper:
             ref = offer(sender, versions, 2)
             _signal(server, SIGSTOP)
             try:
-                with pytest.raises(WeightsError):
+                with impatient(keeper), pytest.raises(WeightsError):
                     await keeper.load(ref)
             finally:
                 _signal(server, SIGCONT)

@@ -14,9 +14,9 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
-from tests.sglang.conftest import Start
+from tests.sglang.conftest import Shared, Start
 from tests.sglang.server import SGLangServer
-from tests.sglang.traps import LONG, client, idle, publish, raw, run, sampling
+from tests.sglang.traps import LONG, WHOLE, client, idle, publish, raw, run, sampling
 
 KEYS = ("the-api-key", "the-admin-key")
 
@@ -34,7 +34,20 @@ def guarded(tiny_models: dict[str, Path], sglang_server: Start) -> Iterator[SGLa
         tiny_models["qwen2"], *keys, "--max-running-requests", "2", "--max-queued-requests", "1"
     )
     yield server
-    server.stop()
+    server.kill()
+
+
+def test_a_file_of_another_shape_kills_a_server_and_its_load_says_so(shared_server: Shared, tmp_path: Path):
+    """Its checksums are right. No run gets here: configurations are compared when a keeper connects."""
+    server = shared_server("qwen3")  # nobody needs it any more
+
+    async def body() -> None:
+        async with client(server) as engine:
+            with pytest.raises(WeightsError, match="load of e0-v3 failed"):
+                await engine.load(publish(tmp_path, 3, "qwen3", hidden_size=32))
+            assert engine.broken and server.gone()
+
+    run(body())
 
 
 def test_keys_open_what_they_are_for_and_a_wrong_one_is_named(guarded: SGLangServer):
@@ -61,14 +74,14 @@ def test_a_full_queue_is_busy_and_nothing_is_lost(guarded: SGLangServer, first: 
     async def body() -> None:
         async with client(guarded, *KEYS) as engine:
             await engine.load(first)
-            turns = [asyncio.create_task(engine.generate(ask(prompt(4), LONG, str(i)))) for i in range(6)]
+            turns = [asyncio.create_task(engine.generate(ask(prompt(4), WHOLE, str(i)))) for i in range(6)]
             outcomes = await asyncio.gather(*turns, return_exceptions=True)
             refused = [answer for answer in outcomes if isinstance(answer, BaseException)]
             served = [answer for answer in outcomes if isinstance(answer, Generation)]
             assert {type(error) for error in refused} == {EngineBusy}
             assert len(served) >= 2 and len(served) + engine.counters.busy == 6
-            assert all(len(answer.ids) == LONG for answer in served)
-            crowd = (engine.server.generate_whole(raw(prompt(4), LONG)) for _ in range(6))
+            assert all(len(answer.ids) == WHOLE for answer in served)
+            crowd = (engine.server.generate_whole(raw(prompt(4), WHOLE)) for _ in range(6))
             answers = await asyncio.gather(*crowd, return_exceptions=True)  # in plain HTTP too
             assert {type(answer) for answer in answers} == {bytes, EngineBusy}
             assert await idle(engine)
@@ -95,17 +108,3 @@ def test_ids_outside_the_vocabulary_kill_a_server_and_are_not_sent(guarded: SGLa
                 await engine.generate(ask(prompt(4)))
 
     run(body())
-
-
-def test_a_file_of_another_shape_kills_a_server_and_its_load_says_so(
-    tiny_models: dict[str, Path], sglang_server: Start, tmp_path: Path
-):
-    """Its checksums are right. No run gets here: configurations are compared when a keeper connects."""
-
-    async def body(server: SGLangServer) -> None:
-        async with client(server) as engine:
-            with pytest.raises(WeightsError, match="load of e0-v3 failed"):
-                await engine.load(publish(tmp_path, 3, hidden_size=32))
-            assert engine.broken and server.gone()
-
-    run(body(sglang_server(tiny_models["qwen2"])))

@@ -32,7 +32,7 @@ from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weigh
 from tests.fakes.group_server import FakeServer, described
 
 LONG = 60.0  # seconds in which everything is over that does not hang
-FEW = 10.0  # for what ends at its deadline only
+FEW = 5.0  # for what ends at its deadline only
 Spawn = Callable[..., FakeServer]
 
 
