@@ -22,8 +22,8 @@ LEAST_COMPLEMENT = 1e-12  # 1 - p of a certain token, so that its logarithm is f
 
 @loss("reinforce", ratio="prox")
 def reinforce(given: LossInput) -> TokenLoss:
-    """L = −sg(w)·A·log π: the gradient of the truncated importance-sampled objective (REINFORCE; TIS, arXiv
-    2505.24298).
+    """L = −sg(w)·A·log π: the gradient of the truncated importance-sampled objective (IMPALA, arXiv
+    1802.01561).
 
     With one optimizer step per batch w = M·min(π/μ, C); there is nothing to clip.
 

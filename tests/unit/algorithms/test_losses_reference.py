@@ -1,0 +1,217 @@
+"""Policy losses against the papers' formulas once more, token by token and episode by episode, in float64.
+
+Each reference is the scalar objective; its gradient is autograd's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.losses import LossInput
+from tests.fakes.losses import evaluate, random_input
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Token:
+    """`pi` is log pi, with gradient; the rest are floats."""
+
+    pi: Tensor
+    prox: float
+    mu: float
+    reference: float
+    advantage: float
+    weight: float
+    prepared: float
+
+
+def tokens(given: LossInput, pi: Tensor) -> list[list[Token]]:
+    """The fresh tokens, by episode."""
+    episodes: dict[int, list[Token]] = {}
+    for i in range(len(pi)):
+        if given.fresh[i]:
+            known = (given.prox, given.mu, given.reference, given.advantage, given.correction.weight)
+            values = [float(x[i]) for x in known if x is not None]
+            prepared = 0.0 if given.prepared is None else float(given.prepared[i])
+            episodes.setdefault(int(given.row[i]), []).append(Token(pi[i], *values, prepared))
+    return list(episodes.values())
+
+
+def difference(
+    name: str, given: LossInput, objective: Callable[[list[list[Token]]], Tensor], **options: float
+) -> float:
+    """Relative distance of value and gradient from the reference."""
+    pi = given.logp.detach().clone().requires_grad_()
+    wanted = objective(tokens(given, pi))
+    (slope,) = torch.autograd.grad(wanted, pi)
+    token, found = evaluate(name, given, **options)
+    assert float(slope.norm()) > 0.1 and token.clipped.any() == (name in CUTTING)
+    value = fixed(wanted)
+    apart = abs(fixed(token.value.sum()) - value) / abs(value)
+    return max(apart, float((found - slope).norm() / slope.norm()))
+
+
+CUTTING = {
+    *("ppo", "decoupled_ppo", "cispo", "cispo_scalerl", "aipo", "dppo_tv", "dppo_kl"),
+    *("gspo", "gmpo", "topr", "clip_cov", "kl_cov", "m2po"),
+}
+
+
+def ratio(t: Token, old: float) -> Tensor:
+    return (t.pi - old).exp()
+
+
+def fixed(x: Tensor) -> float:
+    return float(x.detach())
+
+
+def reinforce(t: Token) -> Tensor:
+    return -t.advantage * t.pi
+
+
+def clipped(t: Token) -> Tensor:
+    """PPO with [0.8, 1.2]."""
+    u = ratio(t, t.prox)
+    return -torch.minimum(u * t.advantage, u.clamp(0.8, 1.2) * t.advantage)
+
+
+def dual_clipped(t: Token) -> Tensor:
+    """PPO with [0.8, 1.2] and 1.5."""
+    return torch.clamp(clipped(t), max=-1.5 * t.advantage) if t.advantage < 0 else clipped(t)
+
+
+def cispo(t: Token) -> Tensor:
+    u = fixed(ratio(t, t.prox))
+    return -max(0.5, min(u, 1.5)) * t.advantage * t.pi
+
+
+def capped(t: Token) -> Tensor:
+    return -min(fixed(ratio(t, t.mu)), 1.7) * t.advantage * t.pi
+
+
+def sapo(t: Token) -> Tensor:
+    tau = 1.3 if t.advantage > 0 else 1.9
+    return -t.advantage * 4 / tau / (1 + torch.exp(-tau * (ratio(t, t.prox) - 1)))
+
+
+def dppo(t: Token, far: bool) -> Tensor:
+    moving_away = (fixed(t.pi) > t.mu) == (t.advantage > 0)
+    return 0 * t.pi if far and moving_away else capped(t)
+
+
+def dppo_tv(t: Token) -> Tensor:
+    return dppo(t, abs(math.exp(fixed(t.pi)) - math.exp(t.mu)) > 0.1)
+
+
+def dppo_kl(t: Token) -> Tensor:
+    p, q = math.exp(t.mu), math.exp(fixed(t.pi))
+    rest = (1 - p) * math.log((1 - p) / (1 - q)) if p < 1 else 0.0
+    return dppo(t, p * math.log(p / q) + rest > 0.02)
+
+
+def dro(t: Token) -> Tensor:
+    return -t.advantage * t.pi + 0.35 * (t.pi - t.mu) ** 2
+
+
+def clip_cov(t: Token) -> Tensor:
+    return 0 * t.pi if t.prepared else clipped(t)
+
+
+def kl_cov(t: Token) -> Tensor:
+    penalty = 0.3 * (t.pi - t.prox).abs() if t.prepared else 0.0
+    return -ratio(t, t.prox) * t.advantage + penalty
+
+
+def m2po(t: Token) -> Tensor:
+    return -ratio(t, t.mu) * t.advantage if t.prepared else 0 * t.pi
+
+
+BANDS = {"clip_low": 0.2, "clip_high": 0.2}
+BY_TOKEN: dict[str, tuple[Callable[[Token], Tensor], dict[str, float]]] = {
+    "reinforce": (reinforce, {}),
+    "gpg": (reinforce, {}),
+    "ppo": (dual_clipped, {**BANDS, "dual_clip": 1.5}),
+    "decoupled_ppo": (clipped, BANDS),
+    "cispo": (cispo, {"clip_low": 0.5, "clip_high": 0.5}),
+    "cispo_scalerl": (capped, {"cap": 1.7}),
+    "aipo": (capped, {"cap": 1.7}),
+    "sapo": (sapo, {"tau_positive": 1.3, "tau_negative": 1.9}),
+    "dppo_tv": (dppo_tv, {"cap": 1.7, "delta_low": 0.1, "delta_high": 0.1}),
+    "dppo_kl": (dppo_kl, {"cap": 1.7, "delta_low": 0.02, "delta_high": 0.02}),
+    "dro": (dro, {"beta": 0.7}),
+    "clip_cov": (clip_cov, BANDS),
+    "kl_cov": (kl_cov, {"coef": 0.3}),
+    "m2po": (m2po, {}),
+}
+BEHAVIOUR_FREE = {"cispo_scalerl", "aipo", "dppo_tv", "dppo_kl", "dro", "m2po", "topr"}
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_token_losses(name: str, seed: int) -> None:
+    formula, options = BY_TOKEN[name]
+    given = random_input(seed, behaviour=name not in BEHAVIOUR_FREE, prepared=[0.0, 1.0])
+    apart = difference(
+        name, given, lambda all_: sum(t.weight * formula(t) for some in all_ for t in some), **options
+    )
+    assert apart < TOLERANCE
+
+
+# Objectives of whole episodes, as the papers write them; times the length they are sums over tokens.
+
+
+def gspo(episode: list[Token]) -> Tensor:
+    s = (torch.stack([t.pi - t.prox for t in episode]).sum() / len(episode)).exp()
+    a = episode[0].advantage
+    return -torch.minimum(s * a, s.clamp(0.9, 1.1) * a)
+
+
+def gmpo(episode: list[Token]) -> Tensor:
+    """sign(A)·(Π |min(u·A, clip(u)·A)|)^(1/T), A being the same for all tokens."""
+    a = episode[0].advantage
+    smaller = [
+        torch.minimum(u * a, u.clamp(math.exp(-0.3), math.exp(0.3)) * a)
+        for u in (ratio(t, t.prox) for t in episode)
+    ]
+    product = torch.stack([x.abs() for x in smaller]).prod()
+    return -math.copysign(1.0, a) * product ** (1 / len(episode))
+
+
+def topr(episode: list[Token]) -> Tensor:
+    """Per token; the episode's ratio is a product."""
+    a = episode[0].advantage
+    product = math.prod(fixed(ratio(t, t.mu)) for t in episode)
+    taper = 1.0 if a > 0 else min(max(product, 0.0), 1.0)
+    return -taper * a * torch.stack([t.pi for t in episode]).sum() / len(episode)
+
+
+def tba(episode: list[Token]) -> Tensor:
+    gap = torch.stack([t.pi - t.reference for t in episode]).sum() + episode[0].prepared
+    return gap**2 / len(episode)
+
+
+BY_EPISODE: dict[str, tuple[Callable[[list[Token]], Tensor], dict[str, float]]] = {
+    "gspo": (gspo, {"clip_low": 0.1, "clip_high": 0.1}),
+    "gmpo": (gmpo, {"clip_low": 0.3, "clip_high": 0.3}),
+    "topr": (topr, {}),
+    "tba": (tba, {}),
+}
+
+
+@pytest.mark.parametrize("name", BY_EPISODE)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_episode_losses(name: str, seed: int) -> None:
+    """Sums over tokens are length times the papers' objective, value and gradient."""
+    formula, options = BY_EPISODE[name]
+    given = random_input(seed, behaviour=True, by_episode=True, prepared=[0.7])
+    apart = difference(
+        name, given, lambda all_: sum(some[0].weight * len(some) * formula(some) for some in all_), **options
+    )
+    assert apart < TOLERANCE
