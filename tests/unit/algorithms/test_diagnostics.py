@@ -3,18 +3,32 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from asyncrl.algorithms.correction import CorrectionInput, corrections
-from asyncrl.algorithms.diagnostics import TokenState, TokenSums, token_sums
-from asyncrl.config import AlgorithmConfig
+from asyncrl.algorithms.correction import CorrectionInput, correct, select_rules
+from asyncrl.algorithms.diagnostics import LAG_NAMES, TokenState, TokenSums, metrics_of, token_sums
 
-N = 40
+N, ROWS = 60, 6
 FRESH = [i % 7 != 0 for i in range(N)]
-LAG = [i % 20 for i in range(N)]
-ROW = [i // 10 for i in range(N)]
+LAG = [i * 11 % 20 for i in range(N)]
+ROW = [i * ROWS // N for i in range(N)]
+ADVANTAGE = [(-1.0) ** i * (i % 5) / 2 for i in range(N)]  # every fifth is 0
+RULES = select_rules({"mask": {}, "truncate": {}}, "$")
+BUCKETS = {
+    "0": range(1),
+    "1": range(1, 2),
+    "2": range(2, 3),
+    "3-4": range(3, 5),
+    "5-8": range(5, 9),
+    "9-16": range(9, 17),
+    "17+": range(17, 999),
+}
 
 
 def logs(seed: int) -> list[float]:
@@ -22,71 +36,232 @@ def logs(seed: int) -> list[float]:
     return [math.log(rng.uniform(0.1, 1)) for _ in range(N)]
 
 
-def state(keep: range, row_start: int = 0) -> TokenState:
-    """The tokens of `keep`; rows are numbered from 0 in every micro-batch."""
-    prox, mu = (torch.tensor(logs(seed), dtype=torch.float64)[keep.start : keep.stop] for seed in (1, 2))
-    advantage = torch.where(torch.arange(N) % 2 == 0, 1.0, -1.0)[keep.start : keep.stop]
-    cut = slice(keep.start, keep.stop)
+RATIO = [math.exp(a - b) for a, b in zip(logs(1), logs(2), strict=True)]
+KEPT = [i for i in range(N) if FRESH[i] and 0.5 <= RATIO[i] <= 5]
+CAPPED = [min(RATIO[i], 2 if ADVANTAGE[i] < 0 else 5) for i in range(N)]
+
+
+def state(keep: list[int] | None = None) -> TokenState:
+    """The tokens of `keep`, episodes numbered from 0 in every micro-batch."""
+    keep = list(range(N)) if keep is None else keep
+    prox, mu, advantage, lower = (
+        torch.tensor([values[i] for i in keep], dtype=torch.float64)
+        for values in (logs(1), logs(2), ADVANTAGE, [float(i % 4 == 0) for i in range(N)])
+    )
+    rows = sorted({ROW[i] for i in keep})
+    row = torch.tensor([rows.index(ROW[i]) for i in keep])
+    fresh, no = torch.tensor([FRESH[i] for i in keep]), torch.zeros(len(keep), dtype=torch.bool)
+    given = CorrectionInput(torch.where(fresh, prox - mu, 0.0), advantage, row, torch.zeros_like(row), fresh)
     return TokenState(
-        logp=prox,
+        logp=prox - 0.25,
         prox=prox,
         mu=mu,
         entropy=torch.ones_like(prox),
-        loss=torch.arange(len(prox), dtype=torch.float64) * 0 + 2.0,
-        clipped=torch.zeros(len(prox), dtype=torch.bool),
-        correction=corrections.get("mask_truncate")(CorrectionInput(prox - mu, advantage, AlgorithmConfig())),
-        counted=torch.ones(len(prox), dtype=torch.bool),
-        in_bound=torch.tensor(FRESH[cut]),
-        fresh=torch.tensor(FRESH[cut]),
-        exact=torch.tensor([lag == 0 for lag in LAG[cut]]),
-        row=torch.tensor(ROW[cut]) - row_start,
-        lag=torch.tensor(LAG[cut]),
+        advantage=advantage,
+        weight=torch.tensor([1.0 / (1 + ROW[i]) for i in keep], dtype=torch.float64),
+        loss=torch.full_like(prox, 2.0),
+        clipped=~no,
+        correction=correct(RULES, given),
+        counted=~no,
+        in_bound=fresh | torch.tensor([i == 7 for i in keep]),
+        fresh=fresh,
+        exact=torch.tensor([LAG[i] == 0 for i in keep]),
+        row=row,
+        lag=torch.tensor([LAG[i] for i in keep]),
+        clipped_lower=lower > 0,
     )
 
 
-def test_against_plain_python() -> None:
-    seen = token_sums(state(range(N)))
-    ratios = [math.exp(a - b) for a, b in zip(logs(1), logs(2), strict=True)]
+def share(weights: list[float]) -> float:
+    """Effective sample size over the number of samples."""
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
+def episodes(tokens: list[int]) -> list[float]:
+    """Weights of the episodes over these tokens, cut at e^±8."""
+    rows = {ROW[i] for i in tokens}
+    totals = [sum(math.log(RATIO[i]) for i in tokens if ROW[i] == row) for row in rows]
+    return [math.exp(min(max(total, -8), 8)) for total in totals]
+
+
+def spread(tokens: list[int]) -> dict[str, float]:
+    """What is told of fresh tokens, but quantiles, from the definitions."""
+    n, ratios = len(tokens), [RATIO[i] for i in tokens]
+    log_rho = sum(map(math.log, ratios)) / n
+    return {
+        "tokens": n,
+        "log_rho": log_rho,
+        "kl": -log_rho,
+        "k3": sum(r - 1 - math.log(r) for r in ratios) / n,
+        "chi2": sum(r * r for r in ratios) / n - 1,
+        "masked_frac": sum(i not in KEPT for i in tokens) / n,
+        "truncated_frac": sum(i in KEPT and CAPPED[i] < RATIO[i] for i in tokens) / n,
+        "ess": share(ratios),
+        "seq_ess": share(episodes(tokens)),
+    }
+
+
+def test_by_lag_against_plain_python() -> None:
+    metrics = metrics_of(token_sums(state()).sums)
+    assert list(BUCKETS) == LAG_NAMES
+    for name, lags in BUCKETS.items():
+        tokens = [i for i in range(N) if FRESH[i] and LAG[i] in lags]
+        assert tokens, "the example covers all buckets"
+        prefix = f"rollout_corr/by_lag/{name}/"
+        found = {key.removeprefix(prefix): v for key, v in metrics.items() if key.startswith(prefix)}
+        wanted = spread(tokens)
+        assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+        assert set(found) - set(wanted) == {"rho_p05", "rho_p50", "rho_p95"}
+
+
+def test_of_all_tokens_against_plain_python() -> None:
     fresh = [i for i in range(N) if FRESH[i]]
-    kept = [i for i in fresh if 0.5 <= ratios[i] <= 5]
-    rows = [math.prod(ratios[i] for i in fresh if ROW[i] == r) for r in range(4)]
-    rows = [min(max(weight, math.exp(-8)), math.exp(8)) for weight in rows]
+    exact = [i for i in fresh if LAG[i] == 0]
+    whole, metrics = spread(fresh), metrics_of(token_sums(state()).sums)
+    positive = [i for i in fresh if ADVANTAGE[i] > 0]
+    push = [CAPPED[i] * ADVANTAGE[i] / (1 + ROW[i]) for i in KEPT]
+    wanted = {
+        "actor/pg_clipfrac": 1.0,
+        "actor/pg_clipfrac_lower": sum(i % 4 == 0 for i in KEPT) / len(KEPT),
+        "actor/ppo_kl": 0.25,
+        "actor/entropy": 1.0,
+        "rollout_corr/rollout_is_mean": sum(RATIO[i] for i in fresh) / len(fresh),
+        "rollout_corr/weight_mean": sum(CAPPED[i] for i in KEPT) / len(KEPT),
+        "rollout_corr/kl": whole["kl"],
+        "rollout_corr/k3_kl": whole["k3"],
+        "rollout_corr/chi2_token": whole["chi2"],
+        "rollout_corr/rollout_rs_masked_fraction": whole["masked_frac"],
+        "rollout_corr/truncated_fraction": whole["truncated_frac"],
+        "rollout_corr/rollout_is_eff_sample_size": whole["ess"],
+        "rollout_corr/rollout_is_seq_eff_sample_size": whole["seq_ess"],
+        "rollout_corr/logprob_diff_mean": sum(abs(math.log(RATIO[i])) for i in exact) / len(exact),
+        "rollout_corr/k3_kl_same_version": spread(exact)["k3"],
+        "rollout_corr/logprob_diff_tokens": len(exact),
+        "rollout_corr/nonfinite_tokens": 1,
+        "rollout_corr/zero_advantage_frac": sum(ADVANTAGE[i] == 0 for i in fresh) / len(fresh),
+        "rollout_corr/kept_advantage/positive": sum(CAPPED[i] * ADVANTAGE[i] for i in KEPT if i in positive)
+        / sum(ADVANTAGE[i] for i in positive),
+        "rollout_corr/residual_drift": sum(push) / sum(map(abs, push)),
+    }
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_sums_and_extremes_against_plain_python() -> None:
+    seen, fresh = token_sums(state()), [i for i in range(N) if FRESH[i]]
     wanted = {
         "tokens": N,
         "fresh": len(fresh),
-        "kept": len(kept),
-        "masked": len(fresh) - len(kept),
-        "truncated": sum(ratios[i] > (2 if i % 2 else 5) for i in kept),
-        "loss": 2.0 * len(kept),
-        "rho": sum(ratios[i] for i in fresh),
-        "rho2": sum(ratios[i] ** 2 for i in fresh),
-        "k1": sum(-math.log(ratios[i]) for i in fresh),
-        "k3": sum(ratios[i] - 1 - math.log(ratios[i]) for i in fresh),
-        "entropy": N,
-        "episodes": 4,
-        "episode_w": sum(rows),
-        "episode_w2": sum(weight**2 for weight in rows),
-        "exact": sum(LAG[i] == 0 for i in fresh),
-        "nonfinite": 0,
+        "kept": len(KEPT),
+        "loss": 2.0 * len(KEPT),
+        "weight": sum(CAPPED[i] for i in KEPT),
+        "episodes": ROWS,
+        "episode_w": sum(episodes(fresh)),
+        "episode_w2": sum(w * w for w in episodes(fresh)),
     }
     assert {name: seen.sums[name] for name in wanted} == pytest.approx(wanted)
-    assert seen.highest["rho"] == pytest.approx(max(ratios[i] for i in fresh))
-    assert seen.lowest["rho"] == pytest.approx(min(ratios[i] for i in fresh))
-    assert seen.log_rho_by_lag[3][0] == pytest.approx(sum(math.log(ratios[i]) for i in fresh if LAG[i] == 3))
-    assert seen.kept_lags == Counter(LAG[i] for i in kept)
-    assert seen.log_rho_by_lag[16][1] == sum(LAG[i] >= 16 for i in fresh)
+    assert seen.highest["rollout_corr/rollout_is_max"] == pytest.approx(max(RATIO[i] for i in fresh))
+    assert seen.lowest["rollout_corr/rollout_is_min"] == pytest.approx(min(RATIO[i] for i in fresh))
+    assert seen.highest["rollout_corr/logprob_diff_max"] == pytest.approx(
+        max(abs(math.log(RATIO[i])) for i in fresh if LAG[i] == 0)
+    )
+    assert seen.kept_lags == Counter(LAG[i] for i in KEPT)
 
 
-def test_sums_add_over_micro_batches() -> None:
-    whole = token_sums(state(range(N)))
-    parts = [token_sums(state(range(20))), token_sums(state(range(20, N), row_start=2))]
-    assert {name: sum(part.sums[name] for part in parts) for name in whole.sums} == pytest.approx(whole.sums)
-    assert max(part.highest["rho"] for part in parts) == whole.highest["rho"]
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=ROWS, max_size=ROWS))
+def test_the_cut_into_micro_batches_does_not_matter(micro_batch: list[int]) -> None:
+    """Whole episodes, dealt in any way, give the sums of the whole batch."""
+    whole, parts = token_sums(state()), list[TokenSums]()
+    for k in set(micro_batch):
+        parts.append(token_sums(state([i for i in range(N) if micro_batch[ROW[i]] == k])))
+    added: Counter[str] = Counter()
+    for part in parts:
+        added.update(part.sums)  # type: ignore[arg-type]
+    assert dict(added) == pytest.approx(whole.sums)
+    for name in whole.highest:
+        assert max(part.highest.get(name, -math.inf) for part in parts) == whole.highest[name]
+    assert sum((Counter(part.kept_lags) for part in parts), Counter()) == whole.kept_lags
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-25, 25), min_size=1, max_size=40))
+def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[float]) -> None:
+    """A bin is a factor of 1.26 wide in log rho, 0.002 around 0; between two tokens either will do."""
+    n = len(values)
+    yes, row = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.long)
+    one = replace(state([1]), correction=correct([], correction_input(values)))
+    many = {name: getattr(one, name).expand(n) for name in ("logp", "entropy", "advantage", "weight", "loss")}
+    given = replace(one, prox=torch.tensor(values, dtype=torch.float64), mu=torch.zeros(n), **many)
+    given = replace(given, row=row, lag=row, counted=yes, in_bound=yes, fresh=yes, exact=yes, clipped=yes)
+    metrics = metrics_of(token_sums(replace(given, clipped_lower=None)).sums)
+    limited = np.clip(values, -20, 20)
+    for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
+        found = math.log(metrics[f"rollout_corr/rollout_is_{name}"])
+        low = np.quantile(limited, q, method="lower")
+        high = np.quantile(limited, q, method="higher")
+        assert low - 0.26 * abs(low) - 0.002 <= found <= high + 0.26 * abs(high) + 0.002
+
+
+def correction_input(values: list[float]) -> CorrectionInput:
+    n = len(values)
+    row, yes = torch.zeros(n, dtype=torch.long), torch.ones(n, dtype=torch.bool)
+    return CorrectionInput(torch.tensor(values, dtype=torch.float64), torch.ones(n), row, row, yes)
+
+
+def test_where_prox_is_mu_nothing_is_off() -> None:
+    given = state()
+    even = correct(RULES, replace(correction_input([0.0] * N), fresh=given.fresh))
+    metrics = metrics_of(token_sums(replace(given, mu=given.prox, correction=even)).sums)
+    for name in ("rollout_corr", *(f"rollout_corr/by_lag/{lag}" for lag in LAG_NAMES)):
+        whole = name == "rollout_corr"
+        assert metrics[f"{name}/{'rollout_is_eff_sample_size' if whole else 'ess'}"] == pytest.approx(1)
+        assert metrics[f"{name}/{'rollout_is_seq_eff_sample_size' if whole else 'seq_ess'}"] == pytest.approx(
+            1
+        )
+        assert metrics[f"{name}/{'chi2_token' if whole else 'chi2'}"] == pytest.approx(0)
+        assert metrics[f"{name}/{'rollout_is_p50' if whole else 'rho_p50'}"] == pytest.approx(1, abs=1e-3)
+    assert metrics["rollout_corr/kept_advantage/negative"] == pytest.approx(1)
+
+
+def test_a_fully_masked_batch_has_ratios_but_no_share_of_kept_tokens() -> None:
+    given = state()
+    nothing = replace(given.correction, weight=torch.zeros(N), masked=torch.ones(N, dtype=torch.bool))
+    seen = token_sums(replace(given, correction=nothing))
+    metrics = metrics_of(seen.sums)
+    assert seen.kept_lags == {} and seen.sums["loss"] == 0
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert metrics["rollout_corr/kept_advantage/positive"] == 0
+    assert not {"actor/pg_clipfrac", "rollout_corr/weight_mean", "rollout_corr/residual_drift"} & set(metrics)
+
+
+def test_a_single_token() -> None:
+    """Its lag is 11."""
+    metrics = metrics_of(token_sums(state([1])).sums)
+    assert metrics["rollout_corr/by_lag/9-16/tokens"] == 1
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(RATIO[1])
+    assert metrics["rollout_corr/rollout_is_seq_eff_sample_size"] == pytest.approx(1)
+    assert sum(name.endswith("/tokens") for name in metrics) == 1
 
 
 def test_tokens_that_do_not_count_leave_no_trace() -> None:
-    given = state(range(1))
+    given = state([1])
     given.fresh[:] = given.counted[:] = given.in_bound[:] = False
+    given.logp[:] = given.entropy[:] = math.nan
     seen = token_sums(given)
-    assert not any(seen.sums.values()) and isinstance(seen, TokenSums)
+    assert not any(seen.sums.values())
     assert seen.highest == {} and seen.lowest == {} and seen.kept_lags == {}
+    assert not any(metrics_of(seen.sums).values()) and metrics_of({}) == {}
+
+
+def test_extreme_log_probs_give_finite_sums() -> None:
+    given = state()
+    values = [10.0 ** (i % 39) * (-1) ** i for i in range(N)]
+    wild = replace(given, mu=torch.tensor(values), correction=correct(RULES, correction_input(values)))
+    seen = token_sums(wild)
+    assert all(map(math.isfinite, seen.sums.values()))
+    assert all(map(math.isfinite, metrics_of(seen.sums).values()))
+
+
+def test_a_lag_over_the_last_place_is_counted_there() -> None:
+    seen = token_sums(replace(state(KEPT[:1]), lag=torch.tensor([5000])))
+    assert seen.kept_lags == {1023: 1} and seen.sums["lag/17+/fresh"] == 1
