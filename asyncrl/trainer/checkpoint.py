@@ -1,4 +1,4 @@
-"""Checkpoints: model, optimizer and RNG by torch's distributed checkpointing, with a manifest.
+"""Checkpoints: models, optimizers and RNG by torch's distributed checkpointing, with a manifest.
 
     step-N.tmp/ ──save (all ranks)──► hash, fsync, read back ──rename──► step-N/{state, manifest.json, hf}
 
@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 import torch
 import xxhash
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.optim import Optimizer
 
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.trainer.export import export_hf
@@ -38,14 +40,15 @@ class CheckpointError(AsyncrlError):
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint holds. `trained`: uids trained since the checkpoint of step `parent` (-1: since
-    the start), in order; `trained_total`: their number along the lineage. `files`: path → (bytes, xxh3),
-    filled in when it is written."""
+    the start), in order; `trained_total`: their number along the lineage. `state`: the learner's numbers
+    beside its models. `files`: path → (bytes, xxh3). Both are filled in when it is written."""
 
     step: int
     trainer_epoch: int
     parent: int = -1
     trained: tuple[str, ...] = ()
     trained_total: int = 0
+    state: dict[str, float] = {}
     files: dict[str, tuple[int, str]] = {}
 
 
@@ -65,6 +68,7 @@ def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf:
     save_shards(_state(learner), checkpoint_id=partial / STATE)
     if hf:
         export_hf(partial / "hf", learner.policy, learner.config.model.path)
+    manifest = msgspec.structs.replace(manifest, state=dict(learner.state))
     error = _seal(partial, final, manifest) if first else ""
     if error := learner.world.gather(error, str)[0]:
         raise CheckpointError(error)
@@ -72,24 +76,26 @@ def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf:
 
 
 def load(path: Path, learner: Learner) -> CheckpointManifest:
-    """Restore model, optimizer, RNG and `step` in place. The path must be one that `newest` verified."""
+    """Restore models, optimizers, RNG, `state` and `step` in place, not the reference: that stays the initial
+    policy. The path must be one that `newest` verified. Raises CheckpointError when it is of other models."""
     manifest = read_manifest(path)
     state = _state(learner)
     saved = FileSystemReader(path / STATE).read_metadata().state_dict_metadata
     if f"rng.{learner.world.rank}" not in saved:  # more ranks than were saved: they keep their seed
         state.pop("rng")
+    if "critic" in state and not any(name.startswith("critic.") for name in saved):
+        logger.warning("checkpoint %s has no critic: it starts anew", path)
+        state.pop("critic")
     try:
         load_shards(state, checkpoint_id=path / STATE)
     except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"{path} does not fit this model: {one_line(error)}") from error
-    set_state_dict(
-        learner.policy.lm,
-        learner.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    _restore(learner.policy.lm, learner.optimizer, state)
+    if learner.critic is not None and "critic" in state:
+        _restore(learner.critic, learner.critic.optimizer, state["critic"])
     if "rng" in state:
         torch.set_rng_state(state["rng"][str(learner.world.rank)])
+    learner.state |= manifest.state
     learner.step = manifest.step
     return manifest
 
@@ -133,8 +139,19 @@ def verify(path: Path) -> str:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    model, optimizer = get_state_dict(learner.policy.lm, learner.optimizer)
-    return {"model": model, "optimizer": optimizer, "rng": {str(learner.world.rank): torch.get_rng_state()}}
+    state = _of(learner.policy.lm, learner.optimizer)
+    if learner.critic is not None:
+        state["critic"] = _of(learner.critic, learner.critic.optimizer)
+    return state | {"rng": {str(learner.world.rank): torch.get_rng_state()}}
+
+
+def _of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def _seal(partial: Path, final: Path, manifest: CheckpointManifest) -> str:

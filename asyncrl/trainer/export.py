@@ -17,10 +17,12 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def export_hf(directory: Path, policy: Policy, source: str) -> None:
-    """Write what `from_pretrained` reads, in the configured dtype. A collective; rank 0 writes.
+    """Write what `from_pretrained` reads, in the configured dtype, adapters merged, no value head. A
+    collective; rank 0 writes.
 
     Everything but the weights (tokenizer, chat template, generation settings) is that of `source`.
     """
+    layout = layout_of(shards(policy), policy.export_dtype)
     tensors = whole_tensors(policy)
     if dist.get_rank() != 0:
         for _ in tensors:  # takes part in the gathering
@@ -30,7 +32,6 @@ def export_hf(directory: Path, policy: Policy, source: str) -> None:
     for file in sorted(Path(source).iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copyfile(file, directory / file.name)
-    layout = layout_of(shards(policy), policy.export_dtype)
     chunks = ((spec, as_bytes(tensor)) for spec, (_, tensor) in zip(layout, tensors, strict=True))
     tensorfile.write(directory / "model.safetensors", layout, chunks)
     config = copy.deepcopy(policy.lm.config)  # it names the dtype of the master weights

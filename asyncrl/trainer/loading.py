@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -116,4 +115,4 @@ def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
 def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """What the value head says of hidden states [N, H], in float32 at least, [N]."""
     head = cast(nn.Linear, model.value_head)
-    return linear(widened(hidden), widened(head.weight), widened(head.bias))[:, 0]
+    return widened(hidden) @ widened(head.weight)[0] + widened(head.bias)

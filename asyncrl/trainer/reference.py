@@ -40,7 +40,7 @@ class Reference:
 
 def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference:
     """The reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
-    policy, read once more. A collective. Raises ConfigError when its directory holds no causal language model."""
+    policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
     if config.model.lora_rank and not config.kl.reference:
         return Reference(policy, own=False)
     path, key = (

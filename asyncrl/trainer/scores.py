@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 512  # tokens whose logits exist at once
+LOWEST = -1e30  # in place of log 0: zero times it is zero
 Logits = Callable[[Tensor], Tensor]  # features of n tokens [n, ·] → their logits [n, V]
 
 
@@ -57,11 +58,11 @@ def score_chunks(
 
     def chunk(part: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
         logits = widened(logits_of(part))
-        logits = logits / temperature.to(logits.dtype)[:, None]
-        logp = logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(-1)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = entropy_of(logits)
-        return (logp, entropy, collision_of(logits)) if collision else (logp, entropy)
+        table = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
+        del logits  # it is as large as the table
+        logp = table.gather(1, labels[:, None])[:, 0]
+        entropy = entropy_of(table if entropy_grad else table.detach())
+        return (logp, entropy, collision_of(table)) if collision else (logp, entropy)
 
     parts = zip(
         features.split(CHUNK), tokens.labels.split(CHUNK), tokens.temperature.split(CHUNK), strict=True
@@ -73,17 +74,15 @@ def score_chunks(
     return Scores(*(torch.cat(column) for column in columns))
 
 
-def entropy_of(logits: Tensor) -> Tensor:
-    """-Σ p·log p over the vocabulary, [N, V] → [N]. Logits may be -inf."""
-    logp = logits.log_softmax(-1)
-    p = logp.exp()
-    return -(p * logp.masked_fill(p == 0, 0.0)).sum(-1)
+def entropy_of(logp: Tensor) -> Tensor:
+    """-Σ p·log p over the vocabulary, of log p [N, V], which may be -inf; [N]."""
+    return -(logp.exp() * logp.clamp(min=LOWEST)).sum(-1)
 
 
 @torch.no_grad()
-def collision_of(logits: Tensor) -> Tensor:
-    """Σ p² over the vocabulary: the chance that two draws agree, [N, V] → [N]."""
-    return (2 * logits.log_softmax(-1)).exp().sum(-1)
+def collision_of(logp: Tensor) -> Tensor:
+    """Σ p² over the vocabulary, the chance that two draws agree, of log p [N, V]; [N]."""
+    return (2 * logp).exp().sum(-1)
 
 
 def widened(tensor: Tensor) -> Tensor:
