@@ -18,7 +18,7 @@ from asyncrl.rewards.shaping import shapings
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRIES: list[Registry[Any]] = [advantages, losses, corrections, aggregations, shapings]
-SOURCE = re.compile(r"\([^()]*(arXiv \d{4}\.\d{5}|plain|IcePop|TIS|MIS)[^()]*\)")
+SOURCE = re.compile(r"\([^()]*(arXiv \d{4}\.\d{5}|(ICML|ICLR|NeurIPS) \d{4}|https?://|\.net/|plain)[^()]*\)")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_every_name_has_formula_source_and_use(docs: ModuleType, kind: str, name
     entry = docs.describe(name, registry.get(name))
     assert entry.formula, f"{kind} {name}: the docstring must begin with the formula"
     assert SOURCE.search(entry.formula), (
-        f"{kind} {name}: no (Name, arXiv NNNN.NNNNN) or (plain) in {entry.formula!r}"
+        f"{kind} {name}: no source, as (Name, arXiv NNNN.NNNNN) or (plain), in {entry.formula!r}"
     )
     assert entry.use, f"{kind} {name}: no paragraph `Use:` says when to use it, and at which staleness"
 

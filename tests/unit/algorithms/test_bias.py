@@ -45,8 +45,8 @@ class Off:
     most: float
 
 
-# advantage, options, and the expected gradient with pi = mu, as a factor of the true one, or biased: for groups of
-# two of equal lengths, for groups of three of different lengths
+# advantage, options, and the expected gradient with pi = mu, as a factor of the true one, or biased: for
+# groups of two of equal lengths, for groups of three of different lengths
 ADVANTAGES: list[tuple[str, tuple[tuple[str, Any], ...], float | Off, float | Off]] = [
     ("rloo", (), 1, 1),
     ("dr_grpo", (), 1 / 2, 2 / 3),  # (n-1)/n: the own reward is in the baseline
@@ -229,8 +229,8 @@ def test_a_mask_alone_is_no_correction(rules: Rules) -> None:
 
 # -- losses --------------------------------------------------------------------------------------------
 
-# Losses that contain pi/mu: the share of the uncorrected angle that may be left with pi far from mu; None: not
-# meant to be unbiased there. In a vocabulary of three, bounds on changes of probability cut most tokens.
+# Losses that contain pi/mu: the share of the uncorrected angle that may be left with pi far from mu; None:
+# not meant to be unbiased there. In a vocabulary of three, bounds on changes of probability cut most tokens.
 MU_LOSSES: dict[str, float | None] = {
     "aipo": 0.4,
     "cispo_scalerl": 0.4,
