@@ -1,7 +1,8 @@
 """Advantages of whole episodes: a reward against those of the siblings.
 
 An episode with nobody to compare with gets 0, never its raw reward. Equal rewards give exactly 0: every
-comparison is a sum of differences. Every std has ddof 1.
+comparison is a sum of differences. Every std has ddof 1. A mean over the siblings contains the episode itself:
+that shrinks its advantage by (n − 1)/n and leaves the gradient's direction; rloo has no such factor.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def opo(given: CreditInput) -> Credit:
     """R − Σ_j T_j·R_j / Σ_j T_j over the group, T in model tokens (OPO, arXiv 2505.23585).
 
     Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
-    square of a gradient grows with the length.
+    square of a gradient grows with the length. Its own weight in the baseline leaves a bias of order 1/n.
     """
     tokens = sum(member.tokens for member in given.siblings)
     differences = (member.tokens * (given.own.reward - member.reward) for member in given.siblings)

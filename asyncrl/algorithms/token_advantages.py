@@ -87,7 +87,7 @@ def optimal_token_baseline(given: CreditInput) -> Credit:
     W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, Li et al., ICML 2026). W_t stands for the squared norm of the
     gradient up to t; where all are 0, the plain mean. A tail that one episode alone reaches: 0.
 
-    Use: long episodes in small groups, on-policy or at small staleness.
+    Use: long episodes in small groups, on-policy or at small staleness; biased as opo.
     """
     length = len(given.rewards)
     weighted, weight, plain, members = np.zeros((4, length))
@@ -110,7 +110,7 @@ def optimal_token_baseline(given: CreditInput) -> Credit:
 def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
     """x_t = rewards_t + discount_t·x_{t+1}, [T]; x past the end is 0.
 
-    After k rounds x_t covers 2^k terms and `reach` is their last discount: log2(T) vector operations.
+    After k rounds x_t covers 2^k terms and factor_t is the discount past them: log2(T) vector operations.
     """
     total, factor = rewards.astype(np.float64), discount.astype(np.float64)
     reach = 1

@@ -21,8 +21,9 @@ def value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float) -> tupl
     free = (value - returns) ** 2
     if not clip:
         return free / 2, torch.zeros_like(free, dtype=torch.bool)
-    held = (old + (value - old).clamp(-clip, clip) - returns) ** 2
-    return torch.maximum(free, held) / 2, held > free
+    move = value - old
+    held = (old + move.clamp(-clip, clip) - returns) ** 2
+    return torch.maximum(free, held) / 2, (held > free) & (move.abs() > clip)
 
 
 def fit_totals(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
