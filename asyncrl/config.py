@@ -161,8 +161,8 @@ class BufferConfig(Section, frozen=True):
     max_refill: Positive = 8
     """Batches' worth of groups filtered in a row after which a batch is trained with what there is."""
     retire_pass_rate: Fraction = 1.0
-    """Samples whose share of positive rewards in their last group reached this are not drawn again (no-positive-resampling);
-    1: off."""
+    """Samples whose share of positive rewards in a group reached this are not drawn again
+    (no-positive-resampling); 1: off."""
     max_barren_batches: Positive = 50
     """Abort the run after this many batches' worth of groups in a row that left untrained."""
     max_bytes: Positive = 1 << 30
@@ -198,14 +198,16 @@ class AlgorithmConfig(Section, frozen=True):
     loss_args: Options = {}
     """Options of the loss, e.g. `{clip_low: 0.2, clip_high: 0.28}`."""
     correction: dict[str, Options] | None = None
-    """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null: `mask`
-    and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale data."""
+    """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
+    `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale
+    data."""
     aggregation: Text = "token_mean"
     """How token losses become one number; normalisers are exact over the whole batch."""
     shaping: dict[str, Options] = {}
     """Changes to the reward before advantages, by name, each with its options."""
     mask_truncated: bool = False
-    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the baseline."""
+    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
+    baseline."""
     entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the bonus for entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
@@ -226,8 +228,8 @@ class KLConfig(Section, frozen=True):
     where: Literal["none", "reward", "loss"] = "none"
     """Subtract coef * KL from the token rewards, or add it to the loss."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through"] = "auto"
-    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward, k2 in
-    the loss, whose gradients are those of the KL."""
+    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward,
+    k2 in the loss, whose gradients are those of the KL."""
     coef: Annotated[float, Meta(ge=0)] = 1e-3
     """Initial coefficient."""
     target: Annotated[float, Meta(ge=0)] = 0.0

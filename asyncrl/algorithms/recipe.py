@@ -56,7 +56,9 @@ class Recipe:
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
     algorithm, kl = config.algorithm, config.kl
-    credit = advantages.load(algorithm.advantage).bound(algorithm.advantage_args, "$.algorithm.advantage_args")
+    credit = advantages.load(algorithm.advantage).bound(
+        algorithm.advantage_args, "$.algorithm.advantage_args"
+    )
     loss = losses.load(algorithm.loss).bound(algorithm.loss_args, "$.algorithm.loss_args")
     named = algorithm.correction
     if named is None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.credit import CreditInput
 from asyncrl.algorithms.aggregation import Aggregation
+from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
@@ -240,7 +241,8 @@ def with_said(examples: Sequence[Example], name: str, values: Tensor) -> list[Ex
     """The examples with what a model said of their tokens, [N] over all of them in order."""
     edges = np.cumsum([e.tokens for e in examples])[:-1]
     pieces = np.split(values.double().cpu().numpy(), edges) if examples else []
-    return [replace(e, **{name: piece[: e.tokens]}) for e, piece in zip(examples, pieces, strict=True)]
+    said: list[dict[str, Any]] = [{name: piece} for piece in pieces]
+    return [replace(e, **one) for e, one in zip(examples, said, strict=True)]
 
 
 def _dummy(dtype: torch.dtype) -> MicroBatch:

@@ -1,6 +1,6 @@
 """From rewards to advantages: per episode as it streams in, or for a whole batch behind a barrier.
 
-    rewards ── − β·KL ──► advantage ──► / batch (whitening, std) ──► Example.advantage, .returns
+rewards ── − β·KL ──► advantage ──► / batch (whitening, std) ──► Example.advantage, .returns
 """
 
 from __future__ import annotations
@@ -74,10 +74,14 @@ class Packed(msgspec.Struct, frozen=True):
         return np.frombuffer(self.arrays[name], dtype=np.float64)
 
 
-def share(world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]) -> list[Packed]:
+def share(
+    world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]
+) -> list[Packed]:
     """The episodes of all ranks, by uid: the same list on all of them. A collective."""
     mine = [
-        Packed(e.row.uid, e.group, e.row.own, {name: a.astype(np.float64).tobytes() for name, a in some.items()})
+        Packed(
+            e.row.uid, e.group, e.row.own, {name: a.astype(np.float64).tobytes() for name, a in some.items()}
+        )
         for e, some in zip(examples, arrays, strict=True)
     ]
     everyone = [packed for part in world.gather(mine, list[Packed]) for packed in part]

@@ -1,6 +1,6 @@
 """The loss of one micro-batch: what the recipe makes of log-probs, advantages and values.
 
-    Σ_t w_t·(L_t + β·ρ_t·KL_t − c·H_t + value loss), undivided: D comes when the batch is complete
+Σ_t w_t·(L_t + β·ρ_t·KL_t − c·H_t + value loss), undivided: D comes when the batch is complete
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def evaluate(
     )
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     token = recipe.loss.of(
-        LossInput(
-            logp, prox, mu, micro.advantage, micro.row, fresh, correction, reference, micro.prepared
-        )
+        LossInput(logp, prox, mu, micro.advantage, micro.row, fresh, correction, reference, micro.prepared)
     )
     weight = torch.where(fresh, micro.weight, 0.0)
     policy = torch.where(fresh, weight * token.value, 0.0)
@@ -76,7 +74,9 @@ def evaluate(
         divergence = torch.where(fresh, kl_tokens(logp, reference, recipe.kl_estimator), 0.0)
         total = add("actor/kl_loss", kl_weight(correction, recipe) * divergence, kl_coef)
     if config.algorithm.entropy_coef:
-        total = add("actor/entropy_loss", torch.where(fresh, scores.entropy, 0.0), -config.algorithm.entropy_coef)
+        total = add(
+            "actor/entropy_loss", torch.where(fresh, scores.entropy, 0.0), -config.algorithm.entropy_coef
+        )
     if value is not None:
         assert micro.returns is not None
         old = value.detach() if micro.value is None else micro.value

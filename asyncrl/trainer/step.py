@@ -190,8 +190,14 @@ class Learner:
     def _apply_critic(self, whole: Tally, scale: float) -> None:
         assert self.critic is not None
         config = self.config
-        lr = learning_rate(config.trainer, self.step, config.total_steps) * config.critic.lr / config.trainer.lr
-        norm = self._step(self.critic, self.critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
+        lr = (
+            learning_rate(config.trainer, self.step, config.total_steps)
+            * config.critic.lr
+            / config.trainer.lr
+        )
+        norm = (
+            self._step(self.critic, self.critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
+        )
         if norm is not None:
             whole.high("critic/grad_norm", norm)
         whole.high("critic/lr", lr)
