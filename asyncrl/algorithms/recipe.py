@@ -84,7 +84,7 @@ def compose(config: RunConfig) -> Recipe:
             or prox == "recompute"
             or scale == "whiten"
             or (kl.where == "reward" and credit.siblings)
-            # Advantages can be divided at the end of a streamed batch only if nothing else is in the gradient.
+            # Advantages are divided at the end of a streamed batch only if the gradient holds nothing else.
             or (scale in END_SCALARS and (kl.where == "loss" or algorithm.entropy_coef > 0 or shared))
         ),
         critic=credit.critic,
@@ -105,21 +105,19 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     partial = buffer.group_policy == "partial"
     name = f"$.algorithm.loss {algorithm.loss!r}"
     return {
-        f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep masks only": (
-            loss.ratio == "mu" and recipe.weighted
-        ),
-        "$.algorithm.correction has no weight with max_staleness > 0: stale data would be trained uncorrected; add "
-        "truncate, or set max_staleness=0": (
+        f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep "
+        "masks only": (loss.ratio == "mu" and recipe.weighted),
+        "$.algorithm.correction has no weight with max_staleness > 0: stale data would be trained "
+        "uncorrected; add truncate, or set max_staleness=0": (
             loss.ratio == "prox" and not recipe.weighted and buffer.max_staleness > 0
         ),
-        "$.algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it out": (
-            recipe.batch_mean_weight and not recipe.weighted
-        ),
-        "$.algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, or the "
-        "KL in the loss, the entropy bonus and the shared value head": recipe.batch_mean_weight
+        "$.algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it "
+        "out": (recipe.batch_mean_weight and not recipe.weighted),
+        "$.algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
+        "or the KL in the loss, the entropy bonus and the shared value head": recipe.batch_mean_weight
         and (kl.where == "loss" or algorithm.entropy_coef > 0 or (recipe.critic and not recipe.own_critic)),
-        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or steps_per_batch or "
-        "epochs > 1": loss.clips and recipe.optimizer_steps == 1,
+        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or steps_per_batch "
+        "or epochs > 1": loss.clips and recipe.optimizer_steps == 1,
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
             loss.clips and recipe.optimizer_steps > 1 and recipe.prox == "current"
         ),
@@ -135,15 +133,15 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"$.algorithm.advantage {algorithm.advantage!r} needs whole groups; use group_policy=complete": (
             partial and (credit.whole_group or credit.greedy)
         ),
-        "$.kl.where reward changes the baseline of siblings, which must be in the batch; use group_policy=complete and "
-        "on_stale=mask or hold, or kl.where=loss": kl.where == "reward"
+        "$.kl.where reward changes the baseline of siblings, which must be in the batch; use "
+        "group_policy=complete and on_stale=mask or hold, or kl.where=loss": kl.where == "reward"
         and credit.siblings
         and (partial or buffer.on_stale == "drop"),
         "$.kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
             kl.where == "loss" and recipe.kl_estimator == "k1"
         ),
-        f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance would bias; "
-        "set one of them off": recipe.scale in ("whiten", "whiten_running")
+        f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
+        "would bias; set one of them off": recipe.scale in ("whiten", "whiten_running")
         and credit.siblings
         and buffer.filter_zero_variance,
     }

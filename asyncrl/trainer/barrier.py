@@ -3,8 +3,8 @@
     held ──score──► prox, reference, V ──credit──► advantages ──prepare──► E epochs × K mini-batches
 
 Several optimizer steps need it (prox is the policy before the first), and whatever compares an episode
-with the whole batch. Mini-batches are of whole groups, each with its own denominator. The lag was checked once,
-at the start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
+with the whole batch. Mini-batches are of whole groups, each with its own denominator. The lag was checked
+once, at the start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _scored(learner: Learner, held: Sequence[Example]) -> list[Example]:
 
 
 def _credited(learner: Learner, examples: Sequence[Example]) -> tuple[list[Example], Tally]:
-    """The examples with their advantages, compared with and divided by the whole batch; and what there is to tell
-    of them, of all ranks."""
+    """The examples with their advantages, compared with and divided by the whole batch; and what there is to
+    tell of them, of all ranks."""
     recipe, tally = learner.recipe, Tally()
     if learner.config.kl.where == "reward":
         pairs = [penalised(e, learner.state["kl_coef"], recipe.kl_estimator) for e in examples]
@@ -132,7 +132,7 @@ def _prepared(learner: Learner, examples: Sequence[Example]) -> list[Example]:
 
 
 def _view(e: Example) -> dict[str, np.ndarray]:
-    """An episode's arrays for a BatchTrace; a token without finite log-probs is not fresh and its mu is prox."""
+    """An episode's arrays for a BatchTrace; a token without finite log-probs is not fresh, and they are 0."""
     assert e.prox is not None and e.advantage is not None
     finite = np.isfinite(e.mu) & np.isfinite(e.prox)
     view = {

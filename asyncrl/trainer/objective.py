@@ -26,8 +26,8 @@ Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no c
 
 @dataclass(frozen=True)
 class Evaluated:
-    """`loss`: Σ w·L, a scalar with gradient. `state`: of the tokens, for diagnostics. `terms`: sums of what was
-    added to the policy loss, by metric."""
+    """`loss`: Σ w·L, a scalar with gradient. `state`: of the tokens, for diagnostics. `terms`: sums of what
+    was added to the policy loss, by metric."""
 
     loss: Tensor
     state: TokenState
@@ -43,8 +43,8 @@ def evaluate(
     kl_coef: float,
     progress: float = 0.0,
 ) -> Evaluated:
-    """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the batch's optimizer steps
-    that were taken."""
+    """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the batch's optimizer
+    steps that were taken."""
     pi = scores.logp.detach()
     fresh = micro.fresh & torch.isfinite(micro.mu) & torch.isfinite(pi)
     # A bad number must be gone before exp: weight zero times infinity is not zero.
@@ -106,15 +106,15 @@ def evaluate(
 
 
 def kl_weight(correction: Correction, recipe: Recipe) -> Tensor:
-    """[N] The correction's weight; beside a loss that contains pi/mu, and hence takes none, a truncated rho."""
+    """[N] The correction's weight; beside a loss that contains pi/mu, and so takes none, a truncated rho."""
     if recipe.weighted:
         return correction.weight
     return correction.ratio.clamp(max=KL_CAP).masked_fill(correction.masked, 0.0)
 
 
 def proximal(micro: MicroBatch, pi: Tensor, recipe: Recipe, progress: float) -> Tensor:
-    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu), where prox is
-    the policy before the batch and v − v_prox = `progress` of one version."""
+    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu), where prox
+    is the policy before the batch and v − v_prox = `progress` of one version."""
     if micro.prox is not None:
         return micro.prox
     if recipe.prox != "loglinear" or progress == 0:

@@ -45,8 +45,8 @@ class Learner:
     """One rank of the trainer. `step` is V: the number of completed optimizer batches.
 
     Methods are collectives: all ranks call the same ones in the same order. Where the recipe has a barrier
-    the rows wait for `finish` (see barrier.py). `state`: the numbers that belong to a checkpoint beside models
-    and optimizers; they are frozen within a batch.
+    the rows wait for `finish` (see barrier.py). `state`: the numbers that belong to a checkpoint beside
+    models and optimizers; they are frozen within a batch.
     """
 
     def __init__(self, config: RunConfig, world: World, policy: Policy | None = None) -> None:
@@ -205,8 +205,8 @@ class Learner:
     def _step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, scale: float
     ) -> float | None:
-        """Make the gradients those of the batch's loss, clip, step. The norm before clipping; None: nothing was
-        done, because it is not finite."""
+        """Make the gradients those of the batch's loss, clip, step. The norm before clipping; None: nothing
+        was done, because it is not finite."""
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         for grad in grads:
             grad.mul_(scale)
