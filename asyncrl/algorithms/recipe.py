@@ -116,8 +116,8 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "$.algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
         "or the KL in the loss, the entropy bonus and the shared value head": recipe.batch_mean_weight
         and (kl.where == "loss" or algorithm.entropy_coef > 0 or (recipe.critic and not recipe.own_critic)),
-        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or steps_per_batch "
-        "or epochs > 1": loss.clips and recipe.optimizer_steps == 1,
+        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or "
+        "steps_per_batch or epochs > 1": loss.clips and recipe.optimizer_steps == 1,
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
             loss.clips and recipe.optimizer_steps > 1 and recipe.prox == "current"
         ),

@@ -32,8 +32,8 @@ class Example:
     `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
     `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
     training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
-    before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe asks
-    for them.
+    before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
+    asks for them.
     """
 
     row: Row

@@ -15,7 +15,6 @@ from asyncrl.config import RunConfig
 from asyncrl.transport.messages import Row
 from tests.fakes.training import Episode
 
-
 # The options' defaults, written out again.
 LOW, HIGH, CAP_POSITIVE, CAP_NEGATIVE = 0.5, 5.0, 5.0, 2.0
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28

@@ -295,9 +295,7 @@ def test_a_critic_that_warms_up_moves_alone(world: World, model_path: str, episo
 
 
 def test_the_critic_learns_the_returns(world: World, model_path: str, episodes: list[Episode]) -> None:
-    config = tiny_config(
-        model_path, **RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0}
-    )
+    config = tiny_config(model_path, **RECIPES["gae"], critic={"warmup_steps": 100, "lr": 1e-2, "clip": 0.0})
     learner = make_learner(config, world)
     losses = [run_batch(learner, [[episodes]])["critic/vf_loss"] for _ in range(30)]
     assert losses[-1] < losses[0] / 3
