@@ -161,7 +161,7 @@ def truncate(
     """
     ratio = ratio_at(given, level)
     credit = mean_over(given.advantage, given, level)
-    cap = torch.where(credit < 0, negative, positive).to(ratio.dtype)
+    cap = torch.full_like(ratio, positive).masked_fill(credit < 0, negative)
     return Verdict(weight=torch.minimum(ratio, cap), cut=ratio > cap)
 
 

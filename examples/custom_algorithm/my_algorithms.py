@@ -30,6 +30,6 @@ def soft_cap(given: CorrectionInput, *, cap: Positive = 2.0) -> Verdict:
 @loss("cautious", ratio="prox")
 def cautious(given: LossInput, *, negative: Positive = 0.5) -> TokenLoss:
     """L = −sg(w)·A·log π, times `negative` where A < 0: failures push less than successes pull."""
-    strength = torch.where(given.advantage < 0, negative, 1.0)
+    strength = torch.ones_like(given.logp).masked_fill(given.advantage < 0, negative)
     value = -given.correction.weight * strength * given.advantage * given.logp
     return TokenLoss(value, clipped=torch.zeros_like(given.fresh))

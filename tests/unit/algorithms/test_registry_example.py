@@ -66,7 +66,7 @@ def section(prefix: str) -> dict[str, Any]:
     return {
         "advantage": f"{prefix}median_baseline",
         "loss": f"{prefix}cautious",
-        "loss_args": {"negative": 0.25},
+        "loss_args": {"negative": 0.3},
         "correction": {"soft_cap": {"cap": 1.5}},
     }
 
@@ -79,7 +79,7 @@ def batch_loss(model: Any, episodes: list[Episode]) -> torch.Tensor:
         a = row.own.reward - statistics.median(member.reward for member in row.siblings)
         for logp, mu, _ in reference.token_log_probs(model, episode):
             count += 1
-            weight = 1.5 * torch.tanh(torch.exp(logp.detach() - mu) / 1.5) * (0.25 if a < 0 else 1.0)
+            weight = 1.5 * torch.tanh(torch.exp(logp.detach() - mu) / 1.5) * (0.3 if a < 0 else 1.0)
             total = total - weight * a * logp
     return total / count
 
