@@ -85,10 +85,11 @@ class Core:
 
 def _keep_group_size(store: RunStore, size: int) -> None:
     """Greedy episodes come and go with the advantage, but not within one run: its groups are of one size."""
-    if store.meta("group_size", str(size)) != str(size):
+    began = store.meta("group_size", str(size))
+    if began != str(size):
         raise ConfigError(
-            f"$.algorithm.advantage: groups of this run have {store.meta('group_size')} episodes, a greedy one "
-            f"included, and this advantage wants {size}; resume with the one it began with"
+            f"$.algorithm.advantage: groups of this run have {began} episodes, a greedy one included, and "
+            f"this advantage wants {size}; resume with the one it began with"
         )
     store.put_meta("group_size", str(size))
 
