@@ -1,0 +1,103 @@
+"""What composes, and what is refused before a process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms.recipe import Recipe, compose
+from asyncrl.config import parse
+from asyncrl.errors import ConfigError
+
+PARTIAL = {"group_policy": "partial"}
+SYNC = {"max_staleness": 0}
+GAE = {"advantage": "gae", "normalise": "none"}
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    return compose(parse({"name": "t", "model": {"path": "m"}, "data": {"train": "x"}, **sections}))
+
+
+def test_the_default_streams_one_step_with_masked_and_truncated_rho() -> None:
+    found = recipe()
+    assert (found.barrier, found.optimizer_steps, found.prox) == (False, 1, "current")
+    assert [rule.kind for rule in found.rules] == ["mask", "weight"]
+    assert not (found.critic or found.reference)
+
+
+@pytest.mark.parametrize(
+    ("sections", "barrier", "prox"),
+    [
+        ({"algorithm": {"loss": "ppo", "epochs": 2}}, True, "recompute"),
+        ({"algorithm": {"loss": "ppo", "epochs": 2, "prox": "loglinear"}}, True, "loglinear"),
+        ({"algorithm": {"prox": "recompute"}}, True, "recompute"),
+        ({"algorithm": {"loss": "m2po"}}, True, "recompute"),  # it masks by the whole batch
+        ({"algorithm": {"advantage": "optimal_token_baseline"}}, True, "recompute"),
+        ({"algorithm": {"advantage": "reinforce_pp"}}, True, "current"),  # whitened by the whole batch
+        ({"algorithm": {"advantage": "reinforce_pp", "normalise": "whiten_running"}}, False, "current"),
+        ({"algorithm": {"normalise": "batch_std"}}, False, "current"),  # divided at the end of the stream
+        ({"algorithm": {"normalise": "batch_std", "entropy_coef": 0.1}}, True, "current"),
+        ({"kl": {"where": "loss"}}, False, "current"),
+        ({"kl": {"where": "reward"}}, True, "current"),  # it changes the siblings' rewards
+        ({"kl": {"where": "reward"}, "algorithm": GAE}, False, "current"),
+        ({"algorithm": GAE}, False, "current"),
+    ],
+)
+def test_a_barrier_is_where_something_needs_the_whole_batch(
+    sections: dict[str, Any], barrier: bool, prox: str
+) -> None:
+    found = recipe(**sections)
+    assert (found.barrier, found.prox) == (barrier, prox)
+
+
+def test_models_are_there_for_what_asks_for_them() -> None:
+    assert recipe(algorithm=GAE).own_critic
+    shared = recipe(algorithm=GAE, critic={"backbone": "shared"})
+    assert shared.critic and not shared.own_critic
+    assert recipe(kl={"where": "loss"}).kl_estimator == "k2"
+    assert recipe(kl={"where": "reward"}).kl_estimator == "k1"
+    assert recipe(algorithm={"loss": "tba"}).reference
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"algorithm": {"loss": "pppo"}}, "did you mean"),
+        ({"algorithm": {"loss_args": {"clip": 1}}}, r"\$\.algorithm\.loss_args: unknown option 'clip'"),
+        ({"algorithm": {"advantage_args": {"gamma": 1}}}, r"\$\.algorithm\.advantage_args"),
+        ({"algorithm": {"correction": {"mask": {"lo": 1}}}}, r"\$\.algorithm\.correction\.mask"),
+        ({"algorithm": {"correction": {}}}, "stale data would be trained uncorrected"),
+        ({"algorithm": {"correction": {"mask": {}}}}, "stale data would be trained uncorrected"),
+        ({"algorithm": {"correction": {"truncate": {}, "ratio": {}}}}, "two weights"),
+        ({"algorithm": {"loss": "aipo", "correction": {"truncate": {}}}}, "count it twice"),
+        ({"algorithm": {"correction": {"batch_mean": {}}}, "buffer": SYNC}, "there are none"),
+        (
+            {
+                "algorithm": {"correction": {"truncate": {}, "batch_mean": {}}},
+                "kl": {"where": "loss"},
+            },
+            "would also scale",
+        ),
+        ({"algorithm": {"loss": "decoupled_ppo"}}, "never clips"),
+        ({"algorithm": {"loss": "ppo", "epochs": 2, "prox": "current"}}, "never clips"),
+        ({"algorithm": {"steps_per_batch": 2}}, "no trust region"),
+        ({"algorithm": {"advantage": "grpo"}, "buffer": PARTIAL}, "biased"),
+        (
+            {"algorithm": {"advantage": "rloo", "aggregation": "prompt_mean"}, "buffer": PARTIAL},
+            "needs whole groups",
+        ),
+        ({"algorithm": {"advantage": "optimal_token_baseline"}, "buffer": PARTIAL}, "biased|whole groups"),
+        ({"kl": {"where": "reward"}, "buffer": {"on_stale": "drop"}}, "must be in the batch"),
+        ({"kl": {"where": "loss", "estimator": "k1"}}, "expectation zero"),
+        ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, "would bias"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(sections: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        recipe(**sections)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_staleness_no_correction_is_needed() -> None:
+    assert recipe(algorithm={"correction": {}}, buffer=SYNC).rules == []
