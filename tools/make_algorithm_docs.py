@@ -12,8 +12,8 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from make_config_docs import type_text
 
 from asyncrl.algorithms import recipe
 from asyncrl.algorithms.correction import corrections
+from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
 from asyncrl.config import parse
 from asyncrl.registry import Registry
@@ -82,8 +83,8 @@ def render(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text)
 
 
-def entries(registry: Registry[Any]) -> list[Entry]:
-    return [describe(name, registry.get(name)) for name in registry]
+def components(registry: Registry[Any]) -> dict[str, Any]:
+    return {name: registry.get(name) for name in registry}
 
 
 def describe(name: str, component: Any) -> Entry:
@@ -102,8 +103,8 @@ def describe(name: str, component: Any) -> Entry:
 def _options(function: Callable[..., Any]) -> Iterable[tuple[str, str, str]]:
     for option in inspect.signature(function, eval_str=True).parameters.values():
         if option.kind is inspect.Parameter.KEYWORD_ONLY:
-            default = "?" if option.default is option.empty else f"{option.default}"
-            yield option.name, type_text(option.annotation), default
+            default = "?" if option.default is option.empty else f"{option.default}" or '""'
+            yield option.name, type_text(option.annotation).strip(), default
 
 
 def _facts(component: Any) -> Iterable[str]:
@@ -115,15 +116,22 @@ def _facts(component: Any) -> Iterable[str]:
         yield "whole batch (barrier)"
 
 
-def table(registry: Registry[Any], symbol: str) -> str:
-    """Markdown, one row per name; the column of facts is left out where nobody declares any."""
-    rows, declared = entries(registry), any(entry.facts for entry in entries(registry))
-    heads = ["name", symbol, "options", *(["declares"] if declared else []), "when to use it"]
-    lines = [_row(heads), _row(["---"] * len(heads))]
-    for entry in rows:
-        facts = [", ".join(entry.facts)] if declared else []
-        lines.append(_row([f"`{entry.name}`", entry.formula, _option_cell(entry), *facts, entry.use]))
-    return "\n".join(lines)
+def table(parts: Mapping[str, Any], symbol: str) -> str:
+    """Markdown, one row per name; columns of which all cells are empty are left out."""
+    columns: dict[str, list[str]] = {
+        "name": [],
+        symbol: [],
+        "options": [],
+        "declares": [],
+        "when to use it": [],
+    }
+    for entry in (describe(name, part) for name, part in parts.items()):
+        cells = (f"`{entry.name}`", entry.formula, _option_cell(entry), ", ".join(entry.facts), entry.use)
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    kept = {head: cells for head, cells in columns.items() if any(cells)}
+    rows = [list(kept), ["---"] * len(kept), *zip(*kept.values(), strict=True)]
+    return "\n".join(map(_row, rows))
 
 
 def _option_cell(entry: Entry) -> str:
@@ -154,7 +162,8 @@ def refusals() -> str:
     """Every reason that `compose` has to refuse a configuration, with … for the names of components."""
     config = parse({"name": "run", "model": {"path": "m"}, "data": {"train": "d"}})
     anything = msgspec.structs.replace(config.algorithm, loss="…", advantage="…")
-    messages = recipe._refusals(msgspec.structs.replace(config, algorithm=anything), recipe.compose(config))
+    composed = replace(recipe.compose(config), scale="whiten")
+    messages = recipe._refusals(msgspec.structs.replace(config, algorithm=anything), composed)
     return "\n".join(f"- {_keys(message)}" for message in messages)
 
 
@@ -172,11 +181,12 @@ def _row(cells: Iterable[str]) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "advantages": lambda: table(advantages, "A"),
-    "losses": lambda: table(losses, "L per token"),
-    "corrections": lambda: table(corrections, "rule"),
-    "aggregations": lambda: table(aggregations, "w, D"),
-    "shapings": lambda: table(shapings, "added to R"),
+    "advantages": lambda: table(components(advantages), "A"),
+    "losses": lambda: table(components(losses), "L per token"),
+    "corrections": lambda: table(components(corrections), "rule"),
+    "kl": lambda: table(ESTIMATORS, "k per token"),
+    "aggregations": lambda: table(components(aggregations), "w, D"),
+    "shapings": lambda: table(components(shapings), "added to R"),
     "presets": presets,
     "refusals": refusals,
     "example": lambda: f"```python\n{EXAMPLE.read_text()}```",

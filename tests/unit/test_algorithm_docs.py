@@ -83,9 +83,7 @@ def test_a_component_is_read_from_its_docstring_and_signature(docs: ModuleType) 
         and entry.use == "always, at any staleness."
     )
     assert entry.options == (("cap", "float > 0", "2.0"), ("level", "int", "?"))
-    registry: Registry[Any] = Registry("gadget")
-    registry.register("mine")(component)
-    assert docs.table(registry, "L").splitlines()[-1] == (
+    assert docs.table({"mine": component}, "L").splitlines()[-1] == (
         "| `mine` | L = min(a\\|b, C) (Name, arXiv 1234.56789). "
         "| `cap` = 2.0 (float > 0)<br>`level` = ? (int) | always, at any staleness. |"
     )

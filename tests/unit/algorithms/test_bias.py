@@ -6,8 +6,10 @@ name needs a row here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -225,6 +227,24 @@ def test_a_mask_alone_is_no_correction(rules: Rules) -> None:
     found = gradient(Experiment(rules=rules, mu=FAR))
     assert error(found, without) > 0.01
     assert angle(found, true_gradient()) > 0.5 * angle(without, true_gradient())
+
+
+def documented() -> list[tuple[Rules, float, float]]:
+    """The table of docs/algorithms.md: rules, angle near pi and far from it."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text()
+    rows = []
+    for cells in re.findall(r"^\| ([^|]+) \| (\d\.\d{3}) \| (\d\.\d{3}) \|$", text, re.MULTILINE):
+        level = dict(re.findall(r"(level)=(\w+)", cells[0]))
+        rows.append((dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), level), *map(float, cells[1:])))
+    return rows
+
+
+def test_the_documented_bias() -> None:
+    assert len(documented()) == 9
+    for rules, near, far in documented():
+        for lag, wanted in ((0.3, near), (FAR, far)):
+            found = angle(gradient(Experiment(rules=rules, mu=lag)), true_gradient())
+            assert found == pytest.approx(wanted, abs=5.1e-4), (name_of(rules), lag)
 
 
 # -- losses --------------------------------------------------------------------------------------------
