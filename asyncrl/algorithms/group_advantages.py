@@ -1,7 +1,7 @@
 """Advantages of whole episodes: a reward against those of the siblings.
 
 An episode with nobody to compare with gets 0, never its raw reward. Equal rewards give exactly 0: every
-comparison is a sum of differences. Every std has ddof 1. A mean over the siblings contains the episode itself:
+comparison is a sum of differences. Every std has ddof 1. A mean over the siblings contains the own reward:
 that shrinks its advantage by (n − 1)/n and leaves the gradient's direction; rloo has no such factor.
 """
 
@@ -68,7 +68,7 @@ def opo(given: CreditInput) -> Credit:
     """
     tokens = sum(member.tokens for member in given.siblings)
     differences = (member.tokens * (given.own.reward - member.reward) for member in given.siblings)
-    return math.fsum(differences) / tokens if given.others and tokens else 0.0
+    return math.fsum(differences) / tokens if tokens else 0.0
 
 
 @advantage("gpg", scale="nonzero")

@@ -85,26 +85,25 @@ def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False
 def optimal_token_baseline(given: CreditInput) -> Credit:
     """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
     W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, Li et al., ICML 2026). W_t stands for the squared norm of the
-    gradient up to t; where all are 0, the plain mean. A tail that one episode alone reaches: 0.
+    gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.
 
     Use: long episodes in small groups, on-policy or at small staleness; biased as opo.
     """
-    length = len(given.rewards)
-    weighted, weight, plain, members = np.zeros((4, length))
+    own = to_go(given.rewards)
+    weighted, weight, plain, members = np.zeros((4, len(own)))
     for trace in given.traces:
-        n = min(length, len(trace.rewards))
-        gain, norm = to_go(trace.rewards)[:n], _norm(trace)[:n]
-        weighted[:n] += gain * norm
+        n = min(len(own), len(trace.rewards))
+        lead, norm = own[:n] - to_go(trace.rewards)[:n], _norm(trace)[:n]
+        weighted[:n] += lead * norm
         weight[:n] += norm
-        plain[:n] += gain
+        plain[:n] += lead
         members[:n] += 1
-    if length and not members.all():
+    if not members.all():
         raise ProtocolError(
             f"advantage optimal_token_baseline: member {given.own.number} came without traces of its group"
         )
     used = weight > 0
-    baseline = np.where(used, weighted, plain) / np.where(used, weight, members)
-    return np.where(members > 1, to_go(given.rewards) - baseline, 0.0)
+    return np.where(used, weighted, plain) / np.where(used, weight, members)
 
 
 def returns(rewards: np.ndarray, discount: np.ndarray) -> np.ndarray:
@@ -149,6 +148,6 @@ def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:
 
 
 def _norm(trace: Trace) -> np.ndarray:
-    """[T]: W. Rounding must not turn it negative, nor one bad number make it nothing."""
+    """[T]: W, which rounding must not turn negative."""
     step = 1 - 2 * np.exp(trace.logp) + trace.collision
-    return np.cumsum(np.where(np.isfinite(step), step, 0.0).clip(min=0.0))
+    return np.cumsum(step.clip(min=0.0))

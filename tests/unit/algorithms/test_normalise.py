@@ -72,6 +72,7 @@ MIXED = sums([1, 1], [-2], [0])
         ("nonzero", MIXED, 3 / 2),
         ("batch_std", sums([0], [0]), 1),  # nothing differs: not 1e6
         ("batch_std", sums([0.1], [0.1], [0.1]), 1),
+        ("batch_std", sums(*[[12345.678]] * 7), 1),  # the sums alone would say a std of 2e-4
         ("batch_std", sums([5.0]), 1),
         ("nonzero", sums([0], [0]), 1),
         ("nonzero", AdvantageSums(), 1),

@@ -261,6 +261,18 @@ def test_certain_tokens_are_compared_with_the_plain_mean() -> None:
     assert credit_of(sure[0], sure) == [0.5]
 
 
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7])
+def test_alone_or_with_equal_rewards_the_advantage_is_exactly_zero(reward: float) -> None:
+    same = [trace(i, [0, reward], [0.3 + i / 9, 0.7], [0.51, 0.6]) for i in range(3)]
+    assert credit_of(same[0], same) == credit_of(same[0], same[:1]) == [0.0, 0.0]
+
+
+def test_weights_that_rounding_made_negative_do_not_cancel_others() -> None:
+    """Steps −1e-7 and 1.001e-7: their sum would be 1e-10, and the advantage 1001."""
+    traces = [trace(0, [1], [1.0], [1 - 1e-7]), trace(1, [0], [1.0], [1 + 1.001e-7])]
+    assert credit_of(traces[0], traces) == pytest.approx([1.0])
+
+
 def test_one_bad_log_prob_does_not_spoil_the_group() -> None:
     traces = [trace(0, [1, 0], [0.5, np.nan], [0.5, 0.5]), trace(1, [0, 0], [0.5, 0.5], [0.5, 0.5])]
     assert credit_of(traces[1], traces) == pytest.approx([-0.5, 0.0])
