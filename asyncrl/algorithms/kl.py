@@ -30,27 +30,44 @@ def kl_tokens(logp: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 def k1(d: Tensor) -> Tensor:
-    """d. Unbiased, noisy, of either sign."""
+    """k = d (Schulman, joschu.net/blog/kl-approx.html).
+
+    Use: in the reward, at any staleness. Unbiased, noisy, of either sign.
+    """
     return d
 
 
 def absolute(d: Tensor) -> Tensor:
-    """|d|. A distance, but not the KL."""
+    """k = |d| (plain).
+
+    Use: in the reward, where no token may be rewarded for leaving the reference; not the KL. Any staleness.
+    """
     return d.abs()
 
 
 def k2(d: Tensor) -> Tensor:
-    """d²/2. Biased in value; its gradient d·∇log pi is in expectation that of the KL."""
+    """k = d²/2 (Schulman, joschu.net/blog/kl-approx.html).
+
+    Use: in the loss, at any staleness: its gradient d·∇log pi is in expectation that of the KL. Its value is
+    biased.
+    """
     return d.square() / 2
 
 
 def k3(d: Tensor) -> Tensor:
-    """e^-d - 1 + d, at most 10. Unbiased (up to the cap) and never negative; for reports."""
+    """k = min(exp(-d) - 1 + d, 10) (Schulman, joschu.net/blog/kl-approx.html).
+
+    Use: in the reward and in reports, at any staleness: unbiased up to the cap, never negative. In the loss
+    its gradient is that of KL(ref, pi).
+    """
     return (ratio_of(-d) - 1 + d).clamp(max=VALUE_LIMIT)
 
 
 def straight_through(d: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2."""
+    """The value of k3 with the gradient of k2 (plain).
+
+    Use: in the loss, at any staleness, to see an unbiased value there.
+    """
     slope = k2(d)
     return k3(d).detach() + slope - slope.detach()
 

@@ -143,8 +143,12 @@ def test_a_wrong_answer_that_the_policy_left_behind_is_dropped(
 
 
 def test_rules_compose_and_each_sees_the_uncorrected_ratio() -> None:
-    """The veto hits the second episode although a mask has already dropped the token that it looks at."""
-    named: dict[str, dict[str, Any]] = {"veto": {"least": 0.3}, "mask": {"high": 2.9}, "ratio": {}}
+    """The veto drops the second episode, the band one token of the first."""
+    named: dict[str, dict[str, Any]] = {
+        "veto": {"least": 0.3},
+        "mask": {"low": 0.1, "high": 2.9},
+        "ratio": {},
+    }
     done = corrected(named | {"batch_mean": {}}, example())
     assert fresh(done.weight) == pytest.approx([2, 0, 0.5, 0, 0])
     assert fresh(done.masked) == [False, True, False, True, True]

@@ -262,6 +262,14 @@ def test_extreme_log_probs_give_finite_sums() -> None:
     assert all(map(math.isfinite, metrics_of(seen.sums).values()))
 
 
+def test_one_episode_may_not_rule_the_effective_sample_size() -> None:
+    """Weights e^12 and 1 count as e^8 and 1."""
+    given = state([1, N - 2])
+    seen = token_sums(replace(given, mu=given.prox - torch.tensor([12.0, 0.0], dtype=torch.float64)))
+    assert seen.sums["episode_w"] == pytest.approx(math.exp(8) + 1)
+    assert seen.sums["episode_w2"] == pytest.approx(math.exp(16) + 1)
+
+
 def test_a_lag_over_the_last_place_is_counted_there() -> None:
     seen = token_sums(replace(state(KEPT[:1]), lag=torch.tensor([5000])))
     assert seen.kept_lags == {1023: 1} and seen.sums["lag/17+/fresh"] == 1
