@@ -140,3 +140,19 @@ def test_a_preset_trains(preset: str, model: str, batches: list[list[Episode]], 
 def weights(learner: Learner) -> Tensor:
     """All of the policy's, flat, copied."""
     return torch.cat([tensor.flatten() for tensor in full_state(learner.policy).values()])
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("reinforce_pp", ("buffer.episodes_per_group=1", "buffer.min_group=1")),
+        ("ppo_critic", ("buffer.episodes_per_group=1", "buffer.min_group=1")),
+        ("rloo", ("buffer.group_policy=partial",)),
+        ("icepop", ("algorithm.correction.mask.high=2",)),
+        ("grpo", ("kl.where=loss",)),
+        ("reinforce_pp", ("kl.where=reward",)),
+        ("m2po", ("buffer.max_staleness=64",)),
+    ],
+)
+def test_what_the_comments_promise_composes(preset: str, overrides: tuple[str, ...]) -> None:
+    assert compose(configured(preset, "m", *overrides)).loss is not None
