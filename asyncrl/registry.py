@@ -25,10 +25,12 @@ class Registry(Generic[T]):
     """Names to objects of one kind. Asking for an unknown name tells the nearest known ones.
 
     An installed package adds to the registry of kind `loss` by an entry point in the group `asyncrl.loss`.
+    `entry`: what a decorator makes of a function; what is named by file or module must be one, too.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, entry: type[T] | None = None) -> None:
         self.kind = kind
+        self._entry = entry
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -53,9 +55,10 @@ class Registry(Generic[T]):
         if spec in self._entries:
             return self.get(spec)
         if ":" in spec:
-            return load_object(spec, self.kind)
-        for point in importlib.metadata.entry_points(group=f"asyncrl.{self.kind}", name=spec):
-            return load_object(point.value, self.kind)
+            return self._checked(spec)
+        for point in self._points():
+            if point.name == spec:
+                return self._checked(point.value)
         return self.get(spec)
 
     def names(self) -> list[str]:
@@ -67,9 +70,22 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
+    def _checked(self, spec: str) -> T:
+        found: T = load_object(spec, self.kind)
+        if self._entry is not None and not isinstance(found, self._entry):
+            raise ConfigError(
+                f"{self.kind} {spec!r} is of type {type(found).__name__}; decorate its function with "
+                f'@{self.kind}("name")'
+            )
+        return found
+
+    def _points(self) -> importlib.metadata.EntryPoints:
+        return importlib.metadata.entry_points(group=f"asyncrl.{self.kind}")
+
     def _hint(self, name: str) -> str:
-        near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.4)
-        return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(self.names()) or 'none'}"
+        known = sorted({*self._entries, *self._points().names})
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
 def bind(function: F, options: Mapping[str, Any], where: str) -> F:

@@ -52,7 +52,7 @@ class Aggregation:
         return 1.0 if self.fixed and denominators else denominators
 
 
-aggregations: Registry[Aggregation] = Registry("aggregation")
+aggregations: Registry[Aggregation] = Registry("aggregation", Aggregation)
 
 
 def aggregation(name: str, *, fixed: bool = False) -> Callable[[Callable[..., Share]], Aggregation]:

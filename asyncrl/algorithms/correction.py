@@ -63,7 +63,7 @@ class Correction:
     truncated: Tensor
 
 
-corrections: Registry[Rule] = Registry("correction")
+corrections: Registry[Rule] = Registry("correction", Rule)
 
 
 def correction(

@@ -60,6 +60,7 @@ class Advantage:
 
     `scale`: the batch normalisation it is defined with. `siblings`: their rewards enter it; `late`: unbiased
     for partial groups, late members included. `critic`, `greedy`, `whole_group`: what must be there for it.
+    `components`: it reads the reward's named parts instead of the reward.
     """
 
     of: Callable[..., Credit]
@@ -69,12 +70,13 @@ class Advantage:
     critic: bool = False
     greedy: bool = False
     whole_group: bool = False
+    components: bool = False
 
     def bound(self, options: dict[str, Any], where: str) -> Advantage:
         return replace(self, of=bind(self.of, options, where))
 
 
-advantages: Registry[Advantage] = Registry("advantage")
+advantages: Registry[Advantage] = Registry("advantage", Advantage)
 
 
 def advantage(name: str, **needs: Any) -> Callable[[Callable[..., Credit]], Advantage]:

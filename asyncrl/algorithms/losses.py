@@ -115,7 +115,7 @@ class Loss:
         return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
 
 
-losses: Registry[Loss] = Registry("loss")
+losses: Registry[Loss] = Registry("loss", Loss)
 
 
 def loss(

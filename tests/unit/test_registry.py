@@ -67,6 +67,17 @@ def test_a_missing_file_is_named(registry: Registry[object], tmp_path: Path) -> 
         registry.load(f"{tmp_path / 'none.py'}:thing")
 
 
+def test_what_is_loaded_must_be_of_the_kind(tmp_path: Path) -> None:
+    """A function without its decorator, or a part of another kind, is no entry."""
+    (tmp_path / "parts.py").write_text("def plain(): pass\nready = 7\n")
+    numbers: Registry[int] = Registry("number", int)
+    assert numbers.load(f"{tmp_path / 'parts.py'}:ready") == 7
+    with pytest.raises(
+        ConfigError, match=r"number '.*parts.py:plain' is of type function; decorate .* with @number"
+    ):
+        numbers.load(f"{tmp_path / 'parts.py'}:plain")
+
+
 # -- options from signatures ------------------------------------------------------------------------
 
 
@@ -131,6 +142,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_installed_packages_add_names(registry: Registry[object]) -> None:
     assert registry.load("drill") == ["drill"]
     assert registry.load("saw") == "SAW", "a registered name comes first"
+    with pytest.raises(ConfigError, match="unknown gadget 'dril'; did you mean drill"):
+        registry.load("dril")
 
 
 @pytest.mark.usefixtures("installed")

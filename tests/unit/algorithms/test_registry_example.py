@@ -121,5 +121,13 @@ def test_a_wrong_option_is_named() -> None:
         compose(tiny_config("m", algorithm=wrong))
 
 
+def test_a_part_of_another_kind_is_refused() -> None:
+    wrong = section(f"{FILE}:") | {"loss": f"{FILE}:median_baseline"}
+    with pytest.raises(
+        ConfigError, match=r"loss '.*:median_baseline' is of type Advantage; decorate .* @loss"
+    ):
+        compose(tiny_config("m", algorithm=wrong))
+
+
 def test_it_is_short() -> None:
     assert len(FILE.read_text().splitlines()) < 40
