@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes resident before the first forward and at the peak; seconds of forward and backward; Σ log-probs."""
+    """Bytes resident before the first forward and at the peak; seconds of forward and backward; Σ log p."""
 
     before: int
     peak: int

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ from asyncrl.trainer import checkpoint
 from asyncrl.trainer.checkpoint import CheckpointError, CheckpointManifest
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from tests.fakes.training import Recorder, full_state, make_learner, run_batch, tiny_config
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import (
+    Recorder,
+    full_state,
+    make_learner,
+    plain_model,
+    run_batch,
+    save_tiny_model,
+    tiny_config,
+)
 
 
 @pytest.fixture
@@ -23,6 +33,12 @@ def learner(world: World, model_path: str) -> Learner:
 @pytest.fixture
 def cut(model: Any) -> list[Any]:
     return [[Recorder(model, seed=1).groups(2, 4, [0])]]
+
+
+PPO = {
+    "algorithm": {"advantage": "gae", "loss": "reinforce"},
+    "buffer": {"filter_zero_variance": False},
+}
 
 
 def manifest(step: int) -> CheckpointManifest:
@@ -125,3 +141,96 @@ def test_another_models_checkpoint_is_refused(
     other = make_learner(tiny_config(save_tiny_qwen(tmp_path / "other")), world, "float32")
     with pytest.raises(CheckpointError, match="does not fit"):
         checkpoint.load(path, other)
+
+
+def whole(learner: Learner) -> dict[str, torch.Tensor]:
+    """All that trains, critic and value head included. A collective."""
+    models = {"policy": learner.policy.lm, "critic": learner.critic}
+    return {
+        f"{of}.{name}": parameter.full_tensor().clone()
+        for of, model in models.items()
+        if model is not None
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("backbone", ["own", "shared"])
+def test_critic_adapters_and_state_continue_too(
+    backbone: str, lora_rank: int, world: World, model_path: str, cut: list[Any], directory: Path
+) -> None:
+    model = {"path": model_path, "lora_rank": lora_rank}
+    config = tiny_config(model_path, **PPO, model=model, critic={"backbone": backbone})
+    learner = make_learner(config, world, "float32")
+    run_batch(learner, cut)
+    learner.state["kl_coef"] = 0.125
+    path = checkpoint.save(directory, learner, manifest(1))
+    saved = whole(learner)
+    run_batch(learner, cut)
+    other = make_learner(config, world, "float32")
+    assert checkpoint.load(path, other).state == other.state
+    assert other.state["kl_coef"] == 0.125
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole(other).items())
+    assert any("value_head" in name for name in saved)
+    assert any("lora" in name for name in saved) == bool(lora_rank)
+    run_batch(other, cut)  # with the optimizers' moments, too
+    wanted = whole(learner)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in whole(other).items())
+    moved = {name for name, tensor in wanted.items() if not torch.equal(tensor, saved[name])}
+    assert any("value_head" in name for name in moved)
+
+
+def test_the_reference_stays_the_initial_policy(
+    world: World, model_path: str, cut: list[Any], directory: Path
+) -> None:
+    config = tiny_config(model_path, kl={"where": "loss"})
+    learner = make_learner(config, world, "float32")
+    assert learner.reference is not None
+    before = full_state(learner.reference.policy)
+    run_batch(learner, cut)
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    other = make_learner(config, world, "float32")
+    checkpoint.load(path, other)
+    assert other.reference is not None
+    found = full_state(other.reference.policy)
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(found[name], t) for name, t in full_state(other.policy).items())
+
+
+def test_a_checkpoint_from_before_there_were_critics_loads(
+    world: World, model_path: str, learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    old = json.loads((path / "manifest.json").read_text())
+    del old["state"]
+    (path / "manifest.json").write_text(json.dumps(old))
+    other = make_learner(tiny_config(model_path, **PPO), world, "float32")
+    with caplog.at_level(logging.WARNING):
+        checkpoint.load(path, other)
+    assert other.step == 1 and other.state["kl_coef"] == other.config.kl.coef
+    assert "no critic" in caplog.text
+
+
+def train_with_critic(world: World, folder: Path) -> Any:
+    """Save on these ranks after a step; what training on from there gives them."""
+    model_path = str(folder.parent / "model")
+    learner = make_learner(tiny_config(model_path, **PPO), world)
+    episodes = Recorder(plain_model(model_path), seed=1).groups(2, 4, [0])
+    share = [[episodes[rank :: world.size] for rank in range(world.size)]]
+    latest = folder.parent / "checkpoints" / "step-1"
+    if latest.exists():
+        checkpoint.load(latest, learner)
+    else:
+        run_batch(learner, share)
+        checkpoint.save(folder.parent / "checkpoints", learner, manifest(1), hf=False)
+    run_batch(learner, share)
+    return whole(learner)
+
+
+def test_a_critic_goes_on_with_other_ranks(world: World, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "one").mkdir()
+    one = train_with_critic(world, tmp_path / "one")
+    two = run_ranks(2, train_with_critic, tmp_path / "two")
+    for name, tensor in one.items():
+        assert torch.allclose(two[name], tensor, rtol=1e-4, atol=1e-6), name

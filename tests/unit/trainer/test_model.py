@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.cut import Cut
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
@@ -36,9 +41,14 @@ def test_scores_are_log_softmax_at_the_temperature(world: World, path: str) -> N
     assert torch.allclose(scores.logp, table.gather(1, t.ids[t.row, t.position][:, None])[:, 0])
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1))
     assert scores.logp.requires_grad and not scores.entropy.requires_grad
+    assert scores.collision is None and scores.value is None
 
 
-def test_gradients_are_those_of_the_plain_model(world: World, path: str) -> None:
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_gradients_are_those_of_the_plain_model(
+    world: World, path: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.trainer.scores.CHUNK", chunk)
     t, policy, plain = (
         tokens(),
         load_policy(ModelConfig(path=path, dtype="float64"), world),
@@ -103,6 +113,118 @@ def test_large_models_are_sharded_layer_by_layer(
     layered = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert count_units(layered) == 3 and count_units(whole) == 1
     assert torch.allclose(layered(tokens()).logp, whole(tokens()).logp)
+
+
+def save_capped(directory: Path) -> str:
+    """A tiny Gemma 2: it caps its logits softly, here at 2."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=40,
+        initializer_range=0.3,
+        final_logit_softcapping=2.0,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+def save_biased(directory: Path) -> str:
+    """A tiny Phi: its output layer has a bias, here not zero."""
+    torch.manual_seed(0)
+    config = PhiConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=40,
+        initializer_range=0.3,
+    )
+    model = PhiForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize("save", [save_capped, save_biased])
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_model_does_to_its_logits_is_done(
+    world: World, tmp_path: Path, save: Any, whole: bool
+) -> None:
+    path, t = save(tmp_path), tokens()
+    policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
+    assert not policy.whole
+    policy.whole = whole
+    scores = policy(t, entropy_grad=True, collision=True)
+    logits = plain_model(path)(t.ids).logits[t.row, t.position - 1] / t.temperature[:, None]
+    table = logits.log_softmax(-1)
+    assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0], atol=1e-6)
+    assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1), atol=1e-6)
+    assert torch.allclose(scores.collision, table.exp().square().sum(-1), atol=1e-6)
+    assert scores.entropy.requires_grad
+
+
+def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = load_policy(ModelConfig(path=path, dtype="float64"), world)(tokens()).logp
+    split = Cut.split
+
+    def wrong(cut: Cut, given: Selected) -> Any:
+        hidden, _, logits_of = split(cut, given)
+        return hidden, 1.1 * hidden, logits_of
+
+    monkeypatch.setattr(Cut, "split", wrong)
+    with caplog.at_level(logging.WARNING):
+        policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
+    assert policy.whole and "not chunked" in caplog.text
+    assert torch.allclose(policy(tokens()).logp, wanted)
+
+
+def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
+    t = tokens()
+    policy = load_policy(ModelConfig(path=path, dtype="bfloat16", fp32_head=True), world)
+    plain = plain_model(path, torch.bfloat16)
+    hidden = plain.base_model(t.ids).last_hidden_state[t.row, t.position - 1]
+    logits = hidden.float() @ plain.get_output_embeddings().weight.float().T / t.temperature[:, None]
+    wanted = logits.log_softmax(-1).gather(1, t.labels[:, None])[:, 0]
+    scores = policy(t)
+    assert torch.allclose(scores.logp, wanted, atol=1e-5)
+    rounded = load_policy(ModelConfig(path=path, dtype="bfloat16"), world)(t).logp
+    assert not torch.allclose(rounded, wanted, atol=1e-4)
+    policy.whole = True
+    assert torch.allclose(policy(t).logp, wanted, atol=1e-5)
+    scores.logp.sum().backward()
+    assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_a_value_head_reads_what_predicts_the_token(world: World, path: str) -> None:
+    t = tokens()
+    policy = load_policy(ModelConfig(path=path, dtype="float64"), world, value_head=True)
+    weight, bias = policy.head_parameters()
+    assert torch.equal(policy(t).value, torch.zeros(4))  # it starts at zero
+    with torch.no_grad():
+        cast(FSDPModule, policy).reshard()
+        weight.copy_(distributed(torch.arange(16.0).reshape(1, 16), weight))
+        bias.fill_(0.5)
+    plain = plain_model(path)
+    hidden = plain.base_model(t.ids).last_hidden_state[t.row, t.position - 1]
+    wanted = hidden @ torch.arange(16.0, dtype=torch.float64) + 0.5
+    value = policy(t).value
+    assert torch.allclose(value, wanted) and value.requires_grad
+    policy.whole = True
+    assert torch.allclose(policy(t).value, wanted)
+    value.sum().backward()
+    assert bias.grad.full_tensor().item() == 4
+    assert full_state(policy).keys() == dict(plain.named_parameters()).keys()  # it is not published
+
+
+def distributed(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(tensor.to(like.dtype), like.device_mesh, like.placements)
 
 
 def count_units(policy: Policy) -> int:

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+
+from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.export import export_hf
+from asyncrl.trainer.lora import Adapters
+from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
+from asyncrl.trainer.world import World
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
+
+RANK, ALPHA = 3, 6.0
+
+
+@pytest.fixture(scope="module", params=["gpt2", "qwen2 tied", "qwen2"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    if request.param == "gpt2":  # keeps its weights transposed
+        return save_tiny_model(directory)
+    return save_tiny_qwen(directory, tied=request.param == "qwen2 tied")
+
+
+def adapted(path: str, world: World, dtype: Any = "float64") -> Policy:
+    """With adapters that do something."""
+    model = ModelConfig(path=path, dtype=dtype, lora_rank=RANK, lora_alpha=ALPHA)
+    policy = load_policy(model, world)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                values = 0.3 * torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
+                parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
+    return policy
+
+
+def tokens() -> Selected:
+    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
+    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
+    return Selected(ids, row, position, torch.ones(4))
+
+
+def plain_logp(model: Any) -> torch.Tensor:
+    t = tokens()
+    with torch.no_grad():
+        table = model(t.ids).logits[t.row, t.position - 1].log_softmax(-1)
+    return table.gather(1, t.labels[:, None])[:, 0]
+
+
+def test_it_starts_as_its_base(world: World, path: str) -> None:
+    policy = load_policy(ModelConfig(path=path, dtype="float64", lora_rank=RANK), world)
+    a = [p.full_tensor().detach() for name, p in policy.named_parameters() if name.endswith("lora_a")]
+    assert torch.allclose(policy(tokens()).logp, plain_logp(plain_model(path)), atol=1e-9)
+    assert all(0 < float(p.std()) < float(p.abs().max()) <= 1 / p.shape[1] ** 0.5 for p in a)
+
+
+def test_disabled_it_is_its_base(world: World, path: str) -> None:
+    policy, wanted = adapted(path, world), plain_logp(plain_model(path))
+    with torch.no_grad():
+        assert not torch.allclose(policy(tokens()).logp, wanted, atol=0.1)
+        with policy.base():
+            assert torch.allclose(policy(tokens()).logp, wanted, atol=1e-9)
+        assert not torch.allclose(policy(tokens()).logp, wanted, atol=0.1)
+
+
+def test_only_adapters_train(world: World, path: str) -> None:
+    policy = adapted(path, world)
+    policy(tokens()).logp.sum().backward()
+    trained = {name for name, p in policy.lm.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in policy.lm.named_parameters() if p.grad is not None}
+    assert trained == {name for name in dict(policy.lm.named_parameters()) if "lora_" in name}
+    layers = 4 if "h.0" in str(trained) else 7  # linear ones per block
+    assert len(trained) == 2 * 2 * layers
+
+
+def test_the_merged_export_scores_as_the_adapters_do(world: World, path: str, tmp_path: Path) -> None:
+    policy = adapted(path, world)
+    wanted = policy(tokens()).logp.detach()
+    policy.reshard()  # type: ignore[operator]
+    export_hf(tmp_path / "hf", policy, path)
+    exported = plain_model(str(tmp_path / "hf"))
+    assert torch.allclose(plain_logp(exported), wanted, atol=1e-6)
+    ids = tuple(tokens().ids[0].tolist())
+    state = full_state(policy)
+    assert state.keys() == dict(plain_model(path).named_parameters()).keys()
+    assert list(shards(policy)) == list(state)
+    with torch.no_grad():
+        table = exported(torch.tensor([ids])).logits[0].log_softmax(-1)
+    probe = [float(table[i, token]) for i, token in enumerate(ids[1:])]
+    assert score(policy, ids, world.device) == pytest.approx(probe, abs=1e-6)
+
+
+def test_merging_by_hand(world: World, path: str) -> None:
+    policy = adapted(path, world)
+    merged, base = full_state(policy), dict(plain_model(path).named_parameters())
+    own = {name: p.full_tensor() for name, p in policy.lm.named_parameters()}
+    changed = 0
+    for name, weight in base.items():
+        stem = name.removesuffix(".weight")
+        if f"{stem}.lora_a" in own:
+            change = ALPHA / RANK * own[f"{stem}.lora_b"] @ own[f"{stem}.lora_a"]
+            weight = weight + (change if "c_attn" not in str(own.keys()) else change.T)
+            changed += 1
+        assert torch.allclose(merged[name], weight, atol=1e-9), name
+    assert changed in (8, 14)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    class Bare(nn.Module):
+        def get_output_embeddings(self) -> None:
+            return None
+
+    bare: Any = Bare()
+    with pytest.raises(ConfigError, match="lora_rank"):
+        Adapters(bare, 2, 1.0)
+
+
+def work(world: World, folder: Path) -> Any:
+    """Gradients and merged weights, in layers of their own."""
+    found = {}
+    for name, save in (("gpt2", save_tiny_model), ("qwen2", save_tiny_qwen)):
+        path = str(folder / name)
+        if world.rank == 0:
+            save(folder / name)
+        world.barrier()
+        with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
+            policy = adapted(path, world)
+        policy(tokens()).logp.sum().backward()
+        named = policy.lm.named_parameters()
+        gradients = {f"grad {n}": p.grad.full_tensor() for n, p in named if p.grad is not None}
+        found[name] = full_state(policy) | gradients
+    return found
+
+
+def test_two_ranks_do_what_one_does(world: World, tmp_path: Path) -> None:
+    one, two = work(world, tmp_path / "one"), run_ranks(2, work, tmp_path / "two")
+    for name, wanted in one.items():
+        assert two[name].keys() == wanted.keys()
+        assert sum(key.startswith("grad") for key in wanted) in (16, 28)
+        for key, tensor in wanted.items():
+            assert torch.allclose(two[name][key], tensor, rtol=1e-6, atol=1e-7), key

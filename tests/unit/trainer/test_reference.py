@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.model import Policy, Selected, load_policy
+from asyncrl.trainer.reference import load_reference
+from asyncrl.trainer.world import World
+from tests.fakes.training import plain_model, save_tiny_model, save_tiny_qwen, tiny_config
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def exact(path: str, rank: int = 0, **kl: Any) -> RunConfig:
+    config = tiny_config(path, kl=kl)
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, dtype="float64", lora_rank=rank)
+    )
+
+
+def tokens() -> Selected:
+    ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
+    row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
+    return Selected(ids, row, position, torch.tensor([1.0, 1.0, 0.7, 0.7]))
+
+
+def plain_logp(path: str, t: Selected) -> Tensor:
+    with torch.no_grad():
+        logits = plain_model(path)(t.ids).logits[t.row, t.position - 1] / t.temperature[:, None]
+    return logits.log_softmax(-1).gather(1, t.labels[:, None])[:, 0]
+
+
+@torch.no_grad()
+def change(policy: Policy) -> None:
+    """As if it had trained."""
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1)
+
+
+@pytest.mark.parametrize("kl", [{}, {"offload": True}])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_it_stays_the_initial_policy(world: World, path: str, rank: int, kl: dict[str, Any]) -> None:
+    config, t = exact(path, rank, **kl), tokens()
+    policy = load_policy(config.model, world)
+    reference = load_reference(config, world, policy)
+    change(policy)
+    found, wanted = reference.logp(t), plain_logp(path, t)
+    assert torch.allclose(found, wanted) and not found.requires_grad
+    assert not torch.allclose(policy(t).logp, wanted, atol=1e-3)
+
+
+def test_nothing_is_kept_between_forwards(world: World, path: str) -> None:
+    config = exact(path)
+    reference = load_reference(config, world, load_policy(config.model, world))
+    reference.logp(tokens())
+    assert all(isinstance(p, DTensor) and not p.requires_grad for p in reference.policy.parameters())
+
+
+def test_adapters_need_no_copy(world: World, path: str) -> None:
+    config = exact(path, 2)
+    policy = load_policy(config.model, world)
+    assert load_reference(config, world, policy).policy is policy
+
+
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_scored_between_forward_and_backward_it_changes_no_gradient(
+    world: World, path: str, rank: int, layered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layered:
+        monkeypatch.setattr("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0)
+    config, t = exact(path, rank), tokens()
+    gradients = []
+    for scored in (False, True):
+        torch.manual_seed(0)
+        policy = load_policy(config.model, world)
+        reference = load_reference(config, world, policy)
+        change(policy)
+        logp = policy(t).logp
+        if scored:
+            assert torch.allclose(reference.logp(t), plain_logp(path, t))
+        logp.sum().backward()
+        gradients.append([p.grad.full_tensor() for p in policy.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 4
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_model_of_its_own(world: World, path: str, tmp_path: Path) -> None:
+    other = save_tiny_qwen(tmp_path / "other")
+    config = exact(path, 2, reference=other)
+    policy = load_policy(config.model, world)
+    assert torch.allclose(
+        load_reference(config, world, policy).logp(tokens()), plain_logp(other, tokens()), atol=1e-6
+    )
+    missing = exact(path, reference=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"\$\.kl\.reference"):
+        load_reference(missing, world, policy)
