@@ -96,7 +96,7 @@ def pass_at_k(given: CreditInput, *, divide_by_std: bool = False) -> Credit:
     return lead / (deviation(rewards(given.siblings)) + EPSILON) if divide_by_std else lead
 
 
-@advantage("gdpo", scale="whiten")
+@advantage("gdpo", scale="whiten", components=True)
 def gdpo(given: CreditInput, *, weights: Weights = "") -> Credit:
     """Σ_c w_c·(R_c − mean_c) / (std_c + 1e-6), ddof 1, then whitened (GDPO, arXiv 2601.05242). `weights`:
     "name:weight,…" of the components that count; empty: all, 1 each.

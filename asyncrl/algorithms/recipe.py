@@ -137,6 +137,10 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "group_policy=complete and on_stale=mask or hold, or kl.where=loss": kl.where == "reward"
         and credit.siblings
         and (partial or buffer.on_stale == "drop"),
+        f"$.algorithm.advantage {algorithm.advantage!r} reads the reward's components, which neither "
+        "$.algorithm.shaping nor kl.where=reward changes; leave these out, or use kl.where=loss": (
+            credit.components and (bool(algorithm.shaping) or kl.where == "reward")
+        ),
         "$.kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
             kl.where == "loss" and recipe.kl_estimator == "k1"
         ),

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.trainer.world import World, join, leave
 
-DEADLINE = 80.0
+DEADLINE = 300.0
 Work = Callable[[World, Path], Any]
 
 

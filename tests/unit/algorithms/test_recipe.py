@@ -90,6 +90,7 @@ def test_models_are_there_for_what_asks_for_them() -> None:
         ({"algorithm": {"advantage": "optimal_token_baseline"}, "buffer": PARTIAL}, "biased|whole groups"),
         ({"kl": {"where": "reward"}, "buffer": {"on_stale": "drop"}}, "must be in the batch"),
         ({"kl": {"where": "loss", "estimator": "k1"}}, "expectation zero"),
+        ({"kl": {"where": "reward"}, "algorithm": {"advantage": "gdpo"}}, "reads the reward's components"),
         ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, "would bias"),
     ],
 )

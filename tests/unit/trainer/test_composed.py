@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.world import World
+from tests.fakes.recipes import RECIPES, UNFILTERED, trained
 from tests.fakes.reference import gradients, token_log_probs
 from tests.fakes.training import (
     Episode,
@@ -26,8 +27,6 @@ from tests.fakes.training import (
 )
 
 TOLERANCE = 1e-9
-ON_POLICY = {"max_staleness": 0}
-UNFILTERED = {"filter_zero_variance": False}
 
 
 @pytest.fixture
@@ -232,54 +231,14 @@ def test_the_learning_rate_follows_the_effective_sample_size(
     assert metrics["actor/lr"] == pytest.approx(1e-2 * math.sqrt(share), rel=1e-6)
 
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "gae": {"algorithm": {"advantage": "gae", "normalise": "none"}, "buffer": UNFILTERED},
-    "gae, shared": {
-        "algorithm": {"advantage": "gae", "normalise": "none"},
-        "critic": {"backbone": "shared"},
-        "buffer": UNFILTERED,
-    },
-    "ppo": {
-        "algorithm": {"advantage": "gae", "loss": "decoupled_ppo", "epochs": 2},
-        "buffer": UNFILTERED,
-    },
-    "remax": {"algorithm": {"advantage": "remax"}},
-    "grpo_turn": {"algorithm": {"advantage": "grpo_turn"}},
-    "gdpo": {"algorithm": {"advantage": "gdpo"}, "buffer": UNFILTERED},
-    "optimal token baseline": {"algorithm": {"advantage": "optimal_token_baseline"}},
-    "gpg": {"algorithm": {"advantage": "gpg"}},
-    "m2po": {"algorithm": {"loss": "m2po"}},
-    "clip_cov": {"algorithm": {"loss": "clip_cov", "steps_per_batch": 2}},
-    "tba": {"algorithm": {"loss": "tba"}},
-    "kl in reward, pass_at_k": {"algorithm": {"advantage": "pass_at_k"}, "kl": {"where": "reward"}},
-    "loglinear": {"algorithm": {"loss": "decoupled_ppo", "epochs": 2, "prox": "loglinear"}},
-}
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_depends_on_the_cut(
     world: World, model_path: str, episodes: list[Episode], name: str
 ) -> None:
     """After a batch, policy and critic are where they would be had it come in one piece; and they moved."""
 
-    def weights(cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
-        config = tiny_config(model_path, **copy.deepcopy(RECIPES[name]), trainer={"lr": 0.1})
-        learner = make_learner(config, world)
-        before = full_state(learner.policy)
-        learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
-        if learner.critic is not None:
-            learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)
-        metrics = run_batch(learner, cut)
-        assert all(math.isfinite(value) for value in metrics.values()), metrics
-        found = full_state(learner.policy)
-        assert difference(found, before) > 1e-6
-        if learner.critic is not None:
-            named = learner.critic.named_parameters()
-            found |= {f"critic.{n}": p.detach().full_tensor().clone() for n, p in named}
-        return found
-
-    whole = weights([[episodes]])
-    assert difference(weights(random_cut(episodes, 1, 4, seed=3)), whole) < TOLERANCE
+    whole = trained(world, model_path, name, [[episodes]])
+    assert difference(trained(world, model_path, name, random_cut(episodes, 1, 4, seed=3)), whole) < TOLERANCE
 
 
 def test_a_critic_that_warms_up_moves_alone(world: World, model_path: str, episodes: list[Episode]) -> None:

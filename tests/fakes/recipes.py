@@ -1,0 +1,56 @@
+"""Algorithms that take every way through the learner, and one batch of each."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.trainer.world import World
+from tests.fakes.training import Episode, difference, full_state, make_learner, run_batch, tiny_config
+
+UNFILTERED = {"filter_zero_variance": False}
+RECIPES: dict[str, dict[str, Any]] = {
+    "gae": {"algorithm": {"advantage": "gae", "normalise": "none"}, "buffer": UNFILTERED},
+    "gae, shared": {
+        "algorithm": {"advantage": "gae", "normalise": "none"},
+        "critic": {"backbone": "shared"},
+        "buffer": UNFILTERED,
+    },
+    "ppo": {
+        "algorithm": {"advantage": "gae", "loss": "decoupled_ppo", "epochs": 2},
+        "buffer": UNFILTERED,
+    },
+    "remax": {"algorithm": {"advantage": "remax"}},
+    "grpo_turn": {"algorithm": {"advantage": "grpo_turn"}},
+    "gdpo": {"algorithm": {"advantage": "gdpo"}, "buffer": UNFILTERED},
+    "optimal token baseline": {"algorithm": {"advantage": "optimal_token_baseline"}},
+    "gpg": {"algorithm": {"advantage": "gpg"}},
+    "m2po": {"algorithm": {"loss": "m2po"}},
+    "clip_cov": {"algorithm": {"loss": "clip_cov", "steps_per_batch": 2}},
+    "tba": {"algorithm": {"loss": "tba"}},
+    "kl in reward, pass_at_k": {"algorithm": {"advantage": "pass_at_k"}, "kl": {"where": "reward"}},
+    "loglinear": {"algorithm": {"loss": "decoupled_ppo", "epochs": 2, "prox": "loglinear"}},
+}
+
+
+def trained(world: World, path: str, name: str, cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
+    """Weights of policy and critic after one batch by plain gradient descent, in float64; they moved, and
+    what is reported is finite."""
+    config = tiny_config(path, **copy.deepcopy(RECIPES[name]), trainer={"lr": 0.1})
+    learner = make_learner(config, world)
+    before = full_state(learner.policy)
+    learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
+    if learner.critic is not None:
+        learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)
+    metrics = run_batch(learner, cut)
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+    found = full_state(learner.policy)
+    assert difference(found, before) > 1e-6
+    if learner.critic is not None:
+        named = learner.critic.named_parameters()
+        found |= {f"critic.{n}": p.detach().full_tensor().clone() for n, p in named}
+    return found
