@@ -135,7 +135,7 @@ def test_it_samples_with_what_was_pushed(server, versions, sender):
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_requests_go_on_during_a_push(server, versions, sender, mode):
     """Their spans say where the version changed, and recorded log-probs are those of that version."""
-    requests = [ask(prompt(8, index), 600, str(index), index) for index in range(4)]
+    requests = [ask(prompt(8, index), 900, str(index), index) for index in range(4)]
 
     async def main() -> None:
         async with keeping(server, mode) as keeper:
@@ -144,9 +144,9 @@ def test_requests_go_on_during_a_push(server, versions, sender, mode):
             await keeper.load(offer(sender, versions, 2))
             for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
                 assert seen(generation) == [1, 2]
-                assert len(generation.ids) == 600
+                assert len(generation.ids) == 900
                 compared = versions.check(request, generation)
-                assert compared == (600 if mode == "retract" else generation.spans[0].end)
+                assert compared == (900 if mode == "retract" else generation.spans[0].end)
             await keeper.check(versions, 2)
 
     asyncio.run(main())

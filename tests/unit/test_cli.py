@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,9 +39,11 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra() -> None:
     assert python(code).strip().endswith("set()")
     seconds = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = os.times()
         subprocess.run([sys.executable, "-m", "asyncrl.cli", "--help"], capture_output=True, check=True)
-        seconds.append(time.perf_counter() - begin)
+        end = os.times()  # of the processor: others may be busy on it
+        used = end.children_user + end.children_system - begin.children_user - begin.children_system
+        seconds.append(used)
     assert min(seconds) < 0.5
 
 
