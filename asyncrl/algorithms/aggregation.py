@@ -42,8 +42,8 @@ class Aggregation:
         return self.of(tokens, group_tokens)
 
     def bound(self, facts: Mapping[str, Any], where: str) -> Aggregation:
-        """With those of the run's facts that the rule names as options: `length`, the most model tokens an
-        episode can have."""
+        """With those of the run's facts that the rule names as options: `length`, the limit of tokens of an
+        episode."""
         named = {name: facts[name] for name in inspect.signature(self.of).parameters if name in facts}
         return replace(self, of=bind(self.of, named, where))
 
@@ -98,7 +98,8 @@ def seq_mean_token_sum(tokens: int, group_tokens: int) -> Share:
 
 @aggregation("seq_mean_token_sum_norm")
 def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated[int, Meta(ge=1)]) -> Share:
-    """w = 1/L, D = number of episodes (Dr. GRPO, arXiv 2503.20783), L = `length`, the limit of model tokens.
+    """w = 1/L, D = number of episodes (Dr. GRPO, arXiv 2503.20783), L = `length`, which
+    is rollout.max_tokens.
 
     Use: as seq_mean_token_sum, with gradients of the size that the means have. Any staleness.
     """
