@@ -6,6 +6,7 @@ name needs a row here.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -177,19 +178,24 @@ def test_scaling_by_the_batch(name: str, normalise: Any, wanted: float | Off) ->
 # -- corrections ---------------------------------------------------------------------------------------
 
 
+@functools.cache
+def uncorrected(name: str, mu: float = 0.0) -> torch.Tensor:
+    return gradient(Experiment(name, mu=mu))
+
+
 @pytest.mark.parametrize("name", list(advantages))
 def test_corrections_do_nothing_on_policy(name: str) -> None:
-    plain = gradient(Experiment(name))
     for rules in ALL_RULES:
-        assert error(gradient(Experiment(name, rules)), plain) < EXACT, name_of(rules)
+        assert error(gradient(Experiment(name, rules)), uncorrected(name)) < EXACT, name_of(rules)
 
 
 @pytest.mark.parametrize("name", list(advantages))
 def test_bias_vanishes_with_the_lag(name: str) -> None:
     """In proportion to the distance of mu from pi."""
-    plain = gradient(Experiment(name))
     for rules in ({}, *ALL_RULES):
-        near, nearer = (error(gradient(Experiment(name, rules, mu=lag)), plain) for lag in (0.01, 0.001))
+        near, nearer = (
+            error(gradient(Experiment(name, rules, mu=lag)), uncorrected(name)) for lag in (0.01, 0.001)
+        )
         assert near < 0.02 and nearer <= 0.12 * near + EXACT, name_of(rules)
 
 
@@ -205,9 +211,8 @@ def test_the_ratio_of_whole_episodes_is_unbiased(name: str, options: Any) -> Non
 @pytest.mark.parametrize(("rules", "share"), CORRECTIONS, ids=[name_of(rules) for rules, _ in CORRECTIONS])
 def test_weights_reduce_the_bias_far_off_policy(rules: Rules, share: float) -> None:
     for name in advantages:
-        truth = gradient(Experiment(name))
-        without = angle(gradient(Experiment(name, mu=FAR)), truth)
-        left = angle(gradient(Experiment(name, rules, mu=FAR)), truth)
+        without = angle(uncorrected(name, FAR), uncorrected(name))
+        left = angle(gradient(Experiment(name, rules, mu=FAR)), uncorrected(name))
         assert left <= share * without, name
 
 
