@@ -51,8 +51,12 @@ log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
-# Phases reported as timing_s/*. update_actor is the policy's and the critic's: one backward does both.
-TIMED = ("update_actor", "ref", "adv", "update_weights", "save_checkpoint", "wait_data")
+# Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
+# update_critic is the step of the critic's optimizer.
+TIMED = (
+    *("update_actor", "update_critic", "values", "ref", "adv"),
+    *("update_weights", "save_checkpoint", "wait_data"),
+)
 _turns = msgspec.msgpack.Decoder(Turn)
 
 

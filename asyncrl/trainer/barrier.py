@@ -72,7 +72,8 @@ def _scored(learner: Learner, held: Sequence[Example]) -> list[Example]:
                 part = with_said(part, "prox", scores.logp)
             if scores.collision is not None:
                 part = with_said(part, "collision", scores.collision)
-            value = learner.critic(tokens) if learner.critic is not None else scores.value
+            with learner.watch.phase("values"):
+                value = learner.critic(tokens) if learner.critic is not None else scores.value
             if value is not None:
                 part = with_said(part, "value", value)
         if learner.reference is not None:

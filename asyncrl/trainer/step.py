@@ -134,7 +134,8 @@ class Learner:
             with self.watch.phase("ref"):
                 examples = with_said(examples, "reference", self.reference.logp(micro.selected))
         scores = self.policy(micro.selected, entropy_grad=algorithm.entropy_coef > 0)
-        value = self.critic(micro.selected) if self.critic is not None else scores.value
+        with self.watch.phase("values"):
+            value = self.critic(micro.selected) if self.critic is not None else scores.value
         if not self.waits:
             examples = self._credited(examples, value, tally)
             said = collate(examples, self.dtype).to(self.world.device)
@@ -172,7 +173,8 @@ class Learner:
             return whole
         scale = self._expected / denominator
         if self.critic is not None:
-            self._apply_critic(whole, scale)
+            with self.watch.phase("update_critic"):
+                self._apply_critic(whole, scale)
         lr = learning_rate(self.config.trainer, self.step, self.config.total_steps) * self._ess_factor(whole)
         warming = self.step < self.config.critic.warmup_steps and self.recipe.critic
         if warming:

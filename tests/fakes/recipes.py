@@ -37,12 +37,14 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(world: World, path: str, name: str, cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
+def trained(
+    world: World, path: str, name: str, cut: list[list[list[Episode]]], step: int = 0
+) -> dict[str, Tensor]:
     """Weights of policy and critic after one batch by plain gradient descent, in float64; they moved, and
     what is reported is finite."""
     config = tiny_config(path, **copy.deepcopy(RECIPES[name]), trainer={"lr": 0.1})
     learner = make_learner(config, world)
-    before = full_state(learner.policy)
+    learner.step, before = step, full_state(learner.policy)
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.1)
     if learner.critic is not None:
         learner.critic.optimizer = torch.optim.SGD(learner.critic.parameters(), lr=0.1)

@@ -6,12 +6,14 @@ import copy
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from asyncrl.trainer.world import World
+from asyncrl.types import Turn
 from tests.fakes.recipes import RECIPES, UNFILTERED, trained
 from tests.fakes.reference import gradients, token_log_probs
 from tests.fakes.training import (
@@ -239,6 +241,32 @@ def test_no_recipe_depends_on_the_cut(
 
     whole = trained(world, model_path, name, [[episodes]])
     assert difference(trained(world, model_path, name, random_cut(episodes, 1, 4, seed=3)), whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("kl in reward")])
+def test_what_the_engine_said_of_a_stale_token_changes_nothing(
+    world: World, model_path: str, model: Any, name: str
+) -> None:
+    """Only a KL in the reward reads it: that is part of what the episode earned."""
+    step, versions = 6, (0, 1, 5, 6)  # at V = 6 and a bound of 4, versions 0 and 1 are stale
+    episodes = Recorder(model, seed=1, noise=0.1).groups(4, 3, versions)
+
+    def garble(turn: Turn) -> Turn:
+        old = {p for s in turn.spans if s.version < 2 for p in range(s.start, s.end)}
+        changed = tuple(-9.0 if i in old else p for i, p in enumerate(turn.logprobs))
+        return msgspec.structs.replace(turn, logprobs=changed)
+
+    garbled = [(row, [garble(turn) for turn in turns]) for row, turns in episodes]
+    assert garbled != episodes
+    wanted = trained(world, model_path, name, [[episodes]], step)
+    assert difference(trained(world, model_path, name, [[garbled]], step), wanted) == 0.0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_empty_batch_is_legal(world: World, model_path: str, name: str) -> None:
+    learner = make_learner(tiny_config(model_path, **copy.deepcopy(RECIPES[name])), world)
+    metrics = run_batch(learner, [[[]], [[]]])
+    assert learner.step == 1 and metrics["actor/skipped_steps"] == learner.recipe.optimizer_steps
 
 
 def test_a_critic_that_warms_up_moves_alone(world: World, model_path: str, episodes: list[Episode]) -> None:
