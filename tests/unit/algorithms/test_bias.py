@@ -245,7 +245,7 @@ def documented() -> list[tuple[Rules, float, float]]:
 
 
 def test_the_documented_bias() -> None:
-    assert len(documented()) == 9
+    assert len(documented()) == 10
     for rules, near, far in documented():
         for lag, wanted in ((0.3, near), (FAR, far)):
             found = angle(gradient(Experiment(rules=rules, mu=lag)), true_gradient())
