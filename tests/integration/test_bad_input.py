@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "unknown key": (setting("trainer.lrr=1"), ("unknown key trainer.lrr", "trainer.lr")),
     "out of bounds": (setting("buffer.max_staleness=-1"), ("$.buffer.max_staleness",)),
     "wrong type": (setting("total_steps=many"), ("$.total_steps",)),
-    "bad combination": (setting("algorithm.correction=none"), ("max_staleness=0",)),
+    "bad combination": (setting("algorithm.correction={}"), ("max_staleness=0",)),
     "unknown choice": (setting("algorithm=drgpo"), ("algorithm", "dr_grpo")),
     "bad syntax": (setting("rollout.tools=[calculator"), ("rollout.tools",)),
     "missing value": (setting("model.path=???"), ("model.path",)),
