@@ -159,7 +159,7 @@ class BufferConfig(Section, frozen=True):
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Batches' worth of groups filtered while one batch fills, after which it is trained with what there is."""
+    """Batches' worth of groups filtered while one batch fills; then it is trained with what there is."""
     retire_pass_rate: Fraction = 1.0
     """Samples whose share of positive rewards in a group reached this are not drawn again
     (no-positive-resampling); 1: off."""

@@ -113,8 +113,8 @@ def kl_weight(correction: Correction, recipe: Recipe) -> Tensor:
 
 
 def proximal(micro: MicroBatch, pi: Tensor, recipe: Recipe, progress: float) -> Tensor:
-    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu), where prox
-    is the policy before the batch and v − v_prox = `progress` of one version."""
+    """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu); prox is
+    the policy before the batch, v − v_prox = `progress` of one version."""
     if micro.prox is not None:
         return micro.prox
     if recipe.prox != "loglinear" or progress == 0:
