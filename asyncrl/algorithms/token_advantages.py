@@ -84,7 +84,7 @@ def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False
 @advantage("optimal_token_baseline", whole_group=True)
 def optimal_token_baseline(given: CreditInput) -> Credit:
     """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
-    W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, Li et al., ICML 2026). W_t stands for the squared norm of the
+    W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the
     gradient up to t; the plain mean where that is 0 or unknown. A tail that one episode alone reaches: 0.
 
     Use: long episodes in small groups, on-policy or at small staleness; biased as opo.

@@ -57,8 +57,8 @@ def shard_and_fill(root: nn.Module, source: Source, world: World, *, offload: bo
     What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
     memory, and go to the device as a forward needs them.
     """
-    offload = offload and world.device.type != "cpu"
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    pinned = world.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     _shard(root, source, world, policy)
     _empty(root, world.device, torch.device("cpu") if offload else world.device)
     source.model.tie_weights()
