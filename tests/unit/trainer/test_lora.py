@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
@@ -133,6 +133,10 @@ def work(world: World, folder: Path) -> Any:
         world.barrier()
         with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             policy = adapted(path, world)
+        published = shards(policy)
+        local = {name: len(p.to_local()) for name, p in policy.lm.named_parameters()}
+        assert all(s.placements == (Shard(0),) for s in published.values())
+        assert all(len(s.to_local()) == local[name] for name, s in published.items())
         policy(tokens()).logp.sum().backward()
         named = policy.lm.named_parameters()
         gradients = {f"grad {n}": p.grad.full_tensor() for n, p in named if p.grad is not None}
