@@ -29,8 +29,8 @@ def test_overlong_is_a_ramp_over_the_last_tokens(tokens: int, options: dict[str,
     assert shape(functions, episode(tokens)) == added
 
 
-def test_shapings_add_up() -> None:
-    shapings.register("test_bonus")(lambda given, *, size=0.5: size * given.score)
+def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapings._entries, "test_bonus", lambda given, *, size=0.5: size * given.score)
     both = {"overlong": {"buffer": 20}, "test_bonus": {}}
     assert shape(select_shapings(both, "x"), episode(90)) == 0.5 - 0.5
     assert shape([], episode(90)) == 0.0
