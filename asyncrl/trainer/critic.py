@@ -11,6 +11,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
+from asyncrl.trainer.optimizer import make_adamw
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 
@@ -43,8 +44,5 @@ def load_critic(config: RunConfig, world: World) -> Critic:
     source = read_model(AutoModel, path, config.model.dtype, world, key)
     critic = Critic(source.model)
     shard_and_fill(critic, source, world)
-    trainer = config.trainer
-    critic.optimizer = torch.optim.AdamW(
-        critic.parameters(), lr=config.critic.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
-    )
+    critic.optimizer = make_adamw(critic, config.trainer, lr=config.critic.lr)
     return critic
