@@ -104,6 +104,8 @@ class TrainerRank:
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.waiting = ""
+        self.work = 0  # micro-batches done, as the beats tell
+        self.learner.pulse = self._pulse
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
         self.published_step, self.repeating = -1, False
@@ -249,12 +251,23 @@ class TrainerRank:
                     self.control.send(self.publishing.announced)  # a restarted coordinator may not have heard
                 yield received
 
-    def _beat(self, now: float) -> None:
-        """Sign of life; and a hello after silence, for a coordinator that was restarted."""
+    def _pulse(self) -> None:
+        """A micro-batch is done: told even while nobody asks, behind a barrier or in a long batch."""
+        self.work += 1
+        self._tell(time.monotonic())
+
+    def _tell(self, now: float) -> bool:
+        """Sign of life, unless the last one was just now."""
         if now < self._beat_at:
-            return
+            return False
         self._beat_at = now + BEAT_EVERY
         self.control.send(self._sign())
+        return True
+
+    def _beat(self, now: float) -> None:
+        """Sign of life; and a hello after silence, for a coordinator that was restarted."""
+        if not self._tell(now):
+            return
         if now - self._heard_at > 2 * RESEND_EVERY:
             self._heard_at = now
             self.control.send(
@@ -276,8 +289,8 @@ class TrainerRank:
         return Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
 
     def _sign(self) -> TrainerBeat:
-        watch = self.watch
-        return TrainerBeat(self.rank, self.learner.step, watch.busy_s, watch.idle_s, self.waiting)
+        busy, idle = self.watch.busy_s, self.watch.idle_s
+        return TrainerBeat(self.rank, self.learner.step, busy, idle, self.waiting, self.work)
 
     # -- publishing and saving -------------------------------------------------------------------------
 

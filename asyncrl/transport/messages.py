@@ -280,13 +280,15 @@ class Checkpointed(Message, frozen=True):
 
 
 class TrainerBeat(Message, frozen=True):
-    """Sign of life of a rank. Seconds are totals since the start."""
+    """Sign of life of a rank. Seconds and `work`, the micro-batches scored or trained, are totals since the
+    start: a rank that goes on telling the same `work` is alive, and does not move."""
 
     rank: int
     step: int
     busy_s: float
     idle_s: float
     waiting: str = ""
+    work: int = 0
 
 
 # -- control: coordinator -> trainer ---------------------------------------------------------------
