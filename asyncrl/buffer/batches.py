@@ -8,6 +8,7 @@ the same look-up.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -22,17 +23,21 @@ class Baseline(msgspec.Struct, frozen=True):
     members: tuple[Member, ...]
     greedy: float | None = None
 
+    @classmethod
+    def of(cls, group: Group, episodes: Mapping[str, Episode]) -> Baseline:
+        """That of a settled group: its members' records say it for good, whatever became of them since."""
+        members = tuple(episodes[group.members[number]].earned for number in group.baseline)
+        last = episodes[group.members[-1]]
+        return cls(members, last.reward if last.greedy else None)
+
 
 class Batch(msgspec.Struct):
-    """One optimizer batch: all that is needed to train it again.
-
-    `micros` are uids in the order given out, `baselines` by group; `closed`: nothing will be added.
-    """
+    """The plan of one optimizer batch. `micros` are uids in the order given out; `closed`: nothing will be
+    added."""
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
     groups: set[int] = set()
-    baselines: dict[int, Baseline] = {}
     closed: bool = False
 
     @property
@@ -57,6 +62,7 @@ class Batches:
         self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
         self.batches: dict[int, Batch] = {}
         self.taken: dict[str, Episode] = {}  # rows of the kept plans, also after they left the buffer
+        self.baselines: dict[int, Baseline] = {}  # of their groups
         self._dirty: set[int] = set()
 
     def changes(self) -> list[Batch]:
@@ -64,10 +70,13 @@ class Batches:
         self._dirty = set()
         return changed
 
-    def restore(self, batches: list[Batch], taken: list[Episode]) -> None:
+    def restore(
+        self, batches: Iterable[Batch], taken: Iterable[Episode], baselines: Mapping[int, Baseline]
+    ) -> None:
         """Take over the plans a store holds. Rows still in the buffer are the buffer's own objects."""
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
+        self.baselines = dict(baselines)
 
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
         """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
@@ -98,17 +107,13 @@ class Batches:
             self.buffer.take(episode, batch.step)
             self.taken[episode.uid] = episode
             group = self.buffer.live[episode.group]
-            batch.baselines[group.id] = self._baseline(group)
+            if group.id not in self.baselines:
+                self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
             if group.step == batch.step:  # not a late member riding along
                 batch.groups.add(group.id)
         batch.micros.append([episode.uid for episode in micro])
         self._dirty.add(batch.step)
         return batch.micros[-1]
-
-    def _baseline(self, group: Group) -> Baseline:
-        greedy = self.buffer.greedy_of(group)
-        members = tuple(episode.earned for episode in self.buffer.siblings(group))
-        return Baseline(members, greedy.reward if greedy is not None else None)
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more comes: complete, capped or the data is over (a batch of nothing is not a step)."""
@@ -231,4 +236,6 @@ class Batches:
         uids = [uid for number in gone for uid in self.batches.pop(number).uids]
         for uid in uids:
             self.taken.pop(uid, None)
+        used = {episode.group for episode in self.taken.values()}
+        self.baselines = {group: self.baselines[group] for group in used}
         return uids

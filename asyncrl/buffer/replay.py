@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from asyncrl.buffer.cohorts import Cohorts
+from asyncrl.buffer.lessons import EQUAL, Reads, alike
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, Episode, Flow, Group, State
 from asyncrl.config import BufferConfig
@@ -21,7 +22,6 @@ FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
 RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_ERROR})
 RUNS = frozenset({State.PENDING, State.RUNNING})
 USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
-EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
 
 
 class ReplayBuffer:
@@ -34,6 +34,7 @@ class ReplayBuffer:
         retries: re-issues of an episode whose failure was not the policy's.
         group_bytes: worst-case payload of a group.
         greedy: each group has one member more, sampled at temperature 0, for the baseline only.
+        reads: what members must have in common for their group to be of zero variance.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class ReplayBuffer:
         retries: int,
         group_bytes: int,
         greedy: bool = False,
+        reads: Reads = Reads(),
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
-        self.greedy = greedy
+        self.greedy, self.reads = greedy, reads
         self.group_size = config.episodes_per_group + greedy
         self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
         self.live: dict[int, Group] = {}
@@ -184,22 +186,25 @@ class ReplayBuffer:
         self._judge(group)
         self._settle(group, now)
 
-    def fail(self, episode: Episode, reason: FailReason, now: float) -> None:
-        """An attempt ended without a trajectory: issue it again, or give the episode up."""
+    def fail(self, episode: Episode, reason: FailReason, now: float) -> list[Episode]:
+        """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
+        running and is dropped with it."""
         episode.failures += 1
         self.reasons[f"attempt_failed/{reason}"] += 1
         if reason in FINAL_FAILURES or episode.failures > self.retries:
             group = self.live[episode.group]
             self._move(episode, State.FAILED, reason)
+            running = [e for e in self.members(group) if e.state is State.RUNNING]
             self._judge(group)
             self._settle(group, now)
             self._retire(group)
-            return
+            return [e for e in running if e.state is State.DROPPED]
         if reason not in RESUMABLE:
             episode.restart()
         episode.attempt += 1
         episode.state, episode.worker, episode.reason = State.PENDING, "", reason
         self.touch(episode)
+        return []
 
     # -- groups --------------------------------------------------------------------------------------
 
@@ -216,29 +221,22 @@ class ReplayBuffer:
     def greedy_of(self, group: Group) -> Episode | None:
         return self.episodes[group.members[-1]] if self.greedy else None
 
-    def siblings(self, group: Group) -> list[Episode]:
-        return [self.episodes[group.members[member]] for member in group.baseline]
-
     def _settle(self, group: Group, now: float) -> None:
         """Fix the baseline of a group whose members have all ended, or whose deadline has passed. Without its
-        greedy episode it waits for that one, and without the hope of one it is dropped."""
+        greedy episode it waits for that one, and without the hope of one it is dropped at once."""
         greedy = self.greedy_of(group)
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
-        all_ended = self._ended(group)
+        all_ended, hopeless = self._ended(group), greedy is not None and greedy.state is State.FAILED
         comparable = greedy is None or greedy.state is State.LANDED
         overdue = self.config.group_policy == "partial" and now >= group.deadline and comparable
-        if group.settled or not (all_ended or overdue):
+        if group.settled or not (all_ended or overdue or hopeless):
             return
         group.settled = True
         group.baseline = tuple(episode.member for episode in landed)
         self._dirty_groups[group.id] = group
-        if all_ended and not (comparable and len(landed) >= self.config.min_group):
+        if hopeless or (all_ended and len(landed) < self.config.min_group):
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
-        elif (
-            all_ended
-            and self.config.filter_zero_variance
-            and _equal([*landed, *([greedy] if greedy else [])])
-        ):
+        elif all_ended and self.config.filter_zero_variance and self._even(landed, greedy):
             self.refills += 1
             self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
@@ -248,18 +246,23 @@ class ReplayBuffer:
             if greedy is not None:
                 self._move(greedy, State.FILTERED, FilterReason.BASELINE)
 
+    def _even(self, landed: list[Episode], greedy: Episode | None) -> bool:
+        """Zero variance: nothing that the advantage reads differs."""
+        earned = [episode.earned for episode in landed]
+        return alike(earned, greedy.reward if greedy else None, self.reads)
+
     def _ended(self, group: Group) -> bool:
         """No member will land any more."""
         return all(self.episodes[uid].state not in RUNS for uid in group.members)
 
     def _judge(self, group: Group) -> None:
-        """No-positive-resampling: the sample of a group that has ended retires if enough of it was rewarded
-        (ScaleRL, arXiv 2510.13786)."""
+        """No-positive-resampling: the sample of a group that has ended retires if enough of it was rewarded,
+        shaping apart (ScaleRL, arXiv 2510.13786)."""
         rate = self.config.retire_pass_rate
         if rate >= 1 or not self._ended(group):
             return
         landed = [e for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
-        passed = sum(episode.reward > 0 for episode in landed)
+        passed = sum(episode.earned.score > EQUAL for episode in landed)
         if len(landed) >= self.config.min_group and passed >= rate * len(landed):
             group.retires = True
             self.retired.add(group.row)
@@ -268,7 +271,7 @@ class ReplayBuffer:
     def _discard(self, group: Group, state: State, reason: str) -> None:
         self.settled[state] += 1
         for uid in group.members:
-            if self.episodes[uid].state is State.LANDED:
+            if self.episodes[uid].state in IN_FLIGHT:
                 self._move(self.episodes[uid], state, reason)
         self._retire(group)
 
@@ -344,8 +347,3 @@ class ReplayBuffer:
             ready=counts[State.READY],
             in_flight=sum(counts[state] for state in IN_FLIGHT),
         )
-
-
-def _equal(episodes: list[Episode]) -> bool:
-    rewards = [episode.reward for episode in episodes]
-    return max(rewards) - min(rewards) <= EQUAL

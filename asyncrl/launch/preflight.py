@@ -37,7 +37,7 @@ PATHS = ("data.train", "model.path")
 KEPT = (
     *PATHS,
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
-    "algorithm.steps_per_batch",
+    *("algorithm.steps_per_batch", "model.lora_rank", "model.lora_alpha", "critic.backbone"),
 )
 
 
@@ -111,6 +111,20 @@ def check_resumed(config: RunConfig) -> None:
                 f"$.{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "
                 f"set {key}={old}, or begin a new run with another name=…"
             )
+    check_group_size(config, _value(before, "algorithm.advantage"))
+
+
+def check_group_size(config: RunConfig, before: str | None) -> None:
+    """Greedy episodes come and go with the advantage, but not within one run: its groups are of one size."""
+    from asyncrl.algorithms.advantages import advantages
+
+    now = config.algorithm.advantage
+    if before not in (None, now) and advantages.load(before).greedy != advantages.load(now).greedy:
+        raise ConfigError(
+            f"$.algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
+            f"{now!r}, but only one of them wants a greedy episode in each group; resume with the one it "
+            "began with"
+        )
 
 
 def _value(tree: Any, key: str) -> Any:

@@ -11,12 +11,12 @@ from pathlib import Path
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.ledger import VersionLedger
+from asyncrl.buffer.lessons import Reads
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import OVER, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
-from asyncrl.errors import ConfigError
 from asyncrl.store.runstore import RunStore
 from asyncrl.transport.messages import Message
 from asyncrl.transport.sockets import Hub
@@ -83,33 +83,22 @@ class Core:
         self.outbox.flush()
 
 
-def _keep_group_size(store: RunStore, size: int) -> None:
-    """Greedy episodes come and go with the advantage, but not within one run: its groups are of one size."""
-    began = store.meta("group_size", str(size))
-    if began != str(size):
-        raise ConfigError(
-            f"$.algorithm.advantage: groups of this run have {began} episodes, a greedy one included, and "
-            f"this advantage wants {size}; resume with the one it began with"
-        )
-    store.put_meta("group_size", str(size))
-
-
 def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
     """Samples, buffer and store, as the store says they were."""
     samples = load_samples(config.data.train)
     data, buffer = config.data, config.buffer
     store = RunStore(run_dir)
-    greedy = advantages.load(config.algorithm.advantage).greedy
+    credit = advantages.load(config.algorithm.advantage)
     replay = ReplayBuffer(
         buffer,
         Prompts(len(samples), config.seed, data.shuffle, data.epochs),
         total_groups=config.total_steps * buffer.groups_per_batch,
         retries=config.rollout.retries,
-        group_bytes=config.group_bytes + greedy * config.group_bytes // buffer.episodes_per_group,
-        greedy=greedy,
+        group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
+        greedy=credit.greedy,
+        reads=Reads(turns=credit.turns, components=credit.components),
     )
     batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
-    _keep_group_size(store, replay.group_size)
     held = store.load()
     for group in held.groups:  # the clock of the process that set the deadline is gone
         group.deadline = time.monotonic() + buffer.group_deadline
@@ -117,7 +106,7 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
     replay.next_group, replay.cursor = held.next_group, held.cursor
     replay.retired = held.retired if buffer.retire_pass_rate < 1 else set()
     replay.committed = held.committed
-    batches.restore(held.batches, held.taken)
+    batches.restore(held.batches, held.taken, held.baselines)
     ledger, latest = VersionLedger(), store.latest_version()
     if latest is not None:
         ledger.publish(latest[:2])

@@ -85,8 +85,13 @@ class TrainerDesk:
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
-    def beat(self, message: TrainerBeat) -> None:
+    def beat(self, message: TrainerBeat, now: float) -> None:
+        """A sign of life. Only work that was done since the last one is progress: the steps behind a barrier
+        may take longer than the watchdog waits, but a rank that hangs in one of them is to be found."""
+        before = self.ranks.beats.get(message.rank)
         self.ranks.beats[message.rank] = message
+        if message.work > (before.work if before else 0):
+            self.core.progress(now)
 
     def commit(self, peer: bytes, message: Commit, now: float) -> None:
         """Idempotent on the step: a repeat is answered alike, another plan under that step is fatal."""
@@ -205,13 +210,13 @@ class TrainerDesk:
         if not uids:
             plan_hash = core.batches.batches[take.step].plan_hash
             return Plan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
-        rows, frames = self._rows(take.step, core.batches.deal(uids, size)[rank])
+        rows, frames = self._rows(core.batches.deal(uids, size)[rank])
         return Plan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
 
     def _end(self, take: Take) -> Plan:
         return Plan(take.trainer_epoch, take.step, take.micro, "end")
 
-    def _rows(self, step: int, uids: list[str]) -> tuple[tuple[Row, ...], list[bytes]]:
+    def _rows(self, uids: list[str]) -> tuple[tuple[Row, ...], list[bytes]]:
         """Rows of a recorded plan and their turns' payloads."""
         core = self.core
         rows: list[Row] = []
@@ -219,7 +224,7 @@ class TrainerDesk:
         for uid in uids:
             episode = core.batches.taken[uid]
             turns = core.store.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
-            baseline = core.batches.batches[step].baselines[episode.group]
+            baseline = core.batches.baselines[episode.group]
             rows.append(
                 Row(
                     uid=uid,

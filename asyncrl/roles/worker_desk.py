@@ -264,7 +264,8 @@ class WorkerDesk:
                 self._fail(episode, FailReason.WORKER_LOST, now)
 
     def _lose_episode(self, worker: Worker, uid: str, now: float) -> None:
-        del worker.running[uid]
+        if worker.running.pop(uid, None) is None:
+            return  # its group was dropped with one that was lost just before
         episode = self.core.buffer.episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
             self._fail(episode, FailReason.WORKER_LOST, now)
@@ -275,12 +276,12 @@ class WorkerDesk:
         self._fail(episode, reason, now)
 
     def _fail(self, episode: Episode, reason: FailReason, now: float) -> None:
-        self.core.buffer.fail(episode, reason, now)
+        self.cancel(self.core.buffer.fail(episode, reason, now))
         if episode.turns == 0:
             self.core.store.forget_frames(episode.uid)
 
     def cancel(self, episodes: list[Episode]) -> None:
-        """The run no longer wants these running episodes."""
+        """These running episodes are not wanted any more."""
         uids = {episode.uid: episode for episode in episodes}
         for worker in self.workers.values():
             for uid in uids.keys() & worker.running.keys():

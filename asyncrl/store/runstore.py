@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.buffer.batches import Batch
+from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import Episode, Group, State
 from asyncrl.store.segments import Place, Segments, StoreError
 
@@ -49,6 +49,7 @@ class Snapshot(msgspec.Struct):
     retired: set[int]
     batches: list[Batch]
     taken: list[Episode]  # rows of the plans, those that were trained included
+    baselines: dict[int, Baseline]  # of their groups
     committed: int
 
 
@@ -181,6 +182,7 @@ class RunStore:
         )
         live = {episode.uid for episode in episodes}
         planned = {uid for batch in batches for uid in batch.uids}
+        taken = [self._episode(uid) for uid in sorted(planned)]
         left = dict(self.counts())
         for episode in episodes:
             left[episode.state] -= 1
@@ -193,7 +195,8 @@ class RunStore:
             cursor=last[0].position + 1 if last else 0,
             retired={row for (row,) in self._db.execute("SELECT row FROM retired")},
             batches=batches,
-            taken=[self._episode(uid) for uid in sorted(planned)],
+            taken=taken,
+            baselines={group: self._baseline(group) for group in {episode.group for episode in taken}},
             committed=self._number("SELECT coalesce(max(step), 0) FROM commits"),
         )
 
@@ -205,6 +208,12 @@ class RunStore:
 
     def _episode(self, uid: str) -> Episode:
         return self._records(f"SELECT record FROM episodes WHERE uid='{uid}'", Episode)[0]
+
+    def _baseline(self, group: int) -> Baseline:
+        """Told by the records of the group, so that a plan need not hold it."""
+        members = self._records(f"SELECT record FROM episodes WHERE group_id={group}", Episode)
+        (of,) = self._records(f"SELECT record FROM groups WHERE id={group}", Group)
+        return Baseline.of(of, {episode.uid: episode for episode in members})
 
     def _records(self, query: str, kind: type) -> list:
         return [msgspec.msgpack.decode(record, type=kind) for (record,) in self._db.execute(query)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.buffer.packing import balance, bucket
+from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.model import Policy, whole_tensors
 from asyncrl.trainer.step import Learner
@@ -167,8 +167,7 @@ def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[l
     cut = []
     for micro in bucket([row.tokens for row, _ in episodes], budget * ranks):
         part = [episodes[i] for i in micro]
-        shares = balance([row.tokens for row, _ in part], ranks)
-        cut.append([[part[i] for i in share] for share in shares])
+        cut.append([part[rank::ranks] for rank in range(ranks)])
     return cut
 
 

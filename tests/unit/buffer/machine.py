@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.lessons import Reads
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import Episode, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -11,20 +12,30 @@ from asyncrl.types import EpisodeEnd, FailReason
 
 
 def make(
-    rows: int = 100, total_groups: int = 10_000, epochs: int = 0, greedy: bool = False, **keys: object
+    rows: int = 100,
+    total_groups: int = 10_000,
+    epochs: int = 0,
+    greedy: bool = False,
+    reads: Reads = Reads(),
+    **keys: object,
 ) -> tuple[ReplayBuffer, Batches]:
     """A buffer of 2 groups of 2 per batch unless told otherwise; one micro-batch fits everything."""
     config = BufferConfig(
         **{"groups_per_batch": 2, "episodes_per_group": 2, "filter_zero_variance": False} | keys
     )
     prompts = Prompts(rows, 0, True, epochs)
-    buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy)
+    buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, reads=reads)
     return buffer, Batches(buffer, micro_tokens=1 << 20, flush=True)
 
 
 def admit(buffer: ReplayBuffer, groups: int, step: int = 0) -> None:
     for _ in range(groups):
         buffer.admit(step, now=0.0)
+
+
+def run(buffer: ReplayBuffer, uid: str) -> None:
+    """Assign a pending episode."""
+    buffer.assign(buffer.episodes[uid], "w", 1, 0)
 
 
 def land(buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, now: float = 0.0) -> Episode:
@@ -44,11 +55,11 @@ def land_group(buffer: ReplayBuffer, group: int, *rewards: float, version: int =
         land(buffer, f"{group}.{member}", reward, version)
 
 
-def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> None:
-    """Fail an episode for good."""
+def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[Episode]:
+    """Fail an episode for good. What was running and is dropped with it."""
     if buffer.episodes[uid].state is State.PENDING:
-        buffer.assign(buffer.episodes[uid], "w", 1, 0)
-    buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
+        run(buffer, uid)
+    return buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:

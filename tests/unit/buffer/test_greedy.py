@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.records import Flow, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.types import DropReason, FilterReason
-from tests.unit.buffer.machine import admit, give_up, land, land_group, make, train
+from asyncrl.types import DropReason, FailReason, FilterReason
+from tests.unit.buffer.machine import admit, give_up, land, land_group, make, run, train
 
 
 def world(groups: int = 2, **keys: object) -> tuple[ReplayBuffer, Batches]:
@@ -39,7 +41,7 @@ def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
     assert flow(buffer).filtered == 1
     assert buffer.reasons[f"{State.FILTERED}/{FilterReason.BASELINE}"] == 1
     assert sorted(train(batches, 0)) == ["0.0", "0.1"]
-    baseline = batches.batches[0].baselines[0]
+    baseline = batches.baselines[0]
     assert baseline.greedy == 0.25
     assert [(m.number, m.reward, m.turn_rewards) for m in baseline.members] == [
         (0, 1.0, (1.0,)),
@@ -53,22 +55,32 @@ def test_without_the_option_there_is_no_greedy_reward() -> None:
     admit(buffer, 1)
     land_group(buffer, 0, 1.0, 0.0)
     train(batches, 0)
-    assert batches.batches[0].baselines[0].greedy is None
+    assert batches.baselines[0].greedy is None
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_group_whose_greedy_episode_is_given_up_is_dropped(first: bool) -> None:
-    buffer, batches = world()
-    if first:
-        give_up(buffer, "0.2")
-        assert flow(buffer).in_flight == 5
-    land_group(buffer, 0, 1.0, 0.0)
-    if not first:
-        give_up(buffer, "0.2")
-    found = flow(buffer)
-    assert (found.failed, found.dropped, list(buffer.live)) == (1, 2, [1])
-    assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2
-    assert batches.plan(0, 0, 1) is None
+@pytest.mark.parametrize("policy", ["complete", "partial"])
+@pytest.mark.parametrize("states", list(product(["pending", "running", "landed", "failed"], repeat=2)))
+def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
+    states: tuple[str, str], policy: str
+) -> None:
+    """Wherever its members are: those that ran are handed back, to be cancelled."""
+    buffer, batches = world(group_policy=policy)
+    act = {"running": run, "landed": land, "failed": give_up, "pending": lambda buffer, uid: None}
+    for member, state in enumerate(states):
+        act[state](buffer, f"0.{member}")
+    running = give_up(buffer, "0.2")
+    found, failed = flow(buffer), states.count("failed")
+    assert [episode.member for episode in running] == [i for i in (0, 1) if states[i] == "running"]
+    assert (found.failed, found.dropped, list(buffer.live)) == (1 + failed, 2 - failed, [1])
+    assert buffer.reasons[f"{State.DROPPED}/{DropReason.GROUP_SHORT}"] == 2 - failed
+    assert batches.plan(0, 0, 1) is None and buffer.settled[State.DROPPED] == 1
+
+
+def test_another_try_of_the_greedy_episode_leaves_its_group_alone() -> None:
+    buffer, _ = world()
+    run(buffer, "0.0"), run(buffer, "0.2")
+    assert buffer.fail(buffer.episodes["0.2"], FailReason.ENGINE_ERROR, 0.0) == []
+    assert flow(buffer).in_flight == 6
 
 
 def test_a_short_group_takes_its_greedy_episode_along() -> None:
@@ -108,5 +120,5 @@ def test_a_partial_group_waits_for_it_beyond_the_deadline() -> None:
     assert train(batches, 0) == ["0.0"]
     land(buffer, "0.1", now=7.0)  # late: against the same greedy reward
     assert batches.plan(1, 0, 1) == ["0.1"]
-    assert batches.batches[1].baselines[0].greedy == 0.5
+    assert batches.baselines[0].greedy == 0.5
     assert flow(buffer).filtered == 1

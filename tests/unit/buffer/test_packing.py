@@ -2,27 +2,16 @@ from __future__ import annotations
 
 from itertools import chain, pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.packing import balance, bucket
+from asyncrl.buffer.packing import bucket
 
 lengths = st.lists(st.integers(1, 300), max_size=40)
 
 
 def at(values: list[int], rows: list[int]) -> list[int]:
     return [values[row] for row in rows]
-
-
-@given(lengths, st.integers(1, 5))
-def test_balance_gives_every_row_to_one_rank_within_a_third_of_the_best(
-    values: list[int], ranks: int
-) -> None:
-    parts = balance(values, ranks)
-    assert len(parts) == ranks and sorted(chain(*parts)) == list(range(len(values)))
-    best = max([sum(values) / ranks, *values, 0])
-    assert max(sum(at(values, part)) for part in parts) <= 4 / 3 * best + max(values, default=0) / 3
 
 
 @given(lengths, st.integers(50, 1000))
@@ -40,10 +29,3 @@ def test_rows_of_like_length_share_a_bucket(values: list[int]) -> None:
     batches = bucket(values, 600)
     for longer, shorter in pairwise(batches):
         assert min(at(values, longer)) >= max(at(values, shorter))
-
-
-@pytest.mark.parametrize(
-    ("values", "wanted"), [([], [[], []]), ([5], [[0], []]), ([1, 9, 4, 6], [[1, 0], [3, 2]])]
-)
-def test_balance_by_hand(values: list[int], wanted: list[list[int]]) -> None:
-    assert balance(values, ranks=2) == wanted

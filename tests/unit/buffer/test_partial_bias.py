@@ -57,7 +57,7 @@ def ours(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...])
 
     def take() -> None:
         for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
-            own, group = batches.taken[uid].earned, batches.batches[0].baselines[0]
+            own, group = batches.taken[uid].earned, batches.baselines[0]
             trained.append((own.number, credit(own, group.members)))
 
     for member in order:

@@ -99,6 +99,17 @@ def test_a_sample_retires_at_its_pass_rate(rewards: tuple[float, ...], retires: 
     assert buffer.retired == ({group.row} if retires else set())
 
 
+def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
+    """Overlong shaping took all of a reward of 1, and gave something for a reward of 0."""
+    buffer, _ = make(retire_pass_rate=0.9)
+    rows = rows_of(buffer, 2)
+    for group, reward, shaping in ((0, 0.0, -1.0), (1, 0.3, 0.3)):
+        for uid in buffer.live[group].members:
+            buffer.episodes[uid].shaping = shaping
+        land_group(buffer, group, reward, reward)
+    assert buffer.retired == {rows[0]}
+
+
 def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
     buffer, _ = make(episodes_per_group=3, retire_pass_rate=0.75)
     group = buffer.admit(0, 0.0)

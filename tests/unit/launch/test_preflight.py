@@ -90,6 +90,9 @@ def begun(tmp_path: Path) -> None:
         ("buffer.groups_per_batch", 16, 8),
         ("buffer.episodes_per_group", 8, 4),
         ("algorithm.steps_per_batch", 1, 2),
+        ("model.lora_rank", 0, 8),
+        ("model.lora_alpha", 16.0, 32.0),
+        ("critic.backbone", "own", "shared"),
     ],
 )
 def test_a_resumed_run_keeps_what_its_store_is_made_of(tmp_path: Path, key: str, old: Any, new: Any) -> None:
@@ -117,6 +120,17 @@ def test_a_resumed_run_may_change_the_rest(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "x" / "config.yaml").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.yaml: not readable"):
         preflight.check_resumed(config(tmp_path, resume="auto"))
+
+
+def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
+    begun(tmp_path)
+
+    def resumed(advantage: str) -> RunConfig:
+        return config(tmp_path, resume="auto", algorithm={"advantage": advantage})
+
+    preflight.check_resumed(resumed("rloo"))
+    with pytest.raises(ConfigError, match=r"\$\.algorithm\.advantage: .* 'dr_grpo' .* 'remax', .* greedy"):
+        preflight.check_resumed(resumed("remax"))
 
 
 @pytest.mark.parametrize("section", ["trainer", "engine"])

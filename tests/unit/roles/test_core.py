@@ -1,4 +1,4 @@
-"""What a restarted coordinator finds: the data goes on where it was, groups stay as large as they were."""
+"""What a restarted coordinator finds: the data goes on where it was, groups are compared as they were."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms.advantages import Advantage
+from asyncrl.buffer.lessons import Reads
 from asyncrl.config import parse
-from asyncrl.errors import ConfigError
 from asyncrl.roles import core as module
 from asyncrl.roles.core import Core, build_core
 from asyncrl.types import Message, Sample
 from tests.fakes.mail import Sent
-from tests.unit.buffer.machine import land_group
+from tests.unit.buffer.machine import land_group, run, train
 
 GREEDY = Advantage(lambda given: 0.0, greedy=True)
 ROWS = 5
@@ -78,11 +78,36 @@ def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> No
     assert len(plain.buffer.admit(0, 0.0).members) == 2
 
 
-def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
-    build(tmp_path, advantage=f"{__name__}:GREEDY").store.commit()
-    build(tmp_path, advantage=f"{__name__}:GREEDY")
-    with pytest.raises(ConfigError, match=r"\$\.algorithm\.advantage: .* have 3 episodes.* wants 2"):
-        build(tmp_path)
+@pytest.mark.parametrize(
+    ("advantage", "reads"),
+    [
+        ("dr_grpo", Reads()),
+        ("grpo_turn", Reads(turns=True)),
+        ("remax", Reads(turns=True)),
+        ("gdpo", Reads(components=True)),
+    ],
+)
+def test_the_buffer_is_told_what_the_advantage_reads(tmp_path: Path, advantage: str, reads: Reads) -> None:
+    assert build(tmp_path, advantage=advantage).buffer.reads == reads
+
+
+def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Also of a group that is over, and of one whose other members are still there."""
+    core = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
+    for group in range(2):
+        core.buffer.admit(0, 0.0)
+        land_group(core.buffer, group, 1.0, 0.25, *([0.5] if group else []))
+    run(core.buffer, "0.2")
+    core.buffer.tick(2.0)
+    for step in range(2):
+        assert len(train(core.batches, step)) == 2 + step
+    core.persist()
+    again = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
+    assert list(core.buffer.live) == list(again.buffer.live) == [0]
+    assert again.batches.baselines == core.batches.baselines
+    assert [len(baseline.members) for baseline in again.batches.baselines.values()] == [2, 3]
+    core.batches.retain(1)
+    assert list(core.batches.baselines) == [1]
 
 
 def test_the_coordinator_imports_no_torch() -> None:

@@ -18,6 +18,7 @@ from asyncrl.transport.messages import (
     Assign,
     Attempt,
     Cancel,
+    Failed,
     Fenced,
     Finished,
     Generated,
@@ -26,7 +27,7 @@ from asyncrl.transport.messages import (
     LoadWeights,
     WorkerHello,
 )
-from asyncrl.types import EpisodeEnd, Message, Sample
+from asyncrl.types import EpisodeEnd, FailReason, Message, Sample
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, make
@@ -36,9 +37,9 @@ SAMPLE = Sample(0, "s", (Message("user", "?"),), "1")
 
 
 class Desk:
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, greedy: bool = False) -> None:
         config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
-        buffer, batches = make(rows=1)
+        buffer, batches = make(rows=1, greedy=greedy)
         admit(buffer, 1)
         self.sent = Sent()
         self.core = Core(
@@ -167,3 +168,28 @@ def test_engines_must_agree_on_a_version(desk: Desk) -> None:
     desk.desk.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
     assert [desk.core.ledger.version(peer.decode()) for peer in (A, B)] == [1, 0]
     assert desk.engines.quarantined == {B.decode()}
+
+
+def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, greedy=True)
+    desk.join(A, slots=2), desk.join(B, index=1, slots=2)
+    held = {attempt.uid: (peer, attempt) for peer, attempt in desk.tick()}
+    peer, greedy = held.pop("0.2")
+    desk.desk.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
+    assert sorted((to, m.attempt) for to, m in desk.sent.take(Cancel)) == sorted(held.values())
+    assert desk.desk.free_slots == 4 and not desk.core.buffer.live
+    left, attempt = held["0.0"]
+    desk.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
+    assert [message.attempt for _, message in desk.sent.take(Fenced)] == [attempt]
+
+
+def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, greedy=True)
+    desk.join(A)
+    desk.tick()
+    worker = desk.desk.workers[A]
+    worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
+    desk.core.buffer.retries = 0
+    desk.desk.lose(worker, "gone", 0.0)
+    flow = desk.core.buffer.flow()
+    assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

@@ -53,6 +53,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert {e.uid: e.state for e in snapshot.episodes} == {"2.0": State.LANDED, "2.1": State.PENDING}
     assert snapshot.batches[0].uids == batches.batches[0].uids
     assert snapshot.batches[0].plan_hash == batches.batches[0].plan_hash
+    assert snapshot.baselines == batches.baselines and snapshot.baselines.keys() == {0, 1}
     assert {e.uid for e in snapshot.taken} == {"0.0", "0.1", "1.0", "1.1"}
     assert snapshot.left[State.TRAINED] == 4
     assert held.frames("2.0", 1) == [b"2.0", b""]

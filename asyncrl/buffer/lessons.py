@@ -1,0 +1,46 @@
+"""Whether a group can teach anything: an advantage compares its members, and equal ones cancel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from asyncrl.types import Member
+
+EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
+
+
+class Reads(msgspec.Struct, frozen=True):
+    """What the advantage reads of a member beside its reward: `turns`, on which turn what was earned;
+    `components`, the named parts."""
+
+    turns: bool = False
+    components: bool = False
+
+
+def alike(members: Sequence[Member], greedy: float | None, reads: Reads) -> bool:
+    """True when the members differ in nothing that is read, nor from the `greedy` reward where there is one.
+
+    Turn by turn, members are compared on the turns that they have before their last. With equal sums that
+    is equal returns G_k for all who have a turn k, however many turns each took; discounts are left out.
+    """
+    if greedy is not None:  # one number for all turns: as if all of it was earned at the very end
+        longest = max((len(member.turn_rewards) for member in members), default=0)
+        members = [*members, Member(-1, greedy, turn_rewards=(0.0,) * longest)]
+    columns: dict[tuple[str, object], list[float]] = defaultdict(list)
+    for member in members:
+        for name, value in _facts(member, reads):
+            columns[name].append(value)
+    return all(max(column) - min(column) <= EQUAL for column in columns.values())
+
+
+def _facts(member: Member, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
+    yield ("reward", None), member.reward
+    if reads.turns:
+        for k, reward in enumerate(member.turn_rewards[:-1]):
+            yield ("turn", k), reward
+    if reads.components:
+        for name, value in member.components.items():
+            yield ("component", name), value
