@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -50,8 +51,15 @@ class Registry(Generic[T]):
         except KeyError:
             raise ConfigError(f"unknown {self.kind} {name!r}; {self._hint(name)}") from None
 
-    def load(self, spec: str) -> T:
-        """A registered name, an entry point's, `module:attribute` or `path/to/file.py:attribute`."""
+    def load(self, spec: str, where: str = "") -> T:
+        """A registered name, an entry point's, `module:attribute` or `path/to/file.py:attribute`. ConfigError
+        begins with `where`, the key that names it."""
+        try:
+            return self._load(spec)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") if where else error from None
+
+    def _load(self, spec: str) -> T:
         if spec in self._entries:
             return self.get(spec)
         if ":" in spec:
@@ -101,11 +109,24 @@ def bind(function: F, options: Mapping[str, Any], where: str) -> F:
         raise ConfigError(f"{where}: unknown option {unknown[0]!r}; options: {names}")
     fields = [(p.name, p.annotation) + ((p.default,) if p.default is not p.empty else ()) for p in known]
     struct = msgspec.defstruct("Options", fields, kw_only=True, frozen=True)  # type: ignore[arg-type]
+    if missing := [p.name for p in known if p.default is p.empty and p.name not in options]:
+        raise ConfigError(f"{where}: option {missing[0]!r} is missing; set {where}.{missing[0]}")
     try:
         bound = msgspec.convert(dict(options), struct, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(_named(str(error), options, known, where)) from None
     return functools.partial(function, **msgspec.structs.asdict(bound))  # type: ignore[return-value]
+
+
+def _named(complaint: str, options: Mapping[str, Any], known: list[inspect.Parameter], where: str) -> str:
+    """msgspec's complaint under the option's own key, with the value given and those allowed."""
+    what, _, path = complaint.partition(" - at `$.")
+    name = path.rstrip("`").partition("[")[0]
+    allowed = [typing.get_args(p.annotation) for p in known if p.name == name]
+    literal = bool(allowed) and all(isinstance(value, str) for value in allowed[0])
+    choice = f"; one of {', '.join(allowed[0])}" if literal and allowed[0] else ""
+    given = "" if what.startswith("Invalid enum") else f", not {options.get(name)!r}"
+    return f"{where}.{name}: {what}{given}{choice}"
 
 
 def load_object(spec: str, kind: str) -> Any:

@@ -32,11 +32,13 @@ Rule = Callable[[int, int], Share]
 class Aggregation:
     """A registered rule: called with the model tokens of an episode and of its group.
 
+    `whole_group`: the group's tokens count, so all its members must be in the batch.
     `fixed`: D is 1 whatever the batch holds; the episodes' denominators then only scale what is reported.
     """
 
     of: Callable[..., Share]
     fixed: bool = False
+    whole_group: bool = False
 
     def __call__(self, tokens: int, group_tokens: int) -> Share:
         return self.of(tokens, group_tokens)
@@ -55,9 +57,10 @@ class Aggregation:
 aggregations: Registry[Aggregation] = Registry("aggregation", Aggregation)
 
 
-def aggregation(name: str, *, fixed: bool = False) -> Callable[[Callable[..., Share]], Aggregation]:
-    """Register a function `(tokens, group_tokens, *, options…) -> Share` under `name`."""
-    return lambda function: aggregations.register(name)(Aggregation(function, fixed))
+def aggregation(name: str, **needs: bool) -> Callable[[Callable[..., Share]], Aggregation]:
+    """Register a function `(tokens, group_tokens, *, options…) -> Share` under `name`; `needs` are the other
+    fields of `Aggregation`."""
+    return lambda function: aggregations.register(name)(Aggregation(function, **needs))
 
 
 @aggregation("token_mean")
@@ -106,7 +109,7 @@ def seq_mean_token_sum_norm(tokens: int, group_tokens: int, *, length: Annotated
     return Share(1.0 / length, 1.0)
 
 
-@aggregation("prompt_mean")
+@aggregation("prompt_mean", whole_group=True)
 def prompt_mean(tokens: int, group_tokens: int) -> Share:
     """w = 1/T_g, D = number of groups, as Σ T_i/T_g (ScaleRL, arXiv 2510.13786): every group counts the same.
 

@@ -19,6 +19,7 @@ from asyncrl.algorithms.correction import ratio_of
 from asyncrl.algorithms.losses import BatchTrace, LossInput, TokenLoss, loss
 from asyncrl.algorithms.token_losses import clip_surrogate
 
+ROUNDING = 1e-6  # log-ratios of one policy, computed twice
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -63,7 +64,9 @@ def kl_cov(given: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> To
     Use: as clip_cov, with several optimizer steps per batch; staleness 0 to 8.
     """
     log_ratio, chosen = given.logp - given.prox, _prepared(given)
-    value = -ratio_of(log_ratio) * given.advantage + coef * chosen * log_ratio.abs()
+    # In the first step pi is prox but for rounding, whose sign would be the gradient of |x| there.
+    distance = log_ratio.abs().masked_fill(log_ratio.detach().abs() < ROUNDING, 0.0)
+    value = -ratio_of(log_ratio) * given.advantage + coef * chosen * distance
     return TokenLoss(given.weighed(value), chosen > 0)
 
 
@@ -88,8 +91,9 @@ def m2po(given: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
     Use: very stale data, where a band on the ratio masks too much; staleness 8 and far beyond.
     """
     kept = _prepared(given)
-    value = -ratio_of(given.logp - given.mu) * given.advantage * kept
-    return TokenLoss(given.weighed(value), given.fresh & (kept == 0))
+    ratio = ratio_of(given.logp - given.mu) * kept
+    value = -ratio * given.advantage
+    return TokenLoss(given.weighed(value), given.fresh & (kept == 0), ratio=ratio.detach())
 
 
 def partition_gap(traces: Sequence[BatchTrace], *, beta: float) -> list[np.ndarray]:
@@ -108,7 +112,7 @@ def partition_gap(traces: Sequence[BatchTrace], *, beta: float) -> list[np.ndarr
     return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.reward / beta) for t in traces]
 
 
-@loss("tba", ratio="mu", reference=True, prepare=partition_gap)
+@loss("tba", ratio="mu", reference=True, prepare=partition_gap, whole_group=True)
 def tba(given: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
     """L = δ²/T per token, so δ² per episode, δ = sg(log Ẑ) + log π − log ref − R/β over its T tokens
     (trajectory balance, TBA, arXiv 2503.18929); log Ẑ from the group.

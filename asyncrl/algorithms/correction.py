@@ -82,7 +82,7 @@ def select_rules(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Rul
     """The rules of a configuration with their options bound. ConfigError for two weight rules."""
     rules = []
     for name, options in named.items():
-        rule = corrections.load(name)
+        rule = corrections.load(name, where)
         rules.append(replace(rule, of=_bound(rule.of, options, f"{where}.{name}")))
     if sum(rule.kind == "weight" for rule in rules) > 1:
         raise ConfigError(

@@ -60,7 +60,7 @@ class Advantage:
 
     `scale`: the batch normalisation it is defined with. `siblings`: their rewards enter it; `late`: unbiased
     for partial groups, late members included. `critic`, `greedy`, `whole_group`: what must be there for it.
-    `components`: it reads the reward's named parts instead of the reward.
+    `components`: it reads the reward's named parts instead of the reward; `turns`: when it was earned counts.
     """
 
     of: Callable[..., Credit]
@@ -71,6 +71,7 @@ class Advantage:
     greedy: bool = False
     whole_group: bool = False
     components: bool = False
+    turns: bool = False
 
     def bound(self, options: dict[str, Any], where: str) -> Advantage:
         return replace(self, of=bind(self.of, options, where))

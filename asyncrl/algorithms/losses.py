@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.correction import Correction
+from asyncrl.algorithms.correction import Correction, Level
 from asyncrl.registry import Registry, bind
 
 
@@ -61,11 +61,13 @@ class LossInput:
 @dataclass(frozen=True)
 class TokenLoss:
     """`value` [N] is the loss of each token, correction weight included; `clipped` [N] tells where the trust
-    region cut or bounded the gradient, `clipped_lower` where the dual clip did."""
+    region cut or bounded the gradient, `clipped_lower` where the dual clip did. `ratio` [N]: what a `mu` loss
+    weighs A·∇log pi with itself, 0 where it drops a token; for reports only."""
 
     value: Tensor
     clipped: Tensor
     clipped_lower: Tensor | None = None
+    ratio: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,22 @@ class Loss:
     weight: giving it a behaviour weight as well would count the correction twice (masks are fine).
     `clips`: a trust region around prox that is inert when pi = prox, where the gradient is that of
     `reinforce`. `anchored`: several optimizer steps stay near prox, yet a single one is not that of
-    `reinforce`. `reference`: it reads the reference policy. `prepare`: called with the traces of the whole
-    batch and those options of the loss that it names, gives one number per token; the loss needs the
-    barrier then.
+    `reinforce`. `linear`: proportional to the advantage, so that a number of the batch may divide the
+    gradient at the end of a stream. `reference`: it reads the reference policy. `prepare`: called with the
+    traces of the whole batch and those options of the loss that it names, gives one number per token; the
+    loss needs the barrier then. `whole_group`: every member of a group must be in the batch. `level`: of the
+    weight it is corrected with unless the configuration says otherwise.
     """
 
     of: Callable[..., TokenLoss]
     ratio: Literal["mu", "prox"]
     clips: bool = False
     anchored: bool = False
+    linear: bool = False
     reference: bool = False
     prepare: Prepare | None = None
+    whole_group: bool = False
+    level: Level = "token"
 
     @property
     def trusts(self) -> bool:

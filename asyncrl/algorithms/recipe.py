@@ -5,7 +5,7 @@ Every component says what it needs; what cannot work together is refused here, b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.algorithms.advantages import advantages
@@ -14,11 +14,10 @@ from asyncrl.algorithms.correction import Rule, select_rules
 from asyncrl.algorithms.credit import Advantage, Scale
 from asyncrl.algorithms.library import losses
 from asyncrl.algorithms.losses import Loss
-from asyncrl.config import RunConfig
+from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig
 from asyncrl.errors import ConfigError
 
 END_SCALARS = ("batch_std", "nonzero")
-DEFAULT_RULES: dict[str, dict[str, str | int | float | bool]] = {"mask": {}, "truncate": {}}
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,12 @@ class Recipe:
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
     algorithm, kl = config.algorithm, config.kl
-    credit = advantages.load(algorithm.advantage).bound(
-        algorithm.advantage_args, "$.algorithm.advantage_args"
-    )
-    loss = losses.load(algorithm.loss).bound(algorithm.loss_args, "$.algorithm.loss_args")
-    named = algorithm.correction
-    if named is None:
-        named = DEFAULT_RULES if loss.ratio == "prox" else {}
+    credit = advantages.load(algorithm.advantage, "$.algorithm.advantage")
+    credit = credit.bound(algorithm.advantage_args, "$.algorithm.advantage_args")
+    loss = losses.load(algorithm.loss, "$.algorithm.loss")
+    loss = loss.bound(algorithm.loss_args, "$.algorithm.loss_args")
+    aggregate = aggregations.load(algorithm.aggregation, "$.algorithm.aggregation")
+    named = default_rules(loss) if algorithm.correction is None else algorithm.correction
     scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
     steps = algorithm.steps_per_batch * algorithm.epochs
     batch_wide = credit.whole_group or loss.prepare is not None
@@ -73,11 +71,9 @@ def compose(config: RunConfig) -> Recipe:
         scale=scale,
         loss=loss,
         rules=select_rules(named, "$.algorithm.correction"),
-        aggregate=aggregations.load(algorithm.aggregation).bound(
-            {"length": config.rollout.max_tokens}, "$.algorithm.aggregation"
-        ),
+        aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "$.algorithm.aggregation"),
         optimizer_steps=steps,
-        prox="recompute" if batch_wide else prox,
+        prox="recompute" if batch_wide and algorithm.prox == "auto" else prox,
         barrier=(
             batch_wide
             or steps > 1
@@ -85,7 +81,10 @@ def compose(config: RunConfig) -> Recipe:
             or scale == "whiten"
             or (kl.where == "reward" and credit.siblings)
             # Advantages are divided at the end of a streamed batch only if the gradient holds nothing else.
-            or (scale in END_SCALARS and (kl.where == "loss" or algorithm.entropy_coef > 0 or shared))
+            or (
+                scale in END_SCALARS
+                and (not loss.linear or kl.where == "loss" or algorithm.entropy_coef > 0 or shared)
+            )
         ),
         critic=credit.critic,
         own_critic=credit.critic and not shared,
@@ -98,54 +97,117 @@ def compose(config: RunConfig) -> Recipe:
     return recipe
 
 
+def default_rules(loss: Loss) -> Mapping[str, Options]:
+    """What a loss is corrected with where the configuration says nothing: nothing beside pi/mu."""
+    if loss.ratio == "mu":
+        return {}
+    return {"mask": {}, "truncate": {}} if loss.level == "token" else {"truncate": {"level": loss.level}}
+
+
 def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """What each key allows but together is wrong: message → whether it is the case."""
-    algorithm, buffer, kl = config.algorithm, config.buffer, config.kl
-    loss, credit = recipe.loss, recipe.advantage
-    partial = buffer.group_policy == "partial"
+    parts = (_of_ratios, _of_groups, _of_filters, _of_no_effect)
+    return {message: refused for part in parts for message, refused in part(config, recipe).items()}
+
+
+def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+    """Ratios counted twice or not at all, and trust regions that are none."""
+    algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
+    beside = kl.where == "loss" or algorithm.entropy_coef > 0 or (recipe.critic and not recipe.own_critic)
+    several = recipe.optimizer_steps > 1
     name = f"$.algorithm.loss {algorithm.loss!r}"
     return {
         f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep "
-        "masks only": (loss.ratio == "mu" and recipe.weighted),
+        "masks only": loss.ratio == "mu" and recipe.weighted,
         "$.algorithm.correction has no weight with max_staleness > 0: stale data would be trained "
         "uncorrected; add truncate, or set max_staleness=0": (
-            loss.ratio == "prox" and not recipe.weighted and buffer.max_staleness > 0
+            loss.ratio == "prox" and not recipe.weighted and config.buffer.max_staleness > 0
         ),
         "$.algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it "
-        "out": (recipe.batch_mean_weight and not recipe.weighted),
+        "out": recipe.batch_mean_weight and not recipe.weighted,
         "$.algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
-        "or the KL in the loss, the entropy bonus and the shared value head": recipe.batch_mean_weight
-        and (kl.where == "loss" or algorithm.entropy_coef > 0 or (recipe.critic and not recipe.own_critic)),
+        "or the KL in the loss, the entropy bonus and the shared value head": (
+            recipe.batch_mean_weight and beside
+        ),
         f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or "
-        "steps_per_batch or epochs > 1": loss.clips and recipe.optimizer_steps == 1,
+        "steps_per_batch or epochs > 1": loss.clips and not several,
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
-            loss.clips and recipe.optimizer_steps > 1 and recipe.prox == "current"
+            loss.clips and several and recipe.prox == "current"
         ),
         f"{name} with several optimizer steps per batch has no trust region; use one that clips": (
-            loss.ratio == "prox" and not loss.trusts and recipe.optimizer_steps > 1
+            loss.ratio == "prox" and not loss.trusts and several
         ),
-        f"$.algorithm.advantage {algorithm.advantage!r} is biased with group_policy=partial; use rloo": (
-            partial and credit.siblings and not credit.late
-        ),
-        "$.algorithm.aggregation prompt_mean needs whole groups; use token_mean with group_policy=partial": (
-            partial and algorithm.aggregation == "prompt_mean"
-        ),
-        f"$.algorithm.advantage {algorithm.advantage!r} needs whole groups; use group_policy=complete": (
-            partial and (credit.whole_group or credit.greedy)
-        ),
-        "$.kl.where reward changes the baseline of siblings, which must be in the batch; use "
-        "group_policy=complete and on_stale=mask or hold, or kl.where=loss": kl.where == "reward"
-        and credit.siblings
-        and (partial or buffer.on_stale == "drop"),
-        f"$.algorithm.advantage {algorithm.advantage!r} reads the reward's components, which neither "
-        "$.algorithm.shaping nor kl.where=reward changes; leave these out, or use kl.where=loss": (
-            credit.components and (bool(algorithm.shaping) or kl.where == "reward")
-        ),
+        f"$.algorithm.prox {algorithm.prox!r}: the loss or the advantage looks at the policy at the start of "
+        "the batch; use auto": algorithm.prox in ("current", "loglinear")
+        and (recipe.advantage.whole_group or loss.prepare is not None),
         "$.kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
             kl.where == "loss" and recipe.kl_estimator == "k1"
         ),
-        f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
-        "would bias; set one of them off": recipe.scale in ("whiten", "whiten_running")
+    }
+
+
+def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+    """Members that a baseline, a loss or a normaliser would miss."""
+    algorithm, buffer = config.algorithm, config.buffer
+    loss, credit = recipe.loss, recipe.advantage
+    partial = buffer.group_policy == "partial"
+    name = f"$.algorithm.advantage {algorithm.advantage!r}"
+    return {
+        f"{name} is biased with group_policy=partial; use rloo": (
+            partial and credit.siblings and not credit.late
+        ),
+        f"{name} needs whole groups; use group_policy=complete": (
+            partial and (credit.whole_group or credit.greedy)
+        ),
+        f"$.algorithm.loss {algorithm.loss!r} needs whole groups; use group_policy=complete": (
+            partial and loss.whole_group
+        ),
+        f"$.algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
+        "group_policy=partial": partial and recipe.aggregate.whole_group,
+        "$.buffer.on_stale drop takes members out of a group that the loss or the advantage needs whole; use "
+        "mask or hold": buffer.on_stale == "drop" and (credit.whole_group or loss.whole_group),
+        f"$.buffer.episodes_per_group is 1, and the advantage {algorithm.advantage!r} compares siblings: "
+        "nothing would be learned; use more, or reinforce_pp, gae or remax": (
+            credit.siblings and buffer.episodes_per_group == 1
+        ),
+        "$.kl.where reward changes the baseline of siblings, which must be in the batch; use "
+        "group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
         and credit.siblings
-        and buffer.filter_zero_variance,
+        and (partial or buffer.on_stale == "drop"),
+        f"{name} reads the reward's components, which neither $.algorithm.shaping nor kl.where=reward "
+        "changes; leave these out, or use kl.where=loss": (
+            credit.components and (bool(algorithm.shaping) or config.kl.where == "reward")
+        ),
+    }
+
+
+def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+    """Groups that the zero-variance filter would take away, and something learns from."""
+    algorithm, credit = config.algorithm, recipe.advantage
+    key, on = "$.buffer.filter_zero_variance", config.buffer.filter_zero_variance
+    return {
+        f"{key} discards groups that the advantage {algorithm.advantage!r} learns from; set it false": (
+            on and not (credit.siblings or credit.greedy)
+        ),
+        f"{key} discards groups that the loss {algorithm.loss!r} learns from; set it false": (
+            on and recipe.loss.whole_group
+        ),
+        f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
+        "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
+        f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
+        "kl.where=loss": on and config.kl.where == "reward",
+    }
+
+
+def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+    """Settings of which nothing would come."""
+    return {
+        "$.algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
+            config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
+        ),
+        "$.kl has settings, but where=none: nothing would come of them; set $.kl.where": (
+            not recipe.reference and config.kl != KLConfig()
+        ),
+        f"$.critic has settings, but the advantage {config.algorithm.advantage!r} has no critic; use gae, or "
+        "leave them out": not recipe.critic and config.critic != CriticConfig(),
     }

@@ -22,7 +22,7 @@ Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
-@loss("gspo", ratio="prox", clips=True)
+@loss("gspo", ratio="prox", clips=True, linear=True, level="geometric")
 def gspo(given: LossInput, *, clip_low: Share = 3e-4, clip_high: Positive = 4e-4) -> TokenLoss:
     """L = sg(w)·max(−sA, −A·clip(s, 1−clip_low, 1+clip_high)), s = exp(mean over the episode of log π − log
     prox) in value, with the gradient of the own token (GSPO-token, arXiv 2507.18071).
@@ -38,7 +38,7 @@ def gspo(given: LossInput, *, clip_low: Share = 3e-4, clip_high: Positive = 4e-4
     return TokenLoss(given.weighed(value), clipped)
 
 
-@loss("gmpo", ratio="prox", clips=True)
+@loss("gmpo", ratio="prox", clips=True, linear=True)
 def gmpo(given: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0.4) -> TokenLoss:
     """L = −sg(w)·sA, s = exp(mean over the episode of c), c = min(log u, clip_high) where A > 0, else max(log
     u, −clip_low), u = π/prox (GMPO, arXiv 2507.20673).
@@ -54,7 +54,7 @@ def gmpo(given: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0.
     return TokenLoss(given.weighed(value), bounded.detach() != log_ratio.detach())
 
 
-@loss("topr", ratio="mu")
+@loss("topr", ratio="mu", linear=True)
 def topr(given: LossInput) -> TokenLoss:
     """L = −sg(r)·A·log π, r = 1 where A > 0, else min(Π over the episode of π/μ, 1) (TOPR, arXiv 2503.14286).
 

@@ -20,7 +20,7 @@ from asyncrl.types import Member
 Factor = Annotated[float, Meta(ge=0, le=1)]
 
 
-@advantage("reinforce_pp", scale="whiten", siblings=False)
+@advantage("reinforce_pp", scale="whiten", siblings=False, turns=True)
 def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
     """G_t = r_t + γ_t·G_{t+1}, then whitened over the batch's tokens (REINFORCE++, arXiv 2501.03262). γ_t is
     `gamma`, times `turn_gamma` where the next token is in the next turn.
@@ -31,7 +31,7 @@ def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor 
     return returns(given.rewards, _discounts(given.turn, gamma, turn_gamma))
 
 
-@advantage("remax", siblings=False, greedy=True)
+@advantage("remax", siblings=False, greedy=True, turns=True)
 def remax(given: CreditInput) -> Credit:
     """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).
 
@@ -44,7 +44,7 @@ def remax(given: CreditInput) -> Credit:
     return to_go(given.rewards) - given.greedy
 
 
-@advantage("gae", scale="whiten", siblings=False, critic=True)
+@advantage("gae", scale="whiten", siblings=False, critic=True, turns=True)
 def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamma: Factor = 1.0) -> Credit:
     """A_t = δ_t + γ_t·λ·A_{t+1}, δ_t = r_t + γ_t·V_{t+1} − V_t, then whitened (GAE, arXiv 1506.02438). λ is
     `lam`; γ_t is `gamma`, times `turn_gamma` where the next token is in the next turn; V after the last token
@@ -60,7 +60,7 @@ def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamm
     return returns(given.rewards + discount * following - given.values, lam * discount)
 
 
-@advantage("grpo_turn")
+@advantage("grpo_turn", turns=True)
 def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False) -> Credit:
     """G_k − mean of G_k over the siblings with a turn k, G_k = r_k + turn_gamma·G_{k+1} (turn-level credit as
     in MT-GRPO, arXiv 2505.11821). `std`: divided by (their std + 1e-6), ddof 1. Fewer than two such siblings:
@@ -81,7 +81,7 @@ def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False
     return by_turn[given.turn]
 
 
-@advantage("optimal_token_baseline", whole_group=True)
+@advantage("optimal_token_baseline", whole_group=True, turns=True)
 def optimal_token_baseline(given: CreditInput) -> Credit:
     """G_t − Σ G_t·W_t / Σ W_t over the group's episodes with a token t, G_t = Σ_{s≥t} r_s and
     W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_s(v)²) (OTB, arXiv 2602.07078). W_t stands for the squared norm of the

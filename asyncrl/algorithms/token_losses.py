@@ -20,7 +20,7 @@ AtLeastOne = Annotated[float, Meta(ge=1)]
 LEAST_COMPLEMENT = 1e-12  # 1 - p of a certain token, so that its logarithm is finite
 
 
-@loss("reinforce", ratio="prox")
+@loss("reinforce", ratio="prox", linear=True)
 def reinforce(given: LossInput) -> TokenLoss:
     """L = −sg(w)·A·log π: the gradient of the truncated importance-sampled objective (IMPALA, arXiv
     1802.01561).
@@ -32,7 +32,7 @@ def reinforce(given: LossInput) -> TokenLoss:
     return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
 
 
-@loss("gpg", ratio="prox")
+@loss("gpg", ratio="prox", linear=True)
 def gpg(given: LossInput) -> TokenLoss:
     """L = −sg(w)·A·log π (GPG, arXiv 2504.02546): the loss of `reinforce`. What is new in GPG is its
     advantage.
@@ -42,7 +42,7 @@ def gpg(given: LossInput) -> TokenLoss:
     return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
 
 
-@loss("ppo", ratio="prox", clips=True)
+@loss("ppo", ratio="prox", clips=True, linear=True)
 def ppo(
     given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastOne = 3.0
 ) -> TokenLoss:
@@ -58,7 +58,7 @@ def ppo(
     return TokenLoss(given.weighed(torch.where(lower, ceiling, value)), clipped, lower)
 
 
-@loss("decoupled_ppo", ratio="prox", clips=True)
+@loss("decoupled_ppo", ratio="prox", clips=True, linear=True)
 def decoupled_ppo(given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.28) -> TokenLoss:
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), u = π/prox; w is the corrected prox/μ
     (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298).
@@ -69,7 +69,7 @@ def decoupled_ppo(given: LossInput, *, clip_low: Share = 0.2, clip_high: Positiv
     return TokenLoss(given.weighed(value), clipped)
 
 
-@loss("cispo", ratio="prox", clips=True)
+@loss("cispo", ratio="prox", clips=True, linear=True)
 def cispo(
     given: LossInput, *, clip_low: Annotated[float, Meta(gt=0, le=1)] = 1.0, clip_high: Positive = 0.28
 ) -> TokenLoss:
@@ -86,7 +86,7 @@ def cispo(
     return policy_gradient(given, bounded, bounded != ratio)
 
 
-@loss("cispo_scalerl", ratio="mu")
+@loss("cispo_scalerl", ratio="mu", linear=True)
 def cispo_scalerl(given: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
     """L = −sg(min(π/μ, cap))·A·log π: CISPO with two policies (ScaleRL, arXiv 2510.13786).
 
@@ -97,7 +97,7 @@ def cispo_scalerl(given: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
     return _capped(given, cap)
 
 
-@loss("aipo", ratio="mu")
+@loss("aipo", ratio="mu", linear=True)
 def aipo(given: LossInput, *, cap: Positive = 2.0) -> TokenLoss:
     """L = −sg(min(π/μ, cap))·A·log π (AIPO, LlamaRL, arXiv 2505.24034): `cispo_scalerl` with a tighter cap, 2
     to 10.
@@ -107,7 +107,7 @@ def aipo(given: LossInput, *, cap: Positive = 2.0) -> TokenLoss:
     return _capped(given, cap)
 
 
-@loss("sapo", ratio="prox", clips=True)
+@loss("sapo", ratio="prox", clips=True, linear=True)
 def sapo(given: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> TokenLoss:
     """L = −sg(w)·A·(4/τ)·sigmoid(τ·(u−1)), u = π/prox, τ = tau_positive where A > 0, else tau_negative (SAPO,
     arXiv 2511.20347).
@@ -122,7 +122,7 @@ def sapo(given: LossInput, *, tau_positive: Positive = 1.0, tau_negative: Positi
     return TokenLoss(given.weighed(value), torch.zeros_like(given.fresh))
 
 
-@loss("dppo_tv", ratio="mu")
+@loss("dppo_tv", ratio="mu", linear=True)
 def dppo_tv(
     given: LossInput, *, delta_low: Share = 0.2, delta_high: Share = 0.2, cap: AtLeastOne = 20.0
 ) -> TokenLoss:
@@ -138,7 +138,7 @@ def dppo_tv(
     return _capped(given, cap, cut)
 
 
-@loss("dppo_kl", ratio="mu")
+@loss("dppo_kl", ratio="mu", linear=True)
 def dppo_kl(
     given: LossInput, *, delta_low: Positive = 0.05, delta_high: Positive = 0.05, cap: AtLeastOne = 20.0
 ) -> TokenLoss:
@@ -170,7 +170,7 @@ def dro(given: LossInput, *, beta: Positive = 0.05) -> TokenLoss:
 
 def policy_gradient(given: LossInput, ratio: Tensor, clipped: Tensor) -> TokenLoss:
     """−w·ratio·A·log π; `ratio` [N] has no gradient."""
-    return TokenLoss(given.weighed(-ratio * given.advantage * given.logp), clipped)
+    return TokenLoss(given.weighed(-ratio * given.advantage * given.logp), clipped, ratio=ratio)
 
 
 def clip_surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

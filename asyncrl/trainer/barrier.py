@@ -9,12 +9,14 @@ once, at the start of the batch; what the policy drifts inside it shows as `acto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.losses import BatchTrace
 from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
 
 def train_held(learner: Learner, held: Sequence[Example]) -> Tally:
     """Take the optimizer steps of a held batch; the tally is that of all ranks. A collective."""
-    algorithm = learner.config.algorithm
-    part_of = _deal(learner, held)
+    steps = learner.config.algorithm.steps_per_batch
+    named = learner.world.gather({e.group for e in held}, set[str])
+    groups = set().union(*named)
     examples, whole = _credited(learner, _scored(learner, held))
     examples = _prepared(learner, examples)
     for index in range(learner.recipe.optimizer_steps):
-        k = index % algorithm.steps_per_batch
+        epoch, k = divmod(index, steps)
+        part_of = deal(groups, steps, f"{learner.config.seed}/{learner.step}/{epoch}")
         tally = Tally()
         for micro in _micro_batches(learner, [e for e in examples if part_of[e.group] == k]):
             learner.backward(micro, tally, progress=index / learner.recipe.optimizer_steps)
@@ -51,35 +55,36 @@ def train_held(learner: Learner, held: Sequence[Example]) -> Tally:
     return whole
 
 
-def _deal(learner: Learner, held: Sequence[Example]) -> dict[str, int]:
-    """Group → mini-batch. The groups of all ranks are dealt by name: any number of ranks cuts alike."""
-    named = learner.world.gather({e.group for e in held}, set[str])
-    groups = sorted(set().union(*named))
-    steps = learner.config.algorithm.steps_per_batch
-    return {group: i * steps // len(groups) for i, group in enumerate(groups)}
+def deal(groups: Iterable[str], steps: int, key: str) -> dict[str, int]:
+    """Group → mini-batch, shuffled by `key` and the groups' names: any number of ranks cuts alike."""
+    order = sorted(groups, key=lambda group: blake2b(f"{key}/{group}".encode()).digest())
+    return {group: i * steps // len(order) for i, group in enumerate(order)}
 
 
 def _scored(learner: Learner, held: Sequence[Example]) -> list[Example]:
     """The examples with what the models say of them as they are now, where the recipe asks."""
     recipe, done = learner.recipe, list[Example]()
-    if not (recipe.prox == "recompute" or recipe.critic or recipe.reference):
+    of_policy = recipe.prox == "recompute" or (recipe.critic and not recipe.own_critic)
+    if not (of_policy or recipe.critic or recipe.reference):
         return list(held)
     for part in _micro_batches(learner, held):
         tokens = collate(part, learner.dtype).to(learner.world.device).selected
+        said: dict[str, Tensor | None] = {}
         with torch.no_grad():
-            scores = learner.policy(tokens, collision=recipe.advantage.whole_group)
-            if recipe.prox == "recompute":
-                part = with_said(part, "prox", scores.logp)
-            if scores.collision is not None:
-                part = with_said(part, "collision", scores.collision)
-            with learner.watch.phase("values"):
-                value = learner.critic(tokens) if learner.critic is not None else scores.value
-            if value is not None:
-                part = with_said(part, "value", value)
+            if of_policy:
+                scores = learner.policy(tokens, collision=recipe.advantage.whole_group)
+                said |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
+            if learner.critic is not None:
+                with learner.watch.phase("values"):
+                    said["value"] = learner.critic(tokens)
         if learner.reference is not None:
             with learner.watch.phase("ref"):
-                part = with_said(part, "reference", learner.reference.logp(tokens))
+                said["reference"] = learner.reference.logp(tokens)
+        for name, values in said.items():
+            if values is not None and not (name == "prox" and recipe.prox != "recompute"):
+                part = with_said(part, name, values)
         done += part
+        learner.pulse()
     return done
 
 
@@ -99,8 +104,10 @@ def _credited(learner: Learner, examples: Sequence[Example]) -> tuple[list[Examp
     for part in learner.world.gather(tally, Tally):
         whole.merge(part)
     sums = AdvantageSums.from_totals(whole.totals)
-    if recipe.scale in ("whiten", "whiten_running"):
+    if recipe.scale == "whiten":
         change = Whitening.of(sums).apply
+    elif recipe.scale == "whiten_running":
+        change = (learner.whitening or Whitening.of(sums)).apply  # the first batch has no earlier ones
     else:
         factor = end_factor(recipe.scale, sums)
 

@@ -27,7 +27,7 @@ from asyncrl.types import Member, Trajectory, Turn, VersionSpan
 
 @dataclass(frozen=True)
 class Example:
-    """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
+    """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i]; `ids`: of all.
 
     `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
     `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
@@ -37,7 +37,9 @@ class Example:
     """
 
     row: Row
-    trajectory: Trajectory
+    ids: np.ndarray
+    turns: int
+    tool_calls: int
     weight: float
     denominator: float
     position: np.ndarray
@@ -68,7 +70,7 @@ class Example:
     @property
     def length(self) -> int:
         """All tokens."""
-        return len(self.trajectory.ids)
+        return len(self.ids)
 
     @property
     def fresh(self) -> np.ndarray:
@@ -111,6 +113,12 @@ class MicroBatch:
     @property
     def selected(self) -> Selected:
         return Selected(self.ids, self.row, self.position, self.temperature)
+
+    def saying(self, examples: Sequence[Example]) -> MicroBatch:
+        """With what was said of the examples since they were collated; nothing else is moved again."""
+        if not self.counted.any():
+            return self
+        return replace(self, **_said(examples, self.mu.dtype, self.mu.device))
 
     def to(self, device: torch.device) -> MicroBatch:
         """All tensors on `device`."""
@@ -177,7 +185,9 @@ def example(
     turn = np.repeat(np.arange(len(turns)), [len(t.ids) for t in turns])
     return Example(
         row=row,
-        trajectory=trajectory,
+        ids=np.asarray(trajectory.ids, dtype=np.int32),
+        turns=trajectory.turns,
+        tool_calls=trajectory.tool_calls,
         weight=share.weight,
         denominator=share.denominator,
         position=position,
@@ -214,28 +224,37 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
         return _dummy(dtype)
     ids = np.zeros((len(examples), max(e.length for e in examples)), dtype=np.int64)
     for i, e in enumerate(examples):
-        ids[i, : e.length] = e.trajectory.ids
+        ids[i, : e.length] = e.ids
 
     def spread(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
 
     def join(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(e, name) for e in examples]))
+        return _join(examples, name)
 
     return MicroBatch(
         ids=torch.from_numpy(ids),
         row=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
         position=join("position"),
         turn=join("turn"),
-        temperature=spread([e.trajectory.temperature for e in examples]),
+        temperature=spread([e.row.temperature for e in examples]),
         mu=join("mu").to(dtype),
         weight=spread([e.weight for e in examples]),
         lag=join("lag"),
         fresh=join("fresh"),
         exact=join("exact"),
         counted=torch.ones(sum(counts), dtype=torch.bool),
-        **{name: join(name).to(dtype) for name in SAID if getattr(examples[0], name) is not None},
+        **_said(examples, dtype, torch.device("cpu")),
     )
+
+
+def _said(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    known = [name for name in SAID if getattr(examples[0], name) is not None]
+    return {name: _join(examples, name).to(device, dtype) for name in known}
+
+
+def _join(examples: Sequence[Example], name: str) -> Tensor:
+    return torch.from_numpy(np.concatenate([getattr(e, name) for e in examples]))
 
 
 def with_said(examples: Sequence[Example], name: str, values: Tensor) -> list[Example]:

@@ -68,7 +68,7 @@ def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf:
     save_shards(_state(learner), checkpoint_id=partial / STATE)
     if hf:
         export_hf(partial / "hf", learner.policy, learner.config.model.path)
-    manifest = msgspec.structs.replace(manifest, state=dict(learner.state))
+    manifest = msgspec.structs.replace(manifest, state=_carried(learner, learner.state))
     error = _seal(partial, final, manifest) if first else ""
     if error := learner.world.gather(error, str)[0]:
         raise CheckpointError(error)
@@ -95,7 +95,7 @@ def load(path: Path, learner: Learner) -> CheckpointManifest:
         _restore(learner.critic, learner.critic.optimizer, state["critic"])
     if "rng" in state:
         torch.set_rng_state(state["rng"][str(learner.world.rank)])
-    learner.state |= manifest.state
+    learner.state |= _carried(learner, manifest.state)
     learner.step = manifest.step
     return manifest
 
@@ -143,6 +143,13 @@ def _state(learner: Learner) -> dict[str, Any]:
     if learner.critic is not None:
         state["critic"] = _of(learner.critic, learner.critic.optimizer)
     return state | {"rng": {str(learner.world.rank): torch.get_rng_state()}}
+
+
+def _carried(learner: Learner, state: dict[str, float]) -> dict[str, float]:
+    """What of `state` outlives a run. A KL coefficient that does not adapt is what the config says."""
+    kl = learner.config.kl
+    adapts = kl.where != "none" and kl.target > 0
+    return {name: value for name, value in state.items() if adapts or name != "kl_coef"}
 
 
 def _of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

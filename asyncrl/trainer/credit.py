@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Exa
     mu = np.where(np.isfinite(example.mu), example.mu, example.reference)
     divergence = kl_tokens(torch.from_numpy(mu), torch.from_numpy(example.reference), estimator)
     penalty = -coefficient * divergence.numpy()
-    by_turn = np.zeros(max(example.trajectory.turns, 1))
+    by_turn = np.zeros(max(example.turns, 1))
     np.add.at(by_turn, example.turn, penalty)
     row = msgspec.structs.replace(example.row, own=_less(example.row.own, by_turn))
     return replace(example, row=row, rewards=example.rewards + penalty), by_turn.tolist()
@@ -63,27 +64,31 @@ def _less(member: Member, by_turn: Sequence[float] | np.ndarray) -> Member:
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """What one rank tells the others of one episode; arrays are float64 bytes."""
+    """What one rank tells the others of one episode."""
 
     uid: str
     group: str
     own: Member
-    arrays: dict[str, bytes]
+    arrays: dict[str, tuple[Literal["float64", "bool"], bytes]]
 
     def array(self, name: str) -> np.ndarray:
-        return np.frombuffer(self.arrays[name], dtype=np.float64)
+        kind, content = self.arrays[name]
+        return np.frombuffer(content, dtype=kind)
+
+
+def _packed(example: Example, arrays: Mapping[str, np.ndarray]) -> Packed:
+    content: dict[str, tuple[Literal["float64", "bool"], bytes]] = {}
+    for name, array in arrays.items():
+        kind: Literal["float64", "bool"] = "bool" if array.dtype == bool else "float64"
+        content[name] = kind, array.astype(kind).tobytes()
+    return Packed(example.row.uid, example.group, example.row.own, content)
 
 
 def share(
     world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Packed]:
     """The episodes of all ranks, by uid: the same list on all of them. A collective."""
-    mine = [
-        Packed(
-            e.row.uid, e.group, e.row.own, {name: a.astype(np.float64).tobytes() for name, a in some.items()}
-        )
-        for e, some in zip(examples, arrays, strict=True)
-    ]
+    mine = [_packed(e, some) for e, some in zip(examples, arrays, strict=True)]
     everyone = [packed for part in world.gather(mine, list[Packed]) for packed in part]
     return sorted(everyone, key=lambda packed: packed.uid)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct
 from asyncrl.algorithms.diagnostics import TokenState
 from asyncrl.algorithms.kl import kl_tokens
-from asyncrl.algorithms.losses import LossInput
+from asyncrl.algorithms.losses import LossInput, TokenLoss
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.algorithms.value import value_loss
 from asyncrl.config import RunConfig
@@ -94,7 +94,7 @@ def evaluate(
         weight=micro.weight,
         clipped_lower=token.clipped_lower,
         clipped=token.clipped,
-        correction=correction,
+        correction=with_own_ratio(correction, token) if recipe.loss.ratio == "mu" else correction,
         counted=micro.counted,
         in_bound=micro.fresh,
         fresh=fresh,
@@ -103,6 +103,19 @@ def evaluate(
         lag=micro.lag,
     )
     return Evaluated(total, state, terms)
+
+
+def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:
+    """What a loss that contains pi/mu did to each token, as if the correction had done it: for reports."""
+    if token.ratio is None:
+        return correction
+    dropped = token.ratio == 0
+    return Correction(
+        weight=correction.weight * token.ratio,
+        ratio=correction.ratio,
+        masked=correction.masked | dropped,
+        truncated=token.clipped & ~dropped,
+    )
 
 
 def kl_weight(correction: Correction, recipe: Recipe) -> Tensor:

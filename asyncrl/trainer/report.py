@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
 from asyncrl.algorithms.normalise import AdvantageSums
@@ -21,15 +22,14 @@ KEPT = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 def tally_examples(tally: Tally, examples: Sequence[Example]) -> None:
     """Rewards, lengths and staleness of the episodes of one micro-batch."""
     for e in examples:
-        t = e.trajectory
         tally.summary("critic/score", [e.row.own.score])
         tally.summary("critic/rewards", [e.row.own.reward])
         tally.summary("response_length", [e.tokens])
         tally.summary("prompt_length", [int(e.position[0]) if e.tokens else e.length])
-        tally.summary("num_turns", [t.turns])
-        tally.summary("tool_call_counts", [t.tool_calls])
+        tally.summary("num_turns", [e.turns])
+        tally.summary("tool_call_counts", [e.tool_calls])
         tally.summary("global_seqlen", [e.length])
-        tally.ratio("response_length/clip_ratio", float(t.end.truncated), 1.0)
+        tally.ratio("response_length/clip_ratio", float(e.row.end.truncated), 1.0)
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)
@@ -61,8 +61,10 @@ def _summarise(tally: Tally, name: str, values: np.ndarray) -> None:
 
 def tally_terms(tally: Tally, terms: Terms, denominator: float) -> None:
     """What was added to the policy loss; `denominator`: the micro-batch's share of D."""
-    for name, (numerator, own) in terms.items():
-        tally.ratio(name, float(numerator), denominator if own is None else float(own))
+    flat = [x for pair in terms.values() for x in pair if x is not None]
+    values = iter(torch.stack([x.double() for x in flat]).tolist() if flat else [])  # one transfer
+    for name, (_, own) in terms.items():
+        tally.ratio(name, next(values), denominator if own is None else next(values))
 
 
 def _tally_staleness(tally: Tally, e: Example) -> None:

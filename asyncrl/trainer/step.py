@@ -10,11 +10,10 @@ number of ranks. All ranks run the same number of forwards; one without rows run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.algorithms.diagnostics import token_sums
@@ -23,11 +22,12 @@ from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import train_held
-from asyncrl.trainer.batch import SAID, Example, collate, example, with_said
+from asyncrl.trainer.batch import Example, collate, example, with_said
 from asyncrl.trainer.credit import credit, penalised, rescaled
-from asyncrl.trainer.critic import load_critic
+from asyncrl.trainer.critic import Critic, load_critic
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.objective import evaluate
+from asyncrl.trainer.optimizer import make_adamw
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples, tally_terms, tally_tokens
 from asyncrl.trainer.schedule import learning_rate
@@ -54,10 +54,7 @@ class Learner:
         self.recipe = compose(config)
         shared = self.recipe.critic and not self.recipe.own_critic
         self.policy = policy or load_policy(config.model, world, value_head=shared)
-        trainer = config.trainer
-        self.optimizer = torch.optim.AdamW(
-            trainable(self.policy), lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay
-        )
+        self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
         self.step = 0
@@ -66,6 +63,7 @@ class Learner:
         self.bound = config.buffer.max_staleness
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
+        self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
         self._expected = 256.0  # guess of D; see _rescale
         self._held: list[Example] = []
         self._tally = Tally()
@@ -129,28 +127,30 @@ class Learner:
         optimizer steps that were taken; else they get theirs here.
         """
         micro = collate(examples, self.dtype).to(self.world.device)
-        algorithm = self.config.algorithm
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
                 examples = with_said(examples, "reference", self.reference.logp(micro.selected))
-        scores = self.policy(micro.selected, entropy_grad=algorithm.entropy_coef > 0)
-        with self.watch.phase("values"):
-            value = self.critic(micro.selected) if self.critic is not None else scores.value
-        if not self.waits:
-            examples = self._credited(examples, value, tally)
-            said = collate(examples, self.dtype).to(self.world.device)
-            micro = replace(micro, **{name: getattr(said, name) for name in SAID})
+        if not self.waits and not self.recipe.critic:
+            examples = self._credited(examples, tally)
+            micro = micro.saying(examples)
+        scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
+        value = scores.value
+        if self.critic is not None:
+            with self.watch.phase("values"):
+                value = self.critic(micro.selected)
+        if not self.waits and value is not None:
+            examples = self._credited(with_said(examples, "value", value.detach()), tally)
+            micro = micro.saying(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
         (found.loss * (self.averaging / self._expected)).backward()
         denominator = math.fsum(e.denominator for e in examples)
         tally.total("_D", denominator)
         tally_tokens(tally, token_sums(found.state), denominator)
         tally_terms(tally, found.terms, denominator)
+        self.pulse()
 
-    def _credited(self, examples: Sequence[Example], value: Tensor | None, tally: Tally) -> list[Example]:
+    def _credited(self, examples: Sequence[Example], tally: Tally) -> list[Example]:
         """Advantages of episodes that need no others of the batch."""
-        if value is not None:
-            examples = with_said(examples, "value", value.detach())
         if self.config.kl.where == "reward":
             examples = [penalised(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
         with self.watch.phase("adv"):
@@ -168,41 +168,50 @@ class Learner:
         """
         whole = merged(self.world.gather(tally, Tally))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
-        if not denominator:
+        if denominator:
+            scale = self._expected / denominator
+            if self.critic is not None:
+                with self.watch.phase("update_critic"):
+                    self._apply_critic(self.critic, whole, scale)
+            self._apply_actor(whole, scale)
+            # A power of two scales exactly: the guess never changes a bit of the result.
+            self._expected = 2.0 ** round(math.log2(denominator))
+        else:
             whole.total("actor/skipped_steps", 1)
-            return whole
-        scale = self._expected / denominator
+        self.optimizer.zero_grad()
         if self.critic is not None:
-            with self.watch.phase("update_critic"):
-                self._apply_critic(whole, scale)
-        lr = learning_rate(self.config.trainer, self.step, self.config.total_steps) * self._ess_factor(whole)
-        warming = self.step < self.config.critic.warmup_steps and self.recipe.critic
-        if warming:
-            self._keep_head_only()
-        kept = bool(whole.totals.get("trainer/kept_tokens"))
-        norm = self._step(self.policy, self.optimizer, lr, scale * self._end_factor(whole)) if kept else None
-        if norm is not None and not warming:
-            whole.high("actor/grad_norm", norm)
-        whole.total("actor/skipped_steps", float(norm is None))
-        whole.high("actor/lr", lr)
-        # A power of two scales exactly: the guess never changes a bit of the result.
-        self._expected = 2.0 ** round(math.log2(denominator))
+            self.critic.optimizer.zero_grad()
         return whole
 
-    def _apply_critic(self, whole: Tally, scale: float) -> None:
-        assert self.critic is not None
-        config = self.config
-        lr = (
-            learning_rate(config.trainer, self.step, config.total_steps)
-            * config.critic.lr
-            / config.trainer.lr
-        )
-        norm = (
-            self._step(self.critic, self.critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
-        )
+    def _apply_actor(self, whole: Tally, scale: float) -> None:
+        """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
+        config, recipe = self.config, self.recipe
+        shared = recipe.critic and not recipe.own_critic
+        warming = recipe.critic and self.step < config.critic.warmup_steps
+        if warming:
+            self._keep_head_only()
+        # Neither entropy nor a value head's loss asks whether the correction masks a token.
+        beside = config.algorithm.entropy_coef > 0 or shared
+        learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
+        lr = self._rate() * self._ess_factor(whole)
+        norm = None
+        if learns and (shared or not warming):
+            norm = self._step(self.policy, self.optimizer, lr, scale * self._end_factor(whole))
+        if not warming:
+            whole.high("actor/lr", lr)
+            whole.total("actor/skipped_steps", float(norm is None))
+            if norm is not None:
+                whole.high("actor/grad_norm", norm)
+
+    def _apply_critic(self, critic: Critic, whole: Tally, scale: float) -> None:
+        lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
+        whole.high("critic/lr", lr)
+        norm = self._step(critic, critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
         if norm is not None:
             whole.high("critic/grad_norm", norm)
-        whole.high("critic/lr", lr)
+
+    def _rate(self) -> float:
+        return learning_rate(self.config.trainer, self.step, self.config.total_steps)
 
     def _step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, scale: float
@@ -216,21 +225,18 @@ class Learner:
         total = total.full_tensor() if isinstance(total, DTensor) else total
         if self.config.trainer.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(trainable(model), self.config.trainer.grad_clip, total)
-        norm: float | None = float(total)
-        if norm is not None and math.isfinite(norm):
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        else:
-            norm = None
-        optimizer.zero_grad()
+        if not math.isfinite(norm := float(total)):
+            return None
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
         return norm
 
     def _end_factor(self, whole: Tally) -> float:
         """What divides the gradient by the batch: 1/std of advantages, 1/mean weight. Behind a barrier the
         advantages were divided already."""
         factor = 1.0
-        if self.recipe.batch_mean_weight:
+        if self.recipe.batch_mean_weight and whole.totals.get("_weight"):
             factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]
         if not self.waits:
             factor *= end_factor(self.recipe.scale, AdvantageSums.from_totals(whole.totals))
@@ -245,7 +251,6 @@ class Learner:
         return max(LEAST_ESS_FACTOR, math.sqrt(share))
 
     def _keep_head_only(self) -> None:
-        """While the critic warms up, a value head on the policy's backbone is all of it that moves."""
         head = {id(p) for p in self.policy.head_parameters()}
         for parameter in self.policy.parameters():
             if id(parameter) not in head:

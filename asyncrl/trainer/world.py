@@ -1,4 +1,4 @@
-"""The ranks of one trainer: process group, device and mesh. One path for one rank and for many."""
+"""The ranks of one trainer: process group, device and mesh. One rank has them too, and exchanges nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncrl.errors import ConfigError, ProtocolError, one_line
 
 T = TypeVar("T")
-MAX_BYTES = 64 << 20  # of one rank's value
+MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 32 bytes per model token
+PART_BYTES = 64 << 20  # of it that travel at once
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,37 @@ class World:
     mesh: DeviceMesh
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
-        """The values of all ranks, in rank order, on all ranks. What is no `kind` raises ProtocolError.
+        """The values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.
 
-        Nothing is unpickled: the values travel as msgpack, their lengths ahead of them, and all ranks
-        raise alike when one is over MAX_BYTES.
+        Nothing is unpickled: the values travel as msgpack in parts, their lengths ahead of them. Raises
+        ProtocolError for what is no `kind` and, on all ranks alike, when a value is over MAX_BYTES.
         """
-        encoded = msgspec.msgpack.encode(value)
-        lengths = [int(length) for length in self._all(torch.tensor([len(encoded)]))]
-        if max(lengths) > MAX_BYTES:
-            raise ProtocolError(f"trainer ranks exchange values of {lengths} bytes, at most {MAX_BYTES} each")
-        padded = encoded.ljust(max(lengths), b"\0")
-        parts = self._all(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
+        if self.size == 1:
+            return [value]
+        encoded = self._exchange(msgspec.msgpack.encode(value))
         try:
-            return [
-                msgspec.msgpack.decode(part[:length].numpy().tobytes(), type=kind)
-                for part, length in zip(parts, lengths, strict=True)
-            ]
+            return [msgspec.msgpack.decode(one, type=kind) for one in encoded]
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a trainer rank sent what is no {kind}: {one_line(error)}") from error
+
+    def _exchange(self, mine: bytes) -> list[bytearray]:
+        """The bytes of all ranks."""
+        lengths = [int(length) for length in self._all(torch.tensor([len(mine)]))]
+        longest = max(lengths)
+        if longest > MAX_BYTES:
+            raise ProtocolError(
+                f"trainer ranks exchange values of {lengths} bytes, at most {MAX_BYTES} each: the batch is "
+                "too large for what its recipe compares across ranks; use a smaller batch or more ranks"
+            )
+        whole = [bytearray() for _ in lengths]
+        for start in range(0, longest, PART_BYTES):
+            end = min(start + PART_BYTES, longest)
+            part = bytearray(mine[start:end].ljust(end - start, b"\0"))
+            for some, theirs in zip(whole, self._all(torch.frombuffer(part, dtype=torch.uint8)), strict=True):
+                some += theirs.numpy().tobytes()
+        for some, length in zip(whole, lengths, strict=True):
+            del some[length:]
+        return whole
 
     def _all(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all ranks, of one shape, on the CPU."""

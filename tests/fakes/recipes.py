@@ -31,8 +31,33 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gpg": {"algorithm": {"advantage": "gpg"}},
     "m2po": {"algorithm": {"loss": "m2po"}},
     "clip_cov": {"algorithm": {"loss": "clip_cov", "steps_per_batch": 2}},
-    "tba": {"algorithm": {"loss": "tba"}},
-    "kl in reward, pass_at_k": {"algorithm": {"advantage": "pass_at_k"}, "kl": {"where": "reward"}},
+    "tba": {"algorithm": {"loss": "tba"}, "buffer": UNFILTERED},
+    "dro, batch_std": {"algorithm": {"loss": "dro", "normalise": "batch_std"}},
+    "gspo": {"algorithm": {"loss": "gspo", "epochs": 2, "loss_args": {"clip_low": 0.1, "clip_high": 0.1}}},
+    "gmpo": {"algorithm": {"loss": "gmpo", "epochs": 2}},
+    "sapo": {"algorithm": {"loss": "sapo", "epochs": 2}},
+    "kl_cov": {"algorithm": {"loss": "kl_cov", "steps_per_batch": 2, "loss_args": {"share": 0.1}}},
+    "topr": {"algorithm": {"loss": "topr"}},
+    "aipo, vetoed": {"algorithm": {"loss": "aipo", "correction": {"veto": {"least": 0.4}}}},
+    "dppo_tv": {"algorithm": {"loss": "dppo_tv", "aggregation": "token_sum"}},
+    "scalerl": {
+        "algorithm": {"loss": "cispo_scalerl", "normalise": "batch_std", "aggregation": "prompt_mean"},
+    },
+    "kl in loss, entropy, batch_std": {
+        "algorithm": {"normalise": "batch_std", "entropy_coef": 0.1},
+        "kl": {"where": "loss", "coef": 0.1},
+    },
+    "batch_mean, turns": {"algorithm": {"correction": {"truncate": {"level": "turn"}, "batch_mean": {}}}},
+    "gae, kl in reward": {
+        "algorithm": {"advantage": "gae", "normalise": "whiten_running"},
+        "kl": {"where": "reward", "coef": 0.1},
+        "buffer": UNFILTERED,
+    },
+    "kl in reward, pass_at_k": {
+        "algorithm": {"advantage": "pass_at_k"},
+        "kl": {"where": "reward"},
+        "buffer": UNFILTERED,
+    },
     "loglinear": {"algorithm": {"loss": "decoupled_ppo", "epochs": 2, "prox": "loglinear"}},
 }
 

@@ -22,10 +22,11 @@ def all_recipes(world: World, folder: Path) -> Weights:
     return {name: trained(world, path, name, cut) for name in RECIPES}
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+def test_two_and_four_ranks_train_as_one(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     episodes = Recorder(plain_model(path), seed=11, noise=0.2).groups(4, 3, [0])
     torch.save((path, episodes), tmp_path / "recorded.pt")
-    one, two = (run_ranks(size, all_recipes, tmp_path / f"{size}") for size in (1, 2))
+    one, two, four = (run_ranks(size, all_recipes, tmp_path / f"{size}") for size in (1, 2, 4))
     for name in RECIPES:
         assert difference(two[name], one[name]) < 1e-9, name
+        assert difference(four[name], one[name]) < 1e-9, name

@@ -72,7 +72,7 @@ def test_each_says_its_formula_and_when_to_use_it(name: str) -> None:
     ],
 )
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"^\$\.algorithm\.loss_args: .*" + message):
+    with pytest.raises(ConfigError, match=r"^\$\.algorithm\.loss_args[.:].*" + message):
         losses.get(name).bound(options, "$.algorithm.loss_args")
 
 

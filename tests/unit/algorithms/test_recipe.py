@@ -12,6 +12,8 @@ from asyncrl.errors import ConfigError
 
 PARTIAL = {"group_policy": "partial"}
 SYNC = {"max_staleness": 0}
+UNFILTERED = {"filter_zero_variance": False}
+PP = {"advantage": "reinforce_pp"}
 GAE = {"advantage": "gae", "normalise": "none"}
 
 
@@ -34,14 +36,15 @@ def test_the_default_streams_one_step_with_masked_and_truncated_rho() -> None:
         ({"algorithm": {"prox": "recompute"}}, True, "recompute"),
         ({"algorithm": {"loss": "m2po"}}, True, "recompute"),  # it masks by the whole batch
         ({"algorithm": {"advantage": "optimal_token_baseline"}}, True, "recompute"),
-        ({"algorithm": {"advantage": "reinforce_pp"}}, True, "current"),  # whitened by the whole batch
-        ({"algorithm": {"advantage": "reinforce_pp", "normalise": "whiten_running"}}, False, "current"),
+        ({"algorithm": {"advantage": "reinforce_pp"}, "buffer": UNFILTERED}, True, "current"),  # whitened
+        ({"algorithm": {**PP, "normalise": "whiten_running"}, "buffer": UNFILTERED}, False, "current"),
         ({"algorithm": {"normalise": "batch_std"}}, False, "current"),  # divided at the end of the stream
         ({"algorithm": {"normalise": "batch_std", "entropy_coef": 0.1}}, True, "current"),
         ({"kl": {"where": "loss"}}, False, "current"),
-        ({"kl": {"where": "reward"}}, True, "current"),  # it changes the siblings' rewards
-        ({"kl": {"where": "reward"}, "algorithm": GAE}, False, "current"),
-        ({"algorithm": GAE}, False, "current"),
+        ({"algorithm": {"normalise": "batch_std", "loss": "dro"}}, True, "current"),  # not linear in A
+        ({"kl": {"where": "reward"}, "buffer": UNFILTERED}, True, "current"),  # siblings' rewards change
+        ({"kl": {"where": "reward"}, "algorithm": GAE, "buffer": UNFILTERED}, False, "current"),
+        ({"algorithm": GAE, "buffer": UNFILTERED}, False, "current"),
     ],
 )
 def test_a_barrier_is_where_something_needs_the_whole_batch(
@@ -52,18 +55,24 @@ def test_a_barrier_is_where_something_needs_the_whole_batch(
 
 
 def test_models_are_there_for_what_asks_for_them() -> None:
-    assert recipe(algorithm=GAE).own_critic
-    shared = recipe(algorithm=GAE, critic={"backbone": "shared"})
+    assert recipe(algorithm=GAE, buffer=UNFILTERED).own_critic
+    shared = recipe(algorithm=GAE, critic={"backbone": "shared"}, buffer=UNFILTERED)
     assert shared.critic and not shared.own_critic
     assert recipe(kl={"where": "loss"}).kl_estimator == "k2"
-    assert recipe(kl={"where": "reward"}).kl_estimator == "k1"
-    assert recipe(algorithm={"loss": "tba"}).reference
+    assert recipe(kl={"where": "reward"}, buffer=UNFILTERED).kl_estimator == "k1"
+    assert recipe(algorithm={"loss": "tba"}, buffer=UNFILTERED).reference
+
+
+def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
+    assert recipe(algorithm={"loss": "aipo"}).rules == []
+    (weight,) = recipe(algorithm={"loss": "gspo", "epochs": 2}).rules
+    assert weight.kind == "weight" and weight.of.keywords["level"] == "geometric"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("sections", "complaint"),
     [
-        ({"algorithm": {"loss": "pppo"}}, "did you mean"),
+        ({"algorithm": {"loss": "pppo"}}, r"\$\.algorithm\.loss: unknown loss 'pppo'; did you mean"),
         ({"algorithm": {"loss_args": {"clip": 1}}}, r"\$\.algorithm\.loss_args: unknown option 'clip'"),
         ({"algorithm": {"advantage_args": {"gamma": 1}}}, r"\$\.algorithm\.advantage_args"),
         ({"algorithm": {"correction": {"mask": {"lo": 1}}}}, r"\$\.algorithm\.correction\.mask"),
@@ -89,9 +98,22 @@ def test_models_are_there_for_what_asks_for_them() -> None:
         ),
         ({"algorithm": {"advantage": "optimal_token_baseline"}, "buffer": PARTIAL}, "biased|whole groups"),
         ({"kl": {"where": "reward"}, "buffer": {"on_stale": "drop"}}, "must be in the batch"),
+        ({"algorithm": {"loss": "tba", "advantage": "rloo"}, "buffer": PARTIAL}, "loss 'tba' needs whole"),
+        ({"algorithm": {"loss": "tba"}, "buffer": {"on_stale": "drop"}}, "takes members out of a group"),
+        ({"algorithm": {"loss": "tba"}}, "discards groups that the loss 'tba' learns from"),
+        (
+            {"buffer": {"episodes_per_group": 1, "min_group": 1}},
+            "compares siblings: nothing would be learned",
+        ),
+        ({"algorithm": {"loss": "m2po", "prox": "loglinear"}}, "at the start of the batch; use auto"),
+        ({"algorithm": {"prox": "loglinear"}}, "pi itself with one optimizer step"),
+        ({"kl": {"coef": 0.5}}, "nothing would come of them"),
+        ({"critic": {"warmup_steps": 3}}, "has no critic"),
         ({"kl": {"where": "loss", "estimator": "k1"}}, "expectation zero"),
         ({"kl": {"where": "reward"}, "algorithm": {"advantage": "gdpo"}}, "reads the reward's components"),
         ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, "would bias"),
+        ({"algorithm": GAE}, "discards groups that the advantage 'gae' learns from"),
+        ({"kl": {"where": "reward"}}, "looks at rewards without the KL"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(sections: dict[str, Any], complaint: str) -> None:

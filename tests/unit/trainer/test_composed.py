@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from tests.fakes.recipes import RECIPES, UNFILTERED, trained
@@ -138,6 +140,40 @@ def test_the_batch_std_divides_the_gradient(
     assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < 1e-5
 
 
+def test_the_batch_std_divides_advantages_only(
+    world: World, model_path: str, model: Any, episodes: list[Episode]
+) -> None:
+    """dro is not proportional to A: dividing its gradient would divide the pull to mu as well."""
+    algorithm = {"loss": "dro", "loss_args": {"beta": 1.0}, "normalise": "batch_std"}
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
+    std = float(np.std([centred(e) for e in episodes], ddof=1)) + 1e-6
+    total = torch.zeros((), dtype=torch.float64)
+    for e in episodes:
+        pi, mu = logp(model, e)
+        total = total - (centred(e) / std * pi - (pi - mu) ** 2 / 2).sum()
+    wanted = gradients(model, total / tokens_of(episodes))
+    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+
+
+def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
+    world: World, model_path: str, model: Any
+) -> None:
+    """m2po masks, aipo caps: both show where a correction's masks and caps would."""
+    noisy = Recorder(model, seed=3, noise=0.8).groups(4, 3, [0])
+    reports = {}
+    for name in ("m2po", "aipo"):
+        learner = make_learner(tiny_config(model_path, algorithm={"loss": name}), world)
+        reports[name] = run_batch(learner, [[noisy]])
+    ratios = torch.cat([(pi - mu).detach().exp() for pi, mu in (logp(model, e) for e in noisy)])
+    aipo, m2po = reports["aipo"], reports["m2po"]
+    assert aipo["rollout_corr/truncated_fraction"] == pytest.approx(float((ratios > 2).double().mean()))
+    assert aipo["rollout_corr/weight_mean"] == pytest.approx(float(ratios.clamp(max=2).mean()))
+    squares = ratios.log().square().sort().values
+    kept = int((squares.cumsum(0) / torch.arange(1, len(squares) + 1) < 0.04).sum())
+    assert 0 < kept < len(squares) and m2po["trainer/kept_tokens"] == kept
+    assert m2po["rollout_corr/by_lag/0/masked_frac"] == pytest.approx(1 - kept / len(squares))
+
+
 def test_running_whitening_uses_the_batches_before(
     world: World, model_path: str, model: Any, episodes: list[Episode]
 ) -> None:
@@ -178,7 +214,7 @@ def test_kl_in_the_reward_reaches_the_baseline(
     world: World, model_path: str, model: Any, episodes: list[Episode]
 ) -> None:
     """R_i - beta·Σ(log mu - log ref), for the siblings too."""
-    config = tiny_config(model_path, kl={"where": "reward", "coef": 0.2})
+    config = tiny_config(model_path, kl={"where": "reward", "coef": 0.2}, buffer=UNFILTERED)
     learner = make_learner(config, world)
     penalised: dict[tuple[str, int], float] = {}
     for row, turns in episodes:
@@ -201,8 +237,9 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
     run_batch(learner, random_cut(episodes, 1, 3, seed=1))
     optimizer, prox = torch.optim.SGD(model.parameters(), lr=0.5), copy.deepcopy(model)
-    for names in (("g0", "g1"), ("g2", "g3")) * 2:
-        part = [e for e in episodes if e[0].group in names]
+    for step in range(4):
+        part_of = deal({e[0].group for e in episodes}, 2, f"0/0/{step // 2}")
+        part = [e for e in episodes if part_of[e[0].group] == step % 2]
         loss = torch.zeros((), dtype=torch.float64)
         for e in part:
             pi, mu = logp(model, e)
@@ -217,6 +254,34 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path
     plain = {name: p.detach() for name, p in model.named_parameters()}
     assert difference(full_state(learner.policy), plain) < TOLERANCE
     assert learner.step == 1
+
+
+def test_groups_are_dealt_anew_in_every_epoch_and_evenly() -> None:
+    groups = {str(i) for i in range(9)}
+    cuts = [deal(groups, 4, f"0/0/{epoch}") for epoch in range(5)]
+    for cut in cuts:
+        assert cut.keys() == groups and sorted(Counter(cut.values()).values()) == [2, 2, 2, 3]
+    assert len({tuple(sorted(cut.items())) for cut in cuts}) == 5
+    assert deal(sorted(groups), 4, "0/0/1") == cuts[1]
+
+
+@pytest.mark.parametrize("beside", ["entropy", "shared head"])
+def test_what_a_skipped_step_left_does_not_reach_the_next_batch(
+    world: World, model_path: str, model: Any, episodes: list[Episode], beside: str
+) -> None:
+    """All tokens are masked by the correction, but entropy and value loss have gradients of their own."""
+    sections: dict[str, Any] = {
+        "entropy": {"algorithm": {"entropy_coef": 0.1}},
+        "shared head": RECIPES["gae, shared"],
+    }[beside]
+    learner = make_learner(tiny_config(model_path, **copy.deepcopy(sections)), world)
+    far = [
+        (row, [msgspec.structs.replace(t, logprobs=(-30.0,) * len(t.ids)) for t in turns])
+        for row, turns in episodes
+    ]
+    metrics = run_batch(learner, [[far]])
+    assert metrics["trainer/kept_tokens"] == 0 and metrics["actor/grad_norm"] > 0
+    assert all(p.grad is None or not p.grad.full_tensor().any() for p in learner.policy.parameters())
 
 
 def test_the_learning_rate_follows_the_effective_sample_size(
@@ -243,7 +308,7 @@ def test_no_recipe_depends_on_the_cut(
     assert difference(trained(world, model_path, name, random_cut(episodes, 1, 4, seed=3)), whole) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("kl in reward")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "kl in reward" not in name])
 def test_what_the_engine_said_of_a_stale_token_changes_nothing(
     world: World, model_path: str, model: Any, name: str
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.trainer import step
+from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
@@ -188,7 +189,7 @@ def test_clipping_keeps_the_direction(
 def test_several_steps_behind_the_barrier_are_two_plain_ppo_steps(
     world: World, model_path: str, model: Any
 ) -> None:
-    """Groups g0, g1 form the first mini-batch, g2, g3 the second; prox is the policy before both."""
+    """Prox is the policy before both."""
     algorithm = {"loss": "decoupled_ppo", "steps_per_batch": 2}
     trainer = {"lr": 0.5, "micro_batch_tokens": 1024}
     config = tiny_config(model_path, algorithm=algorithm, trainer=trainer)
@@ -198,8 +199,9 @@ def test_several_steps_behind_the_barrier_are_two_plain_ppo_steps(
     metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=1))
     prox = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for names in (("g0", "g1"), ("g2", "g3")):
-        part = [e for e in episodes if e[0].group in names]
+    part_of = deal({e[0].group for e in episodes}, 2, "0/0/0")
+    for k in range(2):
+        part = [e for e in episodes if part_of[e[0].group] == k]
         optimizer.zero_grad()
         reference.decoupled_loss(model, prox, part, config).backward()
         optimizer.step()
