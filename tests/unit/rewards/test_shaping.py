@@ -40,7 +40,7 @@ def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ("named", "complaint"),
     [
         ({"overlong": {}}, r"\$\.algorithm\.shaping\.overlong: .*buffer"),
-        ({"overlong": {"buffer": 0}}, r"\$\.algorithm\.shaping\.overlong: .*>= 1"),
+        ({"overlong": {"buffer": 0}}, r"\$\.algorithm\.shaping\.overlong\.buffer: .*>= 1"),
         ({"overlong": {"buffer": 5, "size": 1}}, "unknown option 'size'; options: buffer, factor, limit"),
         ({"overlnog": {}}, "did you mean overlong"),
         ({"math:pi": {}}, r"\$\.algorithm\.shaping\.math:pi is no function"),
