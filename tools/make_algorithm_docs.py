@@ -21,7 +21,9 @@ import msgspec
 from make_config_docs import type_text
 
 from asyncrl.algorithms import recipe
+from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.correction import corrections
+from asyncrl.algorithms.credit import Advantage
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
 from asyncrl.config import parse
@@ -45,9 +47,12 @@ FACTS: dict[str, dict[object, str]] = {
     "late": {True: "partial groups"},
     "critic": {True: "critic"},
     "greedy": {True: "greedy episode"},
-    "whole_group": {True: "whole group (barrier)"},
+    "whole_group": {True: "whole groups"},
+    "turns": {True: "rewards by turn"},
+    "components": {True: "components"},
     "ratio": {"prox": "takes a weight", "mu": "contains pi/mu: masks only"},
     "clips": {True: "several steps per batch"},
+    "level": {"geometric": "weight of geometric means"},
     "reference": {True: "reference policy"},
     "kind": {"weight": "weight", "mask": "mask", "scale": "scale"},
 }
@@ -55,7 +60,7 @@ FACTS: dict[str, dict[object, str]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name as its table row shows it. `options`: (name, type and bounds, default or ?)."""
+    """One registered name as its table row shows it. `options`: (name, type and bounds, default or '')."""
 
     name: str
     formula: str
@@ -95,7 +100,7 @@ def describe(name: str, component: Any) -> Entry:
         name=name,
         formula=_prose(formula),
         use=_prose(use),
-        options=tuple(_options(function)),
+        options=() if isinstance(component, Aggregation) else tuple(_options(function)),
         facts=tuple(_facts(component)),
     )
 
@@ -103,7 +108,7 @@ def describe(name: str, component: Any) -> Entry:
 def _options(function: Callable[..., Any]) -> Iterable[tuple[str, str, str]]:
     for option in inspect.signature(function, eval_str=True).parameters.values():
         if option.kind is inspect.Parameter.KEYWORD_ONLY:
-            default = "?" if option.default is option.empty else f"{option.default}" or '""'
+            default = "" if option.default is option.empty else f"{option.default}" or '""'
             yield option.name, type_text(option.annotation).strip(), default
 
 
@@ -112,8 +117,11 @@ def _facts(component: Any) -> Iterable[str]:
         value = getattr(component, key, None)
         if value in words:
             yield words[value]
-    if getattr(component, "prepare", None) is not None:
+    whole_group = isinstance(component, Advantage) and component.whole_group
+    if whole_group or getattr(component, "prepare", None) is not None:
         yield "whole batch (barrier)"
+    if isinstance(component, Aggregation):  # nobody sets these: the run does
+        yield from (f"`{name}` from the run" for name, _, _ in _options(component.of))
 
 
 def table(parts: Mapping[str, Any], symbol: str) -> str:
@@ -135,7 +143,10 @@ def table(parts: Mapping[str, Any], symbol: str) -> str:
 
 
 def _option_cell(entry: Entry) -> str:
-    return "<br>".join(f"`{name}` = {default} ({kind})" for name, kind, default in entry.options)
+    return "<br>".join(
+        f"`{name}` = {default} ({kind})" if default else f"`{name}`, required ({kind})"
+        for name, kind, default in entry.options
+    )
 
 
 def presets() -> str:
@@ -161,7 +172,8 @@ def preset_comment(path: Path) -> str:
 def refusals() -> str:
     """Every reason that `compose` has to refuse a configuration, with … for the names of components."""
     config = parse({"name": "run", "model": {"path": "m"}, "data": {"train": "d"}})
-    anything = msgspec.structs.replace(config.algorithm, loss="…", advantage="…")
+    names = dict.fromkeys(("loss", "advantage", "aggregation", "prox"), "…")
+    anything = msgspec.structs.replace(config.algorithm, **names)
     composed = replace(recipe.compose(config), scale="whiten")
     messages = recipe._refusals(msgspec.structs.replace(config, algorithm=anything), composed)
     return "\n".join(f"- {_keys(message)}" for message in messages)

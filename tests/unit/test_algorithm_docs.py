@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import re
 from pathlib import Path
@@ -15,7 +16,13 @@ from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
 from asyncrl.registry import Registry
+from asyncrl.rewards import score
 from asyncrl.rewards.shaping import shapings
+from asyncrl.rollout.episode import CallTools, Done, Generated, Replied, Scored, advance, begin
+from asyncrl.tools import call_tool
+from asyncrl.types import Sample
+from tests.fakes.chat import call, rules, sample
+from tests.fakes.engine import generation
 
 ROOT = Path(__file__).resolve().parents[2]
 REGISTRIES: list[Registry[Any]] = [advantages, losses, corrections, aggregations, shapings]
@@ -23,6 +30,7 @@ PARTS = [
     *((registry.kind, name, registry.get(name)) for registry in REGISTRIES for name in registry),
     *(("estimator", name, function) for name, function in ESTIMATORS.items()),
 ]
+CAPITAL = Sample(0, "facts", (), ground_truth='"Oslo"', extra_info='{"num_turns": 2}')
 SOURCE = re.compile(r"\([^()]*(arXiv \d{4}\.\d{5}|(ICML|ICLR|NeurIPS) \d{4}|https?://|\.net/|plain)[^()]*\)")
 
 
@@ -86,11 +94,53 @@ def test_a_component_is_read_from_its_docstring_and_signature(docs: ModuleType) 
         entry.formula == "L = min(a|b, C) (Name, arXiv 1234.56789)."
         and entry.use == "always, at any staleness."
     )
-    assert entry.options == (("cap", "float > 0", "2.0"), ("level", "int", "?"))
+    assert entry.options == (("cap", "float > 0", "2.0"), ("level", "int", ""))
     assert docs.table({"mine": component}, "L").splitlines()[-1] == (
         "| `mine` | L = min(a\\|b, C) (Name, arXiv 1234.56789). "
-        "| `cap` = 2.0 (float > 0)<br>`level` = ? (int) | always, at any staleness. |"
+        "| `cap` = 2.0 (float > 0)<br>`level`, required (int) | always, at any staleness. |"
     )
+
+
+def test_facts_of_the_run_are_no_options(docs: ModuleType) -> None:
+    entry = docs.describe("norm", aggregations.get("seq_mean_token_sum_norm"))
+    assert entry.options == () and entry.facts == ("`length` from the run",)
+
+
+def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType) -> None:
+    """The tool and the reward function of the text, through an episode of two turns."""
+    text = docs.TARGET.read_text().partition("<!-- example of rewards -->\n```python\n")[2]
+    namespace: dict[str, Any] = {}
+    exec(text.partition("```")[0], namespace)
+    made = rules(max_turns=2)
+    query = call("search", '{"query": "capital of Norway"}')
+    asked = advance(made, begin(made, sample()), Generated(generation(query)))
+    assert isinstance(asked.command, CallTools)
+    reply = asyncio.run(call_tool(namespace["search"], asked.command.calls[0], 60.0))
+    answered = advance(made, advance(made, asked, Replied((reply,))), Generated(generation("Oslo")))
+    verdict = asyncio.run(score(namespace["compute_score"], CAPITAL, "Oslo"))
+    done = advance(made, answered, Scored(verdict)).command
+    assert isinstance(done, Done) and done.components == {"correct": 1.0, "brief": 1.0}
+    assert done.turn_rewards == pytest.approx((0.05, 1.15)) and done.reward == pytest.approx(1.2)
+    assert "has turn rewards 0.05 and 1.15, and R = 1.2." in " ".join(text.split())
+
+
+def test_who_reads_turns_and_components(docs: ModuleType) -> None:
+    entries = {name: advantages.get(name) for name in advantages}
+    by_turn = ", ".join(f"`{name}`" for name, entry in entries.items() if entry.turns)
+    parts = ", ".join(f"`{name}`" for name, entry in entries.items() if entry.components)
+    text = docs.TARGET.read_text()
+    assert f"| when rewards were earned, by turn | {by_turn} |" in text
+    assert f"| `components`, and nothing of R | {parts} |" in text
+
+
+def test_the_readme_counts_what_there_is() -> None:
+    text = (ROOT / "README.md").read_text()
+    for registry in (advantages, losses, corrections, aggregations):
+        assert re.search(rf"^\| `algorithm\.{registry.kind}` \| {len(list(registry))}\b", text, re.MULTILINE)
+    assert f"in the loss, {len(ESTIMATORS)} estimators" in text
+    presets = {path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml")}
+    (row,) = re.findall(r"^\| `algorithm` \| (\d+) presets: (.*) \|$", text, re.MULTILINE)
+    assert int(row[0]) == len(presets) and set(re.findall(r"`(\w+)`", row[1])) == presets
 
 
 def test_what_is_refused_names_keys_as_code(docs: ModuleType) -> None:

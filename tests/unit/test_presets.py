@@ -152,6 +152,9 @@ def weights(learner: Learner) -> Tensor:
         ("grpo", ("kl.where=loss",)),
         ("reinforce_pp", ("kl.where=reward",)),
         ("m2po", ("buffer.max_staleness=64",)),
+        ("dapo", ("algorithm.advantage=dr_grpo", "algorithm.normalise=batch_std")),
+        ("gspo", ("algorithm.advantage=dr_grpo", "algorithm.normalise=batch_std")),
+        ("dapo", ("algorithm.shaping.overlong.buffer=64",)),
     ],
 )
 def test_what_the_comments_promise_composes(preset: str, overrides: tuple[str, ...]) -> None:
