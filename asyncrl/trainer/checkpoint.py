@@ -158,7 +158,11 @@ def _of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Weights and moments; the optimizer's settings stay what the config says."""
+    settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def _seal(partial: Path, final: Path, manifest: CheckpointManifest) -> str:

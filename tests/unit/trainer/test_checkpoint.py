@@ -160,7 +160,8 @@ def test_critic_adapters_and_state_continue_too(
     backbone: str, lora_rank: int, world: World, model_path: str, cut: list[Any], directory: Path
 ) -> None:
     model = {"path": model_path, "lora_rank": lora_rank}
-    config = tiny_config(model_path, **PPO, model=model, critic={"backbone": backbone})
+    kl = {"where": "loss", "target": 0.1}
+    config = tiny_config(model_path, **PPO, model=model, critic={"backbone": backbone}, kl=kl)
     learner = make_learner(config, world, "float32")
     run_batch(learner, cut)
     learner.state["kl_coef"] = 0.125
@@ -178,6 +179,100 @@ def test_critic_adapters_and_state_continue_too(
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in whole(other).items())
     moved = {name for name, tensor in wanted.items() if not torch.equal(tensor, saved[name])}
     assert any("value_head" in name for name in moved)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Step, first and second moment of each parameter."""
+    state = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    return [getattr(t, "full_tensor", lambda t=t: t)().clone() for of in state for t in of.values()]
+
+
+WARM = {"own": {"backbone": "own", "warmup_steps": 5}, "shared": {"backbone": "shared", "warmup_steps": 5}}
+NARROW = {"mask": {"low": 0.999999, "high": 1.000001}, "truncate": {}}
+EARLY: dict[str, dict[str, Any]] = {
+    "nothing was trained": {},
+    "the first batch is under way": {},
+    "the first batch was skipped": {"algorithm": {"correction": NARROW}},
+    "a parameter never got a gradient": {},
+    "a critic of its own warms up": {**PPO, "critic": WARM["own"]},
+    "a shared critic warms up": {**PPO, "critic": WARM["shared"]},
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_a_run_stopped_early_goes_on(
+    case: str, world: World, model: Any, model_path: str, cut: list[Any], directory: Path
+) -> None:
+    config = tiny_config(model_path, **EARLY[case])
+    learner = make_learner(config, world, "float32")
+    match case:
+        case "nothing was trained":
+            pass
+        case "the first batch is under way":
+            learner.accumulate(cut[0][0])
+        case "the first batch was skipped":
+            far = Recorder(model, seed=1, noise=3.0).groups(2, 3, [0])
+            assert run_batch(learner, [[far]])["actor/skipped_steps"] == 1
+        case "a parameter never got a gradient":
+            learner.policy.lm.transformer.wpe.weight.requires_grad_(False)
+            run_batch(learner, cut)
+        case _:
+            run_batch(learner, cut)
+    before = moments(learner.optimizer)
+    path = checkpoint.save(directory, learner, manifest(learner.step), hf=False)
+    other = make_learner(config, world, "float32")
+    checkpoint.load(path, other)
+    for found in (learner, other):  # saving changed nothing, loading found all
+        assert all(torch.equal(a, b) for a, b in zip(moments(found.optimizer), before, strict=True))
+    wanted = whole(learner)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in whole(other).items())
+
+
+def test_a_checkpoint_of_an_optimizer_that_made_its_state_late_loads(
+    learner: Learner, world: World, model_path: str, cut: list[Any], directory: Path
+) -> None:
+    learner.optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    run_batch(learner, cut)
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    other = make_learner(tiny_config(model_path), world, "float32")
+    checkpoint.load(path, other)
+    wanted = moments(learner.optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(moments(other.optimizer), wanted, strict=True))
+
+
+@pytest.mark.parametrize(("target", "wanted"), [(0.0, 0.5), (0.1, 0.125)])
+def test_only_a_coefficient_that_adapts_is_restored(
+    target: float, wanted: float, world: World, model_path: str, directory: Path
+) -> None:
+    kl = {"where": "loss", "target": 0.1}
+    learner = make_learner(tiny_config(model_path, kl=kl), world, "float32")
+    learner.state["kl_coef"] = 0.125
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    kl |= {"target": target, "coef": 0.5}
+    other = make_learner(tiny_config(model_path, kl=kl), world, "float32")
+    checkpoint.load(path, other)
+    assert other.state["kl_coef"] == wanted
+
+
+def test_a_coefficient_nobody_used_is_not_saved(
+    learner: Learner, world: World, model_path: str, directory: Path
+) -> None:
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    kl = {"where": "loss", "target": 0.1, "coef": 0.5}
+    other = make_learner(tiny_config(model_path, kl=kl), world, "float32")
+    checkpoint.load(path, other)
+    assert other.state["kl_coef"] == 0.5
+
+
+def test_the_optimizers_settings_are_those_of_the_config(
+    learner: Learner, world: World, model_path: str, directory: Path
+) -> None:
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    changed = {"weight_decay": 0.25, "betas": (0.5, 0.75)}
+    other = make_learner(tiny_config(model_path, trainer=changed), world, "float32")
+    checkpoint.load(path, other)
+    (group,) = other.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], len(group["params"])) == (0.25, (0.5, 0.75), 28)
 
 
 def test_the_reference_stays_the_initial_policy(

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.trainer import world as ranks
+from asyncrl.trainer.batch import Example, example
+from asyncrl.trainer.credit import Packed, share, share_traces
+from asyncrl.trainer.world import World
+from asyncrl.transport.messages import Row
+from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
+from tests.fakes.ranks import run_ranks
+
+THIRD = 1 / 3  # no float32
+
+
+def one(number: int) -> Example:
+    """An episode of number + 2 tokens."""
+    n = number + 2
+    own = Member(number, THIRD, n)
+    row = Row(f"u{number}", f"g{number // 2}", 1, own, (own,), EpisodeEnd.ANSWERED, 1.0, n + 1)
+    turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
+    made = example(row, [turn], 0, 4, aggregations.get("token_mean"))
+    return replace(made, prox=-np.arange(n) / 3, collision=np.full(n, THIRD))
+
+
+def told(e: Example) -> dict[str, np.ndarray]:
+    return {"prox": np.asarray(e.prox), "fresh": np.arange(e.tokens) % 2 == 0}
+
+
+def of(packed: Packed) -> tuple[str, str, int, list[float], list[bool]]:
+    return (
+        packed.uid,
+        packed.group,
+        packed.own.number,
+        packed.array("prox").tolist(),
+        packed.array("fresh").tolist(),
+    )
+
+
+def exchange(world: World, folder: Path) -> tuple[object, object]:
+    """Five episodes dealt to the ranks, exchanged in parts."""
+    ranks.PART_BYTES = 64
+    mine = [one(number) for number in range(world.rank, 5, world.size)]
+    traces = share_traces(world, mine)
+    plain = {
+        group: [(t.own.number, t.rewards.tolist(), t.logp.tolist()) for t in some]
+        for group, some in traces.items()
+    }
+    return [of(packed) for packed in share(world, mine, [told(e) for e in mine])], plain
+
+
+def test_all_ranks_see_all_episodes_exactly_as_one_rank_does(world: World, tmp_path: Path) -> None:
+    alone, together = exchange(world, tmp_path), run_ranks(2, exchange, tmp_path / "two")
+    assert alone == together
+    episodes = [
+        (f"u{i}", f"g{i // 2}", i, [-j / 3 for j in range(i + 2)], [j % 2 == 0 for j in range(i + 2)])
+        for i in range(5)
+    ]
+    assert alone[0] == episodes
+
+
+def test_a_flag_takes_a_byte_and_a_number_eight() -> None:
+    from asyncrl.trainer.credit import _packed
+
+    e = one(4)
+    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(_packed(e, told(e))), type=Packed)
+    assert {name: len(content) for name, (_, content) in packed.arrays.items()} == {"prox": 48, "fresh": 6}
+    assert packed.array("fresh").dtype == bool and packed.array("prox").dtype == np.float64
