@@ -419,7 +419,7 @@ def _check_combinations(config: RunConfig) -> None:
         f"$.buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
         f"$.buffer.min_group ({buffer.min_group}) exceeds episodes_per_group ({buffer.episodes_per_group}): "
-        "every group would be dropped": buffer.min_group > buffer.episodes_per_group,
+        "every group would be dropped; lower it": buffer.min_group > buffer.episodes_per_group,
         f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
         > buffer.groups_per_batch,

@@ -73,6 +73,11 @@ class Advantage:
     components: bool = False
     turns: bool = False
 
+    @property
+    def discount(self) -> float:
+        """Across turns, where it is an option of the advantage; 1 else."""
+        return float(getattr(self.of, "keywords", {}).get("turn_gamma", 1.0))
+
     def bound(self, options: dict[str, Any], where: str) -> Advantage:
         return replace(self, of=bind(self.of, options, where))
 

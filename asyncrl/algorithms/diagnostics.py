@@ -65,6 +65,7 @@ class TokenState:
     row: Tensor
     lag: Tensor
     clipped_lower: Tensor | None = None
+    ruled_out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class TokenSums:
 
 # Metric → (numerator, denominator), both names of sums.
 RATIOS = {
-    "actor/pg_clipfrac": ("clipped", "kept"),
-    "actor/pg_clipfrac_lower": ("clipped_lower", "kept"),
+    "actor/pg_clipfrac": ("clipped", "eligible"),
+    "actor/pg_clipfrac_lower": ("clipped_lower", "eligible"),
     "actor/ppo_kl": ("drift", "fresh"),
     "actor/entropy": ("entropy", "tokens"),
     "rollout_corr/rollout_is_mean": ("rho", "fresh"),
@@ -193,6 +194,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     weight = torch.where(kept, state.correction.weight.double(), 0.0)
     push = torch.where(kept, state.weight.double(), 0.0) * weight * advantage
     k3 = rho - 1 - log_ratio
+    eligible = kept if state.ruled_out is None else fresh & ~state.ruled_out
     lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(kept)
     return {
         "loss": torch.where(kept, state.loss, 0.0),
@@ -200,8 +202,9 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
         "fresh": fresh,
         "kept": kept,
         "nonfinite": state.in_bound & ~fresh,
-        "clipped": state.clipped & kept,
-        "clipped_lower": lower & kept,
+        "eligible": eligible,
+        "clipped": state.clipped & eligible,
+        "clipped_lower": lower & eligible,
         "masked": state.correction.masked & fresh,
         "truncated": state.correction.truncated & fresh,
         "log_rho": log_ratio,

@@ -164,8 +164,9 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         ),
         f"$.algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
         "group_policy=partial": partial and recipe.aggregate.whole_group,
-        "$.buffer.on_stale drop takes members out of a group that the loss or the advantage needs whole; use "
-        "mask or hold": buffer.on_stale == "drop" and (credit.whole_group or loss.whole_group),
+        "$.buffer.on_stale drop takes members out of a group that loss, advantage or aggregation needs "
+        "whole; use mask or hold": buffer.on_stale == "drop"
+        and (credit.whole_group or loss.whole_group or recipe.aggregate.whole_group),
         f"$.buffer.episodes_per_group is 1, and the advantage {algorithm.advantage!r} compares siblings: "
         "nothing would be learned; use more, or reinforce_pp, gae or remax": (
             credit.siblings and buffer.episodes_per_group == 1
@@ -192,6 +193,8 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{key} discards groups that the loss {algorithm.loss!r} learns from; set it false": (
             on and recipe.loss.whole_group
         ),
+        f"{key} compares undiscounted rewards, and turn_gamma makes a difference of when they came; set it "
+        "false": (on and bool(credit.siblings and credit.discount != 1)),
         f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
         "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
@@ -205,9 +208,8 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "$.algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        "$.kl has settings, but where=none: nothing would come of them; set $.kl.where": (
-            not recipe.reference and config.kl != KLConfig()
-        ),
+        "$.kl has settings, but where=none: nothing would come of them; set $.kl.where, or leave the "
+        "others at their defaults": not recipe.reference and config.kl != KLConfig(),
         f"$.critic has settings, but the advantage {config.algorithm.advantage!r} has no critic; use gae, or "
         "leave them out": not recipe.critic and config.critic != CriticConfig(),
     }

@@ -119,7 +119,8 @@ def check_group_size(config: RunConfig, before: str | None) -> None:
     from asyncrl.algorithms.advantages import advantages
 
     now = config.algorithm.advantage
-    if before not in (None, now) and advantages.load(before).greedy != advantages.load(now).greedy:
+    began = f"$.algorithm.advantage of {run_directory(config) / 'config.yaml'}"
+    if before not in (None, now) and advantages.load(before, began).greedy != advantages.load(now).greedy:
         raise ConfigError(
             f"$.algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
             f"{now!r}, but only one of them wants a greedy episode in each group; resume with the one it "

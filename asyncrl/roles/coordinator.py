@@ -168,7 +168,7 @@ class Coordinator:
             case TrainerHello():
                 self.trainer.hello(peer, message, now)
             case TrainerBeat():
-                self.trainer.beat(message, now)
+                self.trainer.beat(peer, message, now)
             case Commit():
                 self.trainer.commit(peer, message, now)
             case Published():

@@ -85,9 +85,11 @@ class TrainerDesk:
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
-    def beat(self, message: TrainerBeat, now: float) -> None:
+    def beat(self, peer: bytes, message: TrainerBeat, now: float) -> None:
         """A sign of life. Only work that was done since the last one is progress: the steps behind a barrier
         may take longer than the watchdog waits, but a rank that hangs in one of them is to be found."""
+        if self.ranks.control.get(message.rank) != peer:
+            return  # of a trainer that another has replaced
         before = self.ranks.beats.get(message.rank)
         self.ranks.beats[message.rank] = message
         if message.work > (before.work if before else 0):

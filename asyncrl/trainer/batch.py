@@ -259,8 +259,10 @@ def _join(examples: Sequence[Example], name: str) -> Tensor:
 
 def with_said(examples: Sequence[Example], name: str, values: Tensor) -> list[Example]:
     """The examples with what a model said of their tokens, [N] over all of them in order."""
-    edges = np.cumsum([e.tokens for e in examples])[:-1]
-    pieces = np.split(values.double().cpu().numpy(), edges) if examples else []
+    edges = np.cumsum(
+        [e.tokens for e in examples]
+    )  # a dummy's value is beyond the last, and belongs to nobody
+    pieces = np.split(values.double().cpu().numpy(), edges)[:-1]
     said: list[dict[str, Any]] = [{name: piece} for piece in pieces]
     return [replace(e, **one) for e, one in zip(examples, said, strict=True)]
 

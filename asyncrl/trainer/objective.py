@@ -93,6 +93,7 @@ def evaluate(
         advantage=micro.advantage,
         weight=micro.weight,
         clipped_lower=token.clipped_lower,
+        ruled_out=correction.masked,
         clipped=token.clipped,
         correction=with_own_ratio(correction, token) if recipe.loss.ratio == "mu" else correction,
         counted=micro.counted,

@@ -64,7 +64,7 @@ class Learner:
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
-        self._expected = 256.0  # guess of D; see _rescale
+        self._expected = 256.0  # guess of D, for a loss of about 1; see apply
         self._held: list[Example] = []
         self._tally = Tally()
 
@@ -190,8 +190,9 @@ class Learner:
         warming = recipe.critic and self.step < config.critic.warmup_steps
         if warming:
             self._keep_head_only()
-        # Neither entropy nor a value head's loss asks whether the correction masks a token.
-        beside = config.algorithm.entropy_coef > 0 or shared
+        # What is beside the policy loss does not ask whether the correction, or the loss, drops a token.
+        kl = config.kl.where == "loss" and recipe.loss.ratio == "mu"
+        beside = config.algorithm.entropy_coef > 0 or shared or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
         lr = self._rate() * self._ess_factor(whole)
         norm = None

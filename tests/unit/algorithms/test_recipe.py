@@ -112,6 +112,14 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"kl": {"where": "loss", "estimator": "k1"}}, "expectation zero"),
         ({"kl": {"where": "reward"}, "algorithm": {"advantage": "gdpo"}}, "reads the reward's components"),
         ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, "would bias"),
+        (
+            {"algorithm": {"advantage": "grpo_turn", "advantage_args": {"turn_gamma": 0.9}}},
+            "turn_gamma makes a difference",
+        ),
+        (
+            {"algorithm": {"aggregation": "prompt_mean"}, "buffer": {"on_stale": "drop"}},
+            "takes members out of a group",
+        ),
         ({"algorithm": GAE}, "discards groups that the advantage 'gae' learns from"),
         ({"kl": {"where": "reward"}}, "looks at rewards without the KL"),
     ],

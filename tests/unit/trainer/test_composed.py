@@ -172,6 +172,9 @@ def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
     kept = int((squares.cumsum(0) / torch.arange(1, len(squares) + 1) < 0.04).sum())
     assert 0 < kept < len(squares) and m2po["trainer/kept_tokens"] == kept
     assert m2po["rollout_corr/by_lag/0/masked_frac"] == pytest.approx(1 - kept / len(squares))
+    assert m2po["actor/pg_clipfrac"] == pytest.approx(
+        1 - kept / len(squares)
+    )  # dropped tokens are clipped ones
 
 
 def test_running_whitening_uses_the_batches_before(
