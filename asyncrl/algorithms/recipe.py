@@ -42,6 +42,11 @@ class Recipe:
     kl_estimator: str
 
     @property
+    def shared_critic(self) -> bool:
+        """The value head sits on the policy's backbone: one loss, one optimizer."""
+        return self.critic and not self.own_critic
+
+    @property
     def batch_mean_weight(self) -> bool:
         """Correction weights are divided by their mean over the batch."""
         return any(rule.kind == "scale" for rule in self.rules)
@@ -113,7 +118,7 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Ratios counted twice or not at all, and trust regions that are none."""
     algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
-    beside = kl.where == "loss" or algorithm.entropy_coef > 0 or (recipe.critic and not recipe.own_critic)
+    beside = kl.where == "loss" or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
     name = f"$.algorithm.loss {algorithm.loss!r}"
     return {

@@ -64,7 +64,7 @@ def deal(groups: Iterable[str], steps: int, key: str) -> dict[str, int]:
 def _scored(learner: Learner, held: Sequence[Example]) -> list[Example]:
     """The examples with what the models say of them as they are now, where the recipe asks."""
     recipe, done = learner.recipe, list[Example]()
-    of_policy = recipe.prox == "recompute" or (recipe.critic and not recipe.own_critic)
+    of_policy = recipe.prox == "recompute" or recipe.shared_critic
     if not (of_policy or recipe.critic or recipe.reference):
         return list(held)
     for part in _micro_batches(learner, held):

@@ -81,8 +81,11 @@ def evaluate(
         assert micro.returns is not None
         old = value.detach() if micro.value is None else micro.value
         loss, clipped = value_loss(value, old, micro.returns, config.critic.clip)
-        shared = config.critic.backbone == "shared"
-        total = add("critic/vf_loss", torch.where(fresh, loss, 0.0), config.critic.coef if shared else 1.0)
+        total = add(
+            "critic/vf_loss",
+            torch.where(fresh, loss, 0.0),
+            config.critic.coef if recipe.shared_critic else 1.0,
+        )
         terms["critic/vf_clipfrac"] = ((clipped & fresh).sum(), fresh.sum())
     state = TokenState(
         logp=pi,

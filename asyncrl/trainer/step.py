@@ -52,8 +52,7 @@ class Learner:
     def __init__(self, config: RunConfig, world: World, policy: Policy | None = None) -> None:
         self.config, self.world = config, world
         self.recipe = compose(config)
-        shared = self.recipe.critic and not self.recipe.own_critic
-        self.policy = policy or load_policy(config.model, world, value_head=shared)
+        self.policy = policy or load_policy(config.model, world, value_head=self.recipe.shared_critic)
         self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
@@ -186,17 +185,16 @@ class Learner:
     def _apply_actor(self, whole: Tally, scale: float) -> None:
         """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
         config, recipe = self.config, self.recipe
-        shared = recipe.critic and not recipe.own_critic
         warming = recipe.critic and self.step < config.critic.warmup_steps
         if warming:
             self._keep_head_only()
         # What is beside the policy loss does not ask whether the correction, or the loss, drops a token.
         kl = config.kl.where == "loss" and recipe.loss.ratio == "mu"
-        beside = config.algorithm.entropy_coef > 0 or shared or kl
+        beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
         lr = self._rate() * self._ess_factor(whole)
         norm = None
-        if learns and (shared or not warming):
+        if learns and (recipe.shared_critic or not warming):
             norm = self._step(self.policy, self.optimizer, lr, scale * self._end_factor(whole))
         if not warming:
             whole.high("actor/lr", lr)
