@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from common import table
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -64,7 +65,8 @@ def save_model(path: Path, vocabulary: int, hidden: int) -> None:
 
 def naive(policy: Policy, tokens: Selected) -> Scores:
     """All logits at once."""
-    logits = policy.lm(input_ids=tokens.ids, use_cache=False).logits[0, :-1].float()
+    hidden = policy.lm.base_model(input_ids=tokens.ids, use_cache=False).last_hidden_state[0, :-1]
+    logits = linear(hidden, policy.lm.get_output_embeddings().weight).float()
     logits = logits / tokens.temperature[:, None]  # in place of the first, to be fair
     logps = logits.log_softmax(-1)
     del logits
