@@ -57,8 +57,12 @@ class DataConfig(Section, frozen=True):
     """Data exhausted with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
 
 
+Options = dict[str, str | int | float | bool]
+Plugin = str | dict[str, Options]  # a name, or one name with its options
+
+
 class RolloutConfig(Section, frozen=True):
-    """Episodes: sampling, limits, tools and reward."""
+    """Episodes: sampling, limits, what the model meets, and reward."""
 
     workers: Positive = 1
     """Number of rollout worker processes."""
@@ -70,21 +74,42 @@ class RolloutConfig(Section, frozen=True):
     max_new_tokens: Positive = 128
     """Token limit of one turn."""
     max_tokens: Positive = 1024
-    """Token limit of a whole episode, prompt and tool replies included."""
+    """Token limit of a row, prompt and tool replies included. An episode has one row, unless its history is
+    rewritten or branches."""
     max_turns: Positive = 16
     """Model turns per episode."""
+    max_calls: Positive = 64
+    """Tool calls per episode."""
     max_bad_calls: Positive = 3
     """Malformed tool calls in a row that end an episode."""
+    max_reply_tokens: Positive = 2048
+    """A longer tool reply is cut."""
+    cut_replies: Literal["head", "middle", "tail"] = "middle"
+    """Where a tool reply that is too long is cut."""
+    history: Literal["append", "fork", "fold"] = "append"
+    """What a chat template that rewrites earlier turns does: it is refused (`append`), or begins a new row
+    (`fork`, `fold`). A full row ends the episode, or (`fold`) goes on as a new one without the oldest tool
+    replies."""
+    max_rows: Positive = 8
+    """Rows that one episode may become, where it may become several."""
     tools: list[str] = []
-    """Tools: registered names, `module:function` or `file.py:function`."""
-    tool_args: dict[str, dict[str, str | int | float | bool]] = {}
+    """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
+    tool_args: dict[str, Options] = {}
     """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: Seconds = 30.0
     """Deadline of one tool call; the episode goes on with an error reply."""
     parser: str = "hermes"
     """Format in which the model writes tool calls."""
-    reward: Text = "final_number"
-    """Reward function: a registered name, `module:function` or `file.py:function` (verl's signature)."""
+    environment: Plugin = ""
+    """What answers turns without tool calls (a game, a simulated user): a registered name, `module:class` or
+    `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`; empty: such a turn is the
+    answer."""
+    agent: Plugin = ""
+    """A program that leads the episode through an OpenAI-compatible endpoint: `module:function` or
+    `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is asked turn by turn."""
+    reward: Plugin = "final_number"
+    """Reward function (verl's signature, or of one trajectory): a registered name, `module:function` or
+    `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     episode_timeout: Seconds = 600.0
@@ -93,6 +118,11 @@ class RolloutConfig(Section, frozen=True):
     """Re-issues of an episode that failed for a reason that is not the policy's."""
     threads: Positive = 1
     """OpenMP threads of a worker with an embedded engine."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that an episode can become."""
+        return self.max_rows if self.agent or self.history != "append" else 1
 
 
 class EngineConfig(Section, frozen=True):
@@ -179,9 +209,6 @@ class BufferConfig(Section, frozen=True):
     @property
     def max_live_groups(self) -> int:
         return (1 + self.target) * self.groups_per_batch
-
-
-Options = dict[str, str | int | float | bool]
 
 
 class AlgorithmConfig(Section, frozen=True):
@@ -399,7 +426,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
-        return self.buffer.episodes_per_group * self.rollout.max_tokens * BYTES_PER_TOKEN
+        episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN
+        return self.buffer.episodes_per_group * episode
 
 
 def parse(mapping: Any) -> RunConfig:

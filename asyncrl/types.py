@@ -22,15 +22,18 @@ class StopReason(enum.StrEnum):
 class EpisodeEnd(enum.StrEnum):
     """Why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
 
-    ANSWERED = "answered"  # a turn without tool calls
-    LENGTH = "length"  # token budget of the turn or the episode
+    ANSWERED = "answered"  # a turn without tool calls, and nobody to reply to it
+    DONE = "done"  # the environment, or the agent program, said so
+    LENGTH = "length"  # token budget of the turn or the row
     MAX_TURNS = "max_turns"
+    MAX_CALLS = "max_calls"  # more tool calls than an episode may make
+    MAX_ROWS = "max_rows"  # the history was rewritten too often
     BAD_CALLS = "bad_calls"  # too many malformed tool calls in a row
     TIMEOUT = "timeout"  # the episode's wall-clock limit, after at least one turn
 
     @property
     def truncated(self) -> bool:
-        return self in (EpisodeEnd.LENGTH, EpisodeEnd.MAX_TURNS, EpisodeEnd.TIMEOUT)
+        return self not in (EpisodeEnd.ANSWERED, EpisodeEnd.DONE, EpisodeEnd.BAD_CALLS)
 
 
 class FailReason(enum.StrEnum):
@@ -39,6 +42,10 @@ class FailReason(enum.StrEnum):
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
     EPISODE_ERROR = "episode_error"
+    TOOL_ERROR = "tool_error"  # a tool could not be opened
+    ENVIRONMENT_ERROR = "environment_error"
+    AGENT_ERROR = "agent_error"  # the agent program failed
+    MISALIGNED = "misaligned"  # a prompt did not extend the tokens before it
     PROMPT_TOO_LONG = "prompt_too_long"
     DEADLINE = "deadline"  # the episode's wall-clock limit, before its first turn was done
     WORKER_LOST = "worker_lost"
@@ -68,13 +75,14 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One chat message in OpenAI's shape."""
+    """One chat message in OpenAI's shape. `reasoning`: what a thinking model wrote before its content."""
 
     role: str
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    reasoning: str = ""
 
 
 class ToolReply(msgspec.Struct, frozen=True):
@@ -86,6 +94,16 @@ class ToolReply(msgspec.Struct, frozen=True):
     error: str | None = None
     seconds: float = 0.0
     reward: float = 0.0
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """What an environment, or a user, says to a turn of the model. The `reward` falls on that turn; `done`:
+    the episode is over, and nobody reads the messages."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    seconds: float = 0.0
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -124,10 +142,11 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One engine call and the tool replies to it.
+    """One engine call and what the world said to it: the tools' replies, then the environment's words.
 
-    The episode's tokens are, turn by turn, `context` (written by the template: prompt or tool
-    replies) followed by `ids` (written by the model). Spans are relative to `ids`.
+    An episode is one row of tokens, or several where its history was rewritten or branched. The tokens of a
+    row are, turn by turn, `context` (written by the template) followed by `ids` (written by the model); a
+    turn that begins a row has the whole prompt as its context. Spans are relative to `ids`.
     """
 
     index: int
@@ -138,6 +157,15 @@ class Turn(msgspec.Struct, frozen=True):
     stop: StopReason
     replies: tuple[ToolReply, ...] = ()
     seconds: float = 0.0
+    row: int = 0
+    observation: Observation | None = None
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """What a turn was answered with, as it is recorded: after the turn, in a frame of its own."""
+
+    replies: tuple[ToolReply, ...] = ()
+    observation: Observation | None = None
 
 
 class Verdict(msgspec.Struct, frozen=True):

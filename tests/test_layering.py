@@ -14,7 +14,11 @@ LEVELS = {
     **dict.fromkeys(("algorithms", "buffer", "rollout"), 1),
     **dict.fromkeys(
         (
+            "sandbox",
+            "remote",
             "tools",
+            "environments",
+            "gateway",
             "rewards",
             "data",
             "transport",
@@ -38,6 +42,10 @@ EXCEPTIONS = {
     ("transport", "weights"),  # messages name versions by WeightsRef
     ("trainer", "weights"),  # an export is written as a published version is
     ("trainer", "transport"),  # rows of a plan are messages
+    ("tools", "sandbox"),  # python and shell run in it
+    ("rewards", "sandbox"),  # so does the code that a reward tests
+    ("rewards", "remote"),  # a judge is a model behind a URL
+    ("environments", "remote"),  # so is a simulated user
     ("cli", "launch"),
 }
 OWNED = {"zmq": "transport/sockets.py", "ray": "launch/ray.py", "hydra": "cli.py", "omegaconf": "cli.py"}

@@ -9,9 +9,28 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry
-from asyncrl.types import Sample, Verdict
+from asyncrl.types import EpisodeEnd, Message, Sample, Verdict
+
+
+class RewardInput(msgspec.Struct, frozen=True):
+    """A finished episode, as a reward of the whole trajectory sees it.
+
+    `answer` is the last turn's text outside tool calls and reasoning, `messages` the whole conversation,
+    prompt and tool replies included, `transcript` the same as the model read it: the decoded tokens.
+    """
+
+    sample: Sample
+    answer: str
+    messages: tuple[Message, ...] = ()
+    turns: int = 1
+    tool_calls: int = 0
+    end: EpisodeEnd = EpisodeEnd.ANSWERED
+    transcript: str = ""
+
 
 RewardFunction = Callable[..., Any]
 """`(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}`, or a coroutine

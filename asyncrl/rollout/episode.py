@@ -1,18 +1,21 @@
 """An episode as a pure state machine: (episode, event) -> episode, whose `command` says what to do next.
 
-    Generate ──Generated──► CallTools ──Replied──► Generate ──► … ──Generated──► Score ──Scored──► Done
-                                                                (Fail ends it from any of these)
+    Open ──Opened──► Generate ──Generated──► CallTools ──Replied──► Generate ──► … ──► Score ──Scored──► Done
+                        ▲          └───────► Step ──Observed──┐        (Fail ends it from any of these)
+                        └─────────────────────────────────────┘
 
 No awaits, clocks or I/O: whoever drives it carries out the command and feeds the answer back. Ids are only
-ever appended. Folding recorded turns over a fresh episode (`resume`) gives the state it had, on any worker.
+ever appended to a row; where the history must be rewritten, a new row begins. Folding recorded turns over a
+fresh episode (`resume`) gives the state it had, on any worker.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -23,6 +26,7 @@ from asyncrl.types import (
     FailReason,
     Generation,
     Message,
+    Observation,
     Sample,
     StopReason,
     ToolCall,
@@ -31,15 +35,20 @@ from asyncrl.types import (
     Verdict,
 )
 
+Cut = Literal["head", "middle", "tail"]
+FREE_SHARE = 4  # folding frees at least 1 / FREE_SHARE of a row, or it would come again with the next turn
+DROPPED = "[dropped]"
+
 
 class Template(Protocol):
-    """What is used of a `Chat`."""
+    """What is used of a `Chat`. `tools` are OpenAI schemas, as JSON text."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
-    def prompt_ids(self, messages: tuple[Message, ...]) -> tuple[int, ...]: ...
-    def delta_ids(self, replies: tuple[ToolReply, ...]) -> tuple[int, ...]: ...
+    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]: ...
+    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def shorten(self, text: str, limit: int, where: Cut) -> str: ...
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -49,25 +58,36 @@ class Limits(msgspec.Struct, frozen=True):
     max_tokens: int
     max_new_tokens: int
     max_bad_calls: int
+    max_calls: int = 64
+    max_reply_tokens: int = 2048
+    cut_replies: Cut = "middle"
+    history: Literal["append", "fork", "fold"] = "append"
+    max_rows: int = 8
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What all episodes of a run have in common."""
+    """What all episodes of a run have in common. `environment`: somebody answers turns without tool calls."""
 
     chat: Template
     parse: Callable[[str], Parsed]
     limits: Limits
+    environment: bool = False
 
 
 # -- commands: what the episode waits for ----------------------------------------------------------
 
 
+class Open(msgspec.Struct, frozen=True):
+    """Open the tools, reset the environment."""
+
+
 class Generate(msgspec.Struct, frozen=True):
-    """Sample a turn after `ids`, the whole prefix."""
+    """Sample a turn after `ids`, the whole prefix; it belongs to row `row`."""
 
     ids: tuple[int, ...]
     max_new_tokens: int
+    row: int = 0
 
 
 class CallTools(msgspec.Struct, frozen=True):
@@ -75,6 +95,12 @@ class CallTools(msgspec.Struct, frozen=True):
 
     calls: tuple[ToolCall, ...]
     errors: tuple[str, ...] = ()
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Tell the environment what the model said, once that turn is durable."""
+
+    message: Message
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -102,10 +128,19 @@ class Fail(msgspec.Struct, frozen=True):
     detail: str
 
 
-Command = Generate | CallTools | Score | Done | Fail
+Command = Open | Generate | CallTools | Step | Score | Done | Fail
 
 
 # -- events: the answers -----------------------------------------------------------------------------
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """Answers Open: schemas of the tools (JSON text), the names of those that the environment answers itself,
+    and what it says after the sample's prompt."""
+
+    tools: tuple[str, ...] = ()
+    own_tools: frozenset[str] = frozenset()
+    messages: tuple[Message, ...] = ()
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -120,24 +155,33 @@ class Replied(msgspec.Struct, frozen=True):
     replies: tuple[ToolReply, ...]
 
 
+class Observed(msgspec.Struct, frozen=True):
+    """Answers Step."""
+
+    observation: Observation
+
+
 class Scored(msgspec.Struct, frozen=True):
     """Answers Score."""
 
     verdict: Verdict
 
 
-Event = Generated | Replied | Scored
+Event = Opened | Generated | Replied | Observed | Scored
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """`ids` are all tokens up to the last one the model wrote: the contexts and ids of `turns`, in order."""
+    """`rows`: all tokens up to the last one the model wrote in each, the contexts and ids of its turns in
+    order. `folded`: tool replies, the oldest first, that the newest row does not show."""
 
     sample: Sample
     command: Command
-    ids: tuple[int, ...] = ()
+    opened: Opened = Opened()
+    rows: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
     bad_calls: int = 0  # malformed ones in a row, up to now
     tool_calls: int = 0  # answered well-formed ones
+    folded: int = 0
 
     @property
     def over(self) -> bool:
@@ -149,49 +193,60 @@ class Episode(msgspec.Struct, frozen=True):
 
     @property
     def tool_seconds(self) -> float:
-        """Time spent in tools; the calls of one turn run side by side."""
-        return sum(max((reply.seconds for reply in turn.replies), default=0.0) for turn in self.turns)
+        """Time spent in tools, whose calls in one turn run side by side, and in the environment."""
+        return sum(
+            max((reply.seconds for reply in turn.replies), default=0.0)
+            + (turn.observation.seconds if turn.observation else 0.0)
+            for turn in self.turns
+        )
 
 
-def begin(rules: Rules, sample: Sample) -> Episode:
-    """A fresh episode: it asks for its first turn, or its prompt leaves no room for one."""
-    prompt = rules.chat.prompt_ids(sample.prompt)
-    room = rules.limits.max_tokens - len(prompt)
-    if room < 1:
-        detail = f"the prompt has {len(prompt)} tokens, rollout.max_tokens is {rules.limits.max_tokens}"
-        return Episode(sample, Fail(FailReason.PROMPT_TOO_LONG, detail))
-    return Episode(sample, Generate(prompt, min(room, rules.limits.max_new_tokens)))
+def begin(sample: Sample) -> Episode:
+    """A fresh episode."""
+    return Episode(sample, Open())
 
 
 def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
     """The next state. ProtocolError, with nothing changed, when the event does not answer the command."""
     match episode.command, event:
+        case Open(), Opened():
+            return _opened(rules, episode, event)
         case Generate() as command, Generated():
             return _generated(rules, episode, command, event.generation)
         case CallTools() as command, Replied():
             if tuple(reply.call for reply in event.replies) != command.calls:
                 raise ProtocolError(f"{len(event.replies)} replies do not match {len(command.calls)} calls")
             return _replied(rules, episode, event.replies, command.errors)
+        case Step(), Observed():
+            return _observed(rules, episode, event.observation)
         case Score() as command, Scored():
-            return msgspec.structs.replace(episode, command=_scored(episode, command.end, event.verdict))
+            return _with(episode, command=scored(episode.turns, command.end, event.verdict))
         case command, _:
             raise ProtocolError(f"{type(event).__name__} does not answer {type(command).__name__}")
 
 
-def resume(rules: Rules, sample: Sample, turns: Sequence[Turn]) -> Episode:
-    """The state after recorded turns, by the same events. The last turn's replies may be missing: its tools
-    are to be run. ProtocolError when the turns are not what these rules would have made of them."""
-    episode = begin(rules, sample)
+def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
+    """The state after recorded turns, by the same events. What the last turn was answered with may be
+    missing: its tools are to be run, its environment is to be stepped. ProtocolError when the turns are not
+    what these rules would have made of them."""
+    episode = advance(rules, begin(sample), opened)
     for turn in turns:
         asked = episode.command
-        if not isinstance(asked, Generate) or asked.ids != episode.ids + turn.context:
+        if (
+            not isinstance(asked, Generate)
+            or asked.row != turn.row
+            or asked.ids != _row(episode, asked) + turn.context
+        ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
         generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds)
         episode = advance(rules, episode, Generated(generation))
         if turn.replies and isinstance(episode.command, CallTools):
             episode = advance(rules, episode, Replied(turn.replies[: len(episode.command.calls)]))
-        if turn.replies and episode.turns[-1].replies != turn.replies:
-            raise ProtocolError(f"recorded replies of turn {turn.index} do not answer its calls")
+        if turn.observation is not None and isinstance(episode.command, Step):
+            episode = advance(rules, episode, Observed(turn.observation))
+        now = episode.turns[-1]
+        if (turn.replies and now.replies != turn.replies) or now.observation != turn.observation:
+            raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
     return episode
 
 
@@ -200,80 +255,211 @@ def expire(rules: Rules, episode: Episode) -> Episode:
     unfinished turn is forgotten. Without a turn there is nothing to score."""
     if not episode.turns:
         detail = "not one turn was done within rollout.episode_timeout"
-        return msgspec.structs.replace(episode, command=Fail(FailReason.DEADLINE, detail))
-    answer = rules.parse(rules.chat.decode(episode.turns[-1].ids)).content
-    return msgspec.structs.replace(episode, command=Score(answer, EpisodeEnd.TIMEOUT))
+        return _with(episode, command=Fail(FailReason.DEADLINE, detail))
+    return _over(rules, episode, EpisodeEnd.TIMEOUT)
+
+
+def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
+    """Everything that was said, the prompt included, without what the newest row no longer shows."""
+    said = [*episode.sample.prompt, *episode.opened.messages]
+    hidden = episode.folded
+    for turn in episode.turns:
+        said.append(spoken(rules, turn))
+        for reply in turn.replies:
+            said.append(tool_message(reply, DROPPED if hidden > 0 else reply.content))
+            hidden -= 1
+        said += turn.observation.messages if turn.observation else ()
+    return tuple(said)
+
+
+def spoken(rules: Rules, turn: Turn) -> Message:
+    """What the model said in a turn. A turn with malformed calls is quoted as it is."""
+    text = rules.chat.decode(turn.ids)
+    parsed = rules.parse(text)
+    if parsed.errors:
+        return Message("assistant", text)
+    return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
+
+
+def tool_message(reply: ToolReply, content: str) -> Message:
+    """A tool's reply as the template sees it."""
+    return Message("tool", content, tool_call_id=reply.call.id, name=reply.call.name)
+
+
+# -- transitions -------------------------------------------------------------------------------------
+
+
+def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
+    limits = rules.limits
+    prompt = rules.chat.prompt_ids((*episode.sample.prompt, *opened.messages), opened.tools)
+    room = limits.max_tokens - len(prompt)
+    episode = _with(episode, opened=opened)
+    if room < 1:
+        detail = f"the prompt has {len(prompt)} tokens, rollout.max_tokens is {limits.max_tokens}"
+        return _with(episode, command=Fail(FailReason.PROMPT_TOO_LONG, detail))
+    return _with(episode, command=Generate(prompt, min(room, limits.max_new_tokens)))
 
 
 def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Generation) -> Episode:
-    problem = _problem(rules, asked, generation)
-    if problem:
-        return msgspec.structs.replace(episode, command=Fail(FailReason.ENGINE_ERROR, problem))
+    before = _row(episode, asked)
+    if asked.ids[: len(before)] != before:
+        detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
+        return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
+    if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
+        return _with(episode, command=Fail(FailReason.ENGINE_ERROR, trouble))
     parsed = rules.parse(rules.chat.decode(generation.ids))
     turn = Turn(
         index=len(episode.turns),
-        context=asked.ids[len(episode.ids) :],
+        context=asked.ids[len(before) :],
         ids=generation.ids,
         logprobs=generation.logprobs,
         spans=generation.spans,
         stop=generation.stop,
         seconds=generation.seconds,
+        row=asked.row,
     )
-    episode = msgspec.structs.replace(
+    episode = _with(
         episode,
-        ids=asked.ids + generation.ids,
+        rows=(*episode.rows[: asked.row], asked.ids + generation.ids),
         turns=(*episode.turns, turn),
         bad_calls=len(parsed.errors) + (0 if parsed.calls else episode.bad_calls),
     )
+    if generation.stop is StopReason.LENGTH:
+        return _over(rules, episode, EpisodeEnd.LENGTH)
+    own = not parsed.errors and any(call.name in episode.opened.own_tools for call in parsed.calls)
+    if own or (rules.environment and not parsed.calls and not parsed.errors):
+        return _with(episode, command=Step(spoken(rules, turn)))
     end = _end(rules.limits, episode, parsed)
     if end is not None:
-        return msgspec.structs.replace(episode, command=Score(parsed.content, end))
+        return _over(rules, episode, end)
     if not parsed.calls:
         return _replied(rules, episode, (), parsed.errors)
-    return msgspec.structs.replace(episode, command=CallTools(parsed.calls, parsed.errors))
-
-
-def _replied(
-    rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
-) -> Episode:
-    """Attach the replies to the turn, malformed calls last, and ask for the next turn if there is room."""
-    everything = replies + tuple(_malformed(error) for error in errors)
-    last = episode.turns[-1]
-    episode = msgspec.structs.replace(
-        episode,
-        turns=(*episode.turns[:-1], msgspec.structs.replace(last, replies=everything)),
-        tool_calls=episode.tool_calls + len(replies),
-    )
-    ids = episode.ids + rules.chat.delta_ids(everything)
-    room = rules.limits.max_tokens - len(ids)
-    if room < 1:
-        answer = rules.parse(rules.chat.decode(last.ids)).content
-        return msgspec.structs.replace(episode, command=Score(answer, EpisodeEnd.LENGTH))
-    command = Generate(ids, min(room, rules.limits.max_new_tokens))
-    return msgspec.structs.replace(episode, command=command)
+    return _with(episode, command=CallTools(parsed.calls, parsed.errors))
 
 
 def _end(limits: Limits, episode: Episode, parsed: Parsed) -> EpisodeEnd | None:
     """Why the episode is over after this turn, if it is. Tools of a last turn are not run: nobody would
     read their replies."""
-    if episode.turns[-1].stop is StopReason.LENGTH:
-        return EpisodeEnd.LENGTH
     if not parsed.calls and not parsed.errors:
         return EpisodeEnd.ANSWERED
     if episode.bad_calls >= limits.max_bad_calls:
         return EpisodeEnd.BAD_CALLS
     if len(episode.turns) >= limits.max_turns:
         return EpisodeEnd.MAX_TURNS
+    if episode.tool_calls + len(parsed.calls) > limits.max_calls:
+        return EpisodeEnd.MAX_CALLS
     return None
 
 
-def _scored(episode: Episode, end: EpisodeEnd, verdict: Verdict) -> Done | Fail:
-    """Turn k earns what the verdict and its tools give it; the last one, score and shaping too."""
-    count = len(episode.turns)
-    if verdict.turns and len(verdict.turns) != count:
-        detail = f"the reward function gave {len(verdict.turns)} turn rewards to an episode of {count} turns"
+def _replied(
+    rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
+) -> Episode:
+    """Attach the replies to the turn, malformed calls last, as long as the model may read them."""
+    everything = tuple(
+        msgspec.structs.replace(reply, content=_cut(rules, reply.content))
+        for reply in (*replies, *map(_malformed, errors))
+    )
+    turn = msgspec.structs.replace(episode.turns[-1], replies=everything)
+    episode = _with(episode, turns=(*episode.turns[:-1], turn), tool_calls=episode.tool_calls + len(replies))
+    return _go_on(rules, episode, tuple(tool_message(reply, reply.content) for reply in everything))
+
+
+def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episode:
+    turn = msgspec.structs.replace(episode.turns[-1], observation=observation)
+    episode = _with(episode, turns=(*episode.turns[:-1], turn))
+    if observation.done:
+        return _over(rules, episode, EpisodeEnd.DONE)
+    if len(episode.turns) >= rules.limits.max_turns:
+        return _over(rules, episode, EpisodeEnd.MAX_TURNS)
+    if not observation.messages:
+        detail = "the environment said nothing, and is not done"
+        return _with(episode, command=Fail(FailReason.ENVIRONMENT_ERROR, detail))
+    return _go_on(rules, episode, observation.messages)
+
+
+def _go_on(rules: Rules, episode: Episode, news: tuple[Message, ...]) -> Episode:
+    """Ask for the next turn: after the newest row where the template only appends, else in a new one."""
+    limits, row = rules.limits, episode.rows[-1]
+    delta = rules.chat.delta_ids(news, row[-1])
+    if delta is not None and len(row) + len(delta) < limits.max_tokens:
+        return _ask(limits, episode, row + delta, len(episode.rows) - 1)
+    if delta is None and limits.history == "append":
+        detail = "the chat template rewrites earlier turns after what was replied; set rollout.history=fork"
+        return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
+    if delta is not None and limits.history != "fold":
+        return _over(rules, episode, EpisodeEnd.LENGTH)
+    if len(episode.rows) >= limits.max_rows:
+        return _over(rules, episode, EpisodeEnd.MAX_ROWS)
+    return _rewritten(rules, episode, as_it_is=delta is None)
+
+
+def _rewritten(rules: Rules, episode: Episode, *, as_it_is: bool) -> Episode:
+    """Go on in a new row, which shows the whole history, or all but as few of the oldest tool replies as
+    leave some room. Those of the last turn are always shown."""
+    limits = rules.limits
+
+    def prompt(folded: int) -> tuple[int, ...]:
+        shown = conversation(rules, _with(episode, folded=folded))
+        return rules.chat.prompt_ids(shown, episode.opened.tools)
+
+    folded = episode.folded
+    whole = prompt(folded) if as_it_is else ()
+    if not as_it_is or len(whole) >= limits.max_tokens:
+        counts = range(folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
+        if limits.history != "fold" or not counts:
+            return _over(rules, episode, EpisodeEnd.LENGTH)
+        most = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_SHARE)
+        at = bisect.bisect_left(counts, True, key=lambda count: len(prompt(count)) <= most)
+        folded = counts[min(at, len(counts) - 1)]
+        whole = prompt(folded)
+        if len(whole) >= limits.max_tokens:
+            return _over(rules, episode, EpisodeEnd.LENGTH)
+    return _ask(limits, _with(episode, folded=folded), whole, len(episode.rows))
+
+
+def _ask(limits: Limits, episode: Episode, ids: tuple[int, ...], row: int) -> Episode:
+    return _with(
+        episode, command=Generate(ids, min(limits.max_tokens - len(ids), limits.max_new_tokens), row)
+    )
+
+
+def _over(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
+    answer = rules.parse(rules.chat.decode(episode.turns[-1].ids)).content
+    return _with(episode, command=Score(answer, end))
+
+
+def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:
+    """The tokens that the turn extends; none where it begins a row."""
+    return episode.rows[asked.row] if asked.row < len(episode.rows) else ()
+
+
+def _with(episode: Episode, **changes: object) -> Episode:
+    return msgspec.structs.replace(episode, **changes)
+
+
+def _cut(rules: Rules, text: str) -> str:
+    return rules.chat.shorten(text, rules.limits.max_reply_tokens, rules.limits.cut_replies)
+
+
+def _malformed(error: str) -> ToolReply:
+    return ToolReply(ToolCall("malformed_call", "{}"), f"error: {error}", error)
+
+
+# -- what every kind of episode shares ---------------------------------------------------------------
+
+
+def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: Verdict) -> Done | Fail:
+    """Turn k earns what the verdict, its tools and the environment give it; the last one, score and shaping
+    too."""
+    if verdict.turns and len(verdict.turns) != len(turns):
+        detail = (
+            f"the reward function gave {len(verdict.turns)} turn rewards to an episode of {len(turns)} turns"
+        )
         return Fail(FailReason.REWARD_ERROR, detail)
-    parts = [[reply.reward for reply in turn.replies] for turn in episode.turns]
+    parts = [
+        [*(reply.reward for reply in turn.replies), turn.observation.reward if turn.observation else 0.0]
+        for turn in turns
+    ]
     for part, given in zip(parts, verdict.turns, strict=False):
         part.append(given)
     parts[-1] += [verdict.score, verdict.shaping]
@@ -281,13 +467,13 @@ def _scored(episode: Episode, end: EpisodeEnd, verdict: Verdict) -> Done | Fail:
     return Done(math.fsum(rewards), end, rewards, verdict.components, verdict.shaping)
 
 
-def _problem(rules: Rules, asked: Generate, generation: Generation) -> str:
+def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
     """What makes an engine's answer unusable, or ''. Tokens that do not line up must never be trained."""
     count = len(generation.ids)
     if generation.stop is StopReason.ABORT:
         return "the engine aborted the turn"
-    if not 1 <= count <= asked.max_new_tokens:
-        return f"the engine returned {count} tokens, asked for 1 to {asked.max_new_tokens}"
+    if not 1 <= count <= limit:
+        return f"the engine returned {count} tokens, asked for 1 to {limit}"
     if len(generation.logprobs) != count:
         return f"the engine returned {count} tokens with {len(generation.logprobs)} log-probs"
     edges = [0, *(span.end for span in generation.spans)]
@@ -295,10 +481,6 @@ def _problem(rules: Rules, asked: Generate, generation: Generation) -> str:
         span.start != start or span.end <= start for span, start in zip(generation.spans, edges, strict=False)
     ):
         return f"the engine's version spans do not cover its {count} tokens"
-    if generation.stop is StopReason.STOP and generation.ids[-1] not in rules.chat.stop_ids:
+    if generation.stop is StopReason.STOP and generation.ids[-1] not in stop_ids:
         return f"the engine stopped at token {generation.ids[-1]}, which is no stop id"
     return ""
-
-
-def _malformed(error: str) -> ToolReply:
-    return ToolReply(ToolCall("malformed_call", "{}"), f"error: {error}", error)

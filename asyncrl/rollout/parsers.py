@@ -13,11 +13,13 @@ from asyncrl.types import ToolCall
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A turn, read. `content` is the text outside the calls; `errors` are one line per malformed call."""
+    """A turn, read. `content` is the text outside calls and reasoning; `errors` are one line per malformed
+    call; `reasoning` is what the model thought, where its format marks that."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     errors: tuple[str, ...] = ()
+    reasoning: str = ""
 
 
 Parser = Callable[[str], Parsed]

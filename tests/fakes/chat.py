@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from asyncrl.rollout.episode import Limits, Rules
+from asyncrl.rollout.episode import Cut, Limits, Rules
 from asyncrl.rollout.parsers import hermes
-from asyncrl.types import Message, Sample, ToolReply
+from asyncrl.types import Message, Sample
 
 END = 3
 OPEN = 2
@@ -22,22 +23,46 @@ def call(name: str, arguments: str = "{}") -> str:
 
 
 class FakeChat:
+    """`rewrites`: a message of these roles makes the template rewrite what was said before."""
+
     stop_ids = (END,)
 
-    def prompt_ids(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return (*encode("".join(message.content for message in messages)), OPEN)
+    def __init__(self, rewrites: tuple[str, ...] = ()) -> None:
+        self._rewrites = rewrites
 
-    def delta_ids(self, replies: tuple[ToolReply, ...]) -> tuple[int, ...]:
-        return (*encode("".join(f"[{reply.content}]" for reply in replies)), OPEN)
+    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
+        return (*encode("".join(tools) + "".join(_written(message) for message in messages)), OPEN)
+
+    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
+        assert after in self.stop_ids
+        if any(message.role in self._rewrites for message in messages):
+            return None
+        return (*encode("".join(_written(message) for message in messages)), OPEN)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids[:-1] if ids and ids[-1] == END else ids))
 
+    def shorten(self, text: str, limit: int, where: Cut) -> str:
+        return text[:limit]
+
+
+def _written(message: Message) -> str:
+    calls = "".join(call(made.name, made.arguments) for made in message.tool_calls)
+    return f"[{message.content}]" if message.role == "tool" else message.content + calls
+
 
 def rules(
-    max_turns: int = 8, max_tokens: int = 4096, max_new_tokens: int = 512, max_bad_calls: int = 3
+    max_turns: int = 8,
+    max_tokens: int = 4096,
+    max_new_tokens: int = 512,
+    max_bad_calls: int = 3,
+    *,
+    chat: FakeChat | None = None,
+    environment: bool = False,
+    **limits: Any,
 ) -> Rules:
-    return Rules(FakeChat(), hermes, Limits(max_turns, max_tokens, max_new_tokens, max_bad_calls))
+    made = Limits(max_turns, max_tokens, max_new_tokens, max_bad_calls, **limits)
+    return Rules(chat or FakeChat(), hermes, made, environment)
 
 
 def sample(prompt: str = "q", ground_truth: str = "42", row: int = 0) -> Sample:
