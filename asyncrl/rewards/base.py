@@ -21,6 +21,7 @@ class RewardInput(msgspec.Struct, frozen=True):
 
     `answer` is the last turn's text outside tool calls and reasoning, `messages` the whole conversation,
     prompt and tool replies included, `transcript` the same as the model read it: the decoded tokens.
+    `result`: what an agent program returned (a JSON value).
     """
 
     sample: Sample
@@ -30,6 +31,7 @@ class RewardInput(msgspec.Struct, frozen=True):
     tool_calls: int = 0
     end: EpisodeEnd = EpisodeEnd.ANSWERED
     transcript: str = ""
+    result: Any = None
 
 
 RewardFunction = Callable[..., Any]

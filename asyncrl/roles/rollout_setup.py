@@ -6,18 +6,21 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
-from asyncrl.config import RolloutConfig, RunConfig
+from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, engines
+from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.rewards import load_reward, select_shapings
+from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.roles.roster import Client
 from asyncrl.roles.scoring import Scorer
+from asyncrl.roles.turn_player import World
 from asyncrl.rollout.chat import Chat
 from asyncrl.rollout.episode import Limits, Rules
 from asyncrl.rollout.parsers import parsers
-from asyncrl.tools import Tool, load_tool
+from asyncrl.tools import Toolbox, load_tools
 from asyncrl.transport.messages import EngineEntry
 
 BUILT_IN = {"torch": "asyncrl.engines.torch"}  # imported only by the workers that use it
@@ -31,17 +34,15 @@ class Parts:
     build: Callable[[], Engine] | None
     connect: Callable[[EngineEntry], Client] | None
     rules: Rules
-    tools: dict[str, Tool]
+    world: World
     scorer: Scorer
 
 
 def prepare(config: RunConfig) -> Parts:
     """Everything that can be wrong with a name or a file is found here."""
-    tools = load_tools(config.rollout)
-    scorer = load_scorer(config)
     remote = config.engine.remote
     build, connect = (None, connector(config)) if remote else (engine_factory(config), None)
-    return Parts(build, connect, load_rules(config, tools), tools, scorer)
+    return Parts(build, connect, load_rules(config), load_world(config), load_scorer(config))
 
 
 def engine_factory(config: RunConfig) -> Callable[[], Engine]:
@@ -75,27 +76,18 @@ def connector(config: RunConfig) -> Callable[[EngineEntry], Client]:
 def load_scorer(config: RunConfig) -> Scorer:
     """The reward function with the shapings of `algorithm.shaping`."""
     shapings = select_shapings(config.algorithm.shaping, "$.algorithm.shaping")
-    return Scorer(load_reward(config.rollout.reward), config.rollout.reward_timeout, shapings)
+    return Scorer(load_rewards(config.rollout.reward), config.rollout.reward_timeout, shapings)
 
 
-def load_tools(config: RolloutConfig) -> dict[str, Tool]:
-    """Tools by the name that the model calls them by."""
-    found: dict[str, Tool] = {}
-    for spec in config.tools:
-        tool = load_tool(spec, **config.tool_args.get(spec, {}))
-        if tool.name in found:
-            raise ConfigError(f"$.rollout.tools: two tools are named {tool.name!r}; leave one out")
-        found[tool.name] = tool
-    unused = sorted(config.tool_args.keys() - set(config.tools))
-    if unused:
-        raise ConfigError(
-            f"$.rollout.tool_args names {', '.join(unused)}, not in rollout.tools; add it there"
-        )
-    return found
+def load_world(config: RunConfig) -> World:
+    """The tools, and what makes an environment."""
+    rollout = config.rollout
+    toolbox = Toolbox(load_tools(rollout.tools, rollout.tool_args), rollout.tool_timeout)
+    return World(toolbox, load_environment(rollout.environment) if rollout.environment else None)
 
 
-def load_rules(config: RunConfig, tools: dict[str, Tool]) -> Rules:
-    """The chat template with the tools' schemas, the parser and the limits."""
+def load_rules(config: RunConfig) -> Rules:
+    """The chat template, the parser and the limits."""
     from transformers import AutoTokenizer  # takes seconds, and the launcher needs only names of this file
 
     try:
@@ -105,6 +97,5 @@ def load_rules(config: RunConfig, tools: dict[str, Tool]) -> Rules:
             f"$.model.path {config.model.path!r}: no usable tokenizer ({one_line(error)})"
         ) from error
     rollout = config.rollout
-    limits = Limits(rollout.max_turns, rollout.max_tokens, rollout.max_new_tokens, rollout.max_bad_calls)
-    chat = Chat(tokenizer, [tool.schema for tool in tools.values()])
-    return Rules(chat, parsers.load(rollout.parser), limits)
+    limits = msgspec.convert(rollout, Limits, from_attributes=True)
+    return Rules(Chat(tokenizer), parsers.load(rollout.parser), limits, bool(rollout.environment))

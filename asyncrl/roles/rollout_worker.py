@@ -26,12 +26,14 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolErr
 from asyncrl.observe.timeline import Timeline
 from asyncrl.roles.episode_runner import EpisodeRunner
 from asyncrl.roles.fleet import Fleet
+from asyncrl.roles.job import Desk
 from asyncrl.roles.lanes import OwnLane
 from asyncrl.roles.lease import Contact, Lease
 from asyncrl.roles.meter import Meter
 from asyncrl.roles.rollout_setup import Parts, prepare
 from asyncrl.roles.roster import Client
 from asyncrl.roles.signals import on_signals
+from asyncrl.roles.turn_player import TurnPlayer
 from asyncrl.roles.waits import Waits
 from asyncrl.transport.messages import (
     Ack,
@@ -98,15 +100,10 @@ class Worker:
         self.lanes = self._own_lanes(parts.build, engine) if parts.build is not None else {}
         self.fleets = self._fleets(parts.connect) if parts.connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
-        self.runner = EpisodeRunner(
-            config.rollout,
-            parts.rules,
-            parts.tools,
-            parts.scorer,
-            self.outbox,
-            self.waits,
-            oldest=lambda: self._oldest,
+        desk = Desk(
+            config.rollout, parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
+        self.runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, parts.world))
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = self._beats = 0
         self._epoch = -1

@@ -467,6 +467,14 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: Verdict) -> Done | F
     return Done(math.fsum(rewards), end, rewards, verdict.components, verdict.shaping)
 
 
+def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
+    """The tokens of each row."""
+    rows: dict[int, tuple[int, ...]] = {}
+    for turn in turns:
+        rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.ids
+    return [rows[row] for row in sorted(rows)]
+
+
 def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
     """What makes an engine's answer unusable, or ''. Tokens that do not line up must never be trained."""
     count = len(generation.ids)

@@ -187,7 +187,7 @@ class Generated(Message, frozen=True):
 
 
 class Replied(Message, frozen=True):
-    """The tool replies of a turn. Frame: the tuple of ToolReply."""
+    """What tools and the environment said to a turn. Frame: Heard."""
 
     seq: int
     attempt: Attempt
@@ -209,6 +209,7 @@ class Finished(Message, frozen=True):
     turn_rewards: tuple[float, ...] = ()
     components: dict[str, float] = {}
     shaping: float = 0.0
+    rows: int = 1
 
     @property
     def score(self) -> float:

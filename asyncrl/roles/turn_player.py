@@ -1,0 +1,179 @@
+"""Leads an episode turn by turn: carries out the commands of the pure machine over tools and an environment.
+
+command of the machine ──► engine / tools / environment / reward ──► event ──► machine
+                                  │
+                                  └► records: a turn is durable before anybody acts on it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from asyncrl.environments import Environment
+from asyncrl.errors import ProtocolError, one_line
+from asyncrl.roles.episode_runner import WorldError
+from asyncrl.roles.job import Ended, Job
+from asyncrl.rollout import episode as machine
+from asyncrl.rollout.episode import Episode, Rules
+from asyncrl.tools import Session, Toolbox
+from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
+
+log = logging.getLogger("asyncrl.worker")
+
+CLOSE = 5.0  # seconds that an environment may take to close
+
+
+@dataclass(frozen=True)
+class World:
+    """What the model meets: tools, and perhaps an environment, made anew for each episode."""
+
+    toolbox: Toolbox
+    environment: Callable[[], Environment] | None = None
+
+
+@dataclass
+class TurnPlayer:
+    """See `Player`. `episode` is its state as far as it was posted."""
+
+    job: Job
+    world: World
+    episode: Episode | None = None
+    _tools: Session = field(init=False)
+    _environment: Environment | None = None
+
+    def __post_init__(self) -> None:
+        self._tools = self.world.toolbox.session(self.job.assign.sample)
+
+    @property
+    def _rules(self) -> Rules:
+        return self.job.desk.rules
+
+    async def play(self, recorded: Sequence[Turn]) -> Ended:
+        opened = await self._open()
+        episode = machine.resume(self._rules, self.job.assign.sample, opened, recorded)
+        await self._rebuild(episode, recorded)
+        self.episode = episode
+        while not episode.over:
+            event = await self._answer(episode)
+            before, episode = episode, machine.advance(self._rules, episode, event)
+            await self._post_news(before, episode)
+            self.episode = episode
+        return _ended(episode)
+
+    async def expire(self) -> Ended:
+        episode = self.episode or machine.begin(self.job.assign.sample)
+        if not episode.over:
+            episode = machine.expire(self._rules, episode)
+        if not episode.over:
+            episode = machine.advance(self._rules, episode, await self._answer(episode))
+        return _ended(episode)
+
+    async def close(self) -> None:
+        await self._tools.close()
+        if self._environment is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE):
+                await self._environment.close()
+        except Exception as error:
+            log.warning("the environment of episode %s did not close: %s", self.job.name, one_line(error))
+
+    # -- commands ------------------------------------------------------------------------------------
+
+    async def _answer(self, episode: Episode) -> machine.Event:
+        """Carry out the command the episode waits for."""
+        match episode.command:
+            case machine.Generate(ids=ids, max_new_tokens=limit, row=row):
+                return machine.Generated(await self.job.generate(ids, limit, row))
+            case machine.CallTools(calls=calls):
+                await self.job.until_durable()
+                return machine.Replied(await self._call(calls))
+            case machine.Step(message=message):
+                await self.job.until_durable()
+                return machine.Observed(await self._step(message))
+            case machine.Score(answer=answer, end=end):
+                said = machine.conversation(self._rules, msgspec.structs.replace(episode, folded=0))
+                return machine.Scored(await self.job.verdict(episode.turns, answer, end, said))
+            case command:
+                raise ProtocolError(f"nothing answers {type(command).__name__}")
+
+    async def _open(self) -> machine.Opened:
+        """Open the tools, then let the environment begin."""
+        await self._tools.open()
+        if self.world.environment is None:
+            return machine.Opened(self._tools.schemas)
+        with self.job.desk.waits.named("the environment"):
+            try:
+                self._environment = self.world.environment()
+                async with asyncio.timeout(self.job.desk.config.tool_timeout):
+                    first = await self._environment.reset(self.job.assign.sample)
+                own = [msgspec.json.encode(schema).decode() for schema in self._environment.tools]
+                names = frozenset(schema["function"]["name"] for schema in self._environment.tools)
+            except Exception as error:
+                raise WorldError(f"the environment could not begin: {one_line(error)}") from error
+        if first.done:
+            raise WorldError("the environment was over before the first turn")
+        return machine.Opened((*self._tools.schemas, *own), names, first.messages)
+
+    async def _call(self, calls: tuple[ToolCall, ...]) -> tuple[ToolReply, ...]:
+        """All calls of a turn, side by side; each has its own deadline and none raises."""
+        with self.job.desk.waits.named(f"tool {', '.join(sorted({call.name for call in calls}))}"):
+            return tuple(await asyncio.gather(*(self._tools.call(call) for call in calls)))
+
+    async def _step(self, message: Message) -> Observation:
+        assert self._environment is not None
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        with self.job.desk.waits.named("the environment"):
+            try:
+                async with asyncio.timeout(self.job.desk.config.tool_timeout):
+                    observation = await self._environment.step(message)
+            except Exception as error:
+                raise WorldError(f"the environment failed: {one_line(error)}") from error
+        return msgspec.structs.replace(observation, seconds=clock() - started)
+
+    async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
+        """Redo what recorded turns did to tools and the environment on the worker that made them, and post
+        replies that were not recorded yet: those of malformed calls, which need no tool."""
+        limits = self._rules.limits
+        for turn in episode.turns:
+            await self._tools.redo(
+                turn.replies,
+                lambda text: self._rules.chat.shorten(text, limits.max_reply_tokens, limits.cut_replies),
+            )
+            if turn.observation is not None:
+                await self._step_again(turn)
+        if recorded and episode.turns[-1].replies != recorded[-1].replies:
+            await self.job.heard(episode.turns[-1])
+
+    async def _step_again(self, turn: Turn) -> None:
+        assert self._environment is not None
+        if self._environment.replay == "no":
+            raise ProtocolError("the environment cannot be repeated, so the episode starts again")
+        again = await self._step(machine.spoken(self._rules, turn))
+        if turn.observation is None or again.messages != turn.observation.messages:
+            raise ProtocolError("the environment said something else when repeated")
+
+    # -- records -------------------------------------------------------------------------------------
+
+    async def _post_news(self, before: Episode, now: Episode) -> None:
+        """Post what an event added: a turn, what it was answered with, or both (malformed calls are answered
+        at once)."""
+        if len(now.turns) > len(before.turns):
+            await self.job.keep(now.turns[-1])
+            self.episode = now  # from here on a timeout counts the turn
+        if not now.turns:
+            return
+        last, known = now.turns[-1], before.turns[-1] if len(before.turns) == len(now.turns) else None
+        if (last.replies, last.observation) != ((known.replies, known.observation) if known else ((), None)):
+            await self.job.heard(last)
+
+
+def _ended(episode: Episode) -> Ended:
+    assert isinstance(episode.command, machine.Done | machine.Fail)
+    return Ended(episode.command, episode.turns, episode.tool_calls, episode.tool_seconds)
