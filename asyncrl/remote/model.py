@@ -1,0 +1,89 @@
+"""A chat model behind an OpenAI-compatible URL: messages in, text out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.remote.http import RemoteError, check_url, post
+from asyncrl.types import Message
+
+
+class _Content(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    message: _Content
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    choices: tuple[_Choice, ...]
+
+
+_completion = msgspec.json.Decoder(_Completion).decode
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """`url` is the base that clients are given, up to and with `/v1`.
+
+    `api_key_env` names the environment variable that holds the key; empty: none is sent. `timeout` is in
+    seconds, of one `chat` with its repetitions. It is a value: make as many as you like, connections are
+    shared by all of an event loop and closed by `close_sessions`. ConfigError: a bad URL, or no such key.
+    """
+
+    url: str
+    model: str
+    api_key_env: str = ""
+    timeout: float = 60.0
+    retries: int = 2
+    temperature: float = 0.0
+    max_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+        if self.api_key_env and not os.environ.get(self.api_key_env):
+            raise ConfigError(f"the environment variable {self.api_key_env} holds no key; set it")
+
+    async def chat(self, messages: Sequence[Message]) -> str:
+        """What the model says next, '' if nothing. Raises RemoteError."""
+        url = f"{self.url.rstrip('/')}/chat/completions"
+        body = {
+            "model": self.model,
+            "messages": [wire(message) for message in messages],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+        answer = await post(
+            url, body, seconds=self.timeout, retries=self.retries, headers=bearer(self.api_key_env)
+        )
+        try:
+            return _completion(answer).choices[0].message.content or ""
+        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+            raise RemoteError(f"{url}: the answer is no chat completion ({one_line(error)})") from error
+
+
+def bearer(api_key_env: str) -> dict[str, str]:
+    """The header with the key of that environment variable; empty without one."""
+    return {"Authorization": f"Bearer {os.environ.get(api_key_env, '')}"} if api_key_env else {}
+
+
+def wire(message: Message) -> dict[str, Any]:
+    """OpenAI's JSON of a message. `reasoning` is not sent."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name:
+        found["name"] = message.name
+    return found
