@@ -203,15 +203,16 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct, frozen=True):
-    """A finished episode, ready to train on. All sequences are aligned to `ids`.
+    """A finished episode, ready to train on. `rows` hold all its tokens.
 
-    `mask` is 1 on tokens the model wrote. `logprobs` are the engine's (behaviour policy mu), 0 where
-    mask is 0. `spans` cover exactly the tokens with mask 1.
+    All else is per model token, in the order they were sampled: the row it is in, its position there, the
+    engine's log-prob (behaviour policy mu). `spans` are relative to these, in order and without gaps.
     """
 
     uid: str
-    ids: tuple[int, ...]
-    mask: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    row: tuple[int, ...]
+    position: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     reward: float
@@ -220,7 +221,3 @@ class Trajectory(msgspec.Struct, frozen=True):
     tool_calls: int
     temperature: float
     seconds: float = 0.0
-
-    @property
-    def model_tokens(self) -> int:
-        return sum(self.mask)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def bucket(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches of rows of like length: rows × longest row <= budget, or a single longer row. Indices
-    into `lengths` (tokens per row), and a function of these alone."""
+def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> list[list[int]]:
+    """Micro-batches of episodes of like length: rows × longest row <= budget, or a single larger episode.
+    Indices into `lengths` (tokens of an episode's longest row), and a function of the arguments alone.
+    `rows`: of each episode; none given: one each."""
     batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        if batches and (len(batches[-1]) + 1) * longest <= budget:
-            batches[-1].append(row)
+    longest = held = 0
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        more = rows[index] if rows else 1
+        if batches and (held + more) * longest <= budget:
+            batches[-1].append(index)
+            held += more
         else:
-            batches.append([row])
-            longest = max(lengths[row], 1)
+            batches.append([index])
+            longest, held = max(lengths[index], 1), more
     return batches

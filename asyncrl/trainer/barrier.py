@@ -154,7 +154,8 @@ def _view(e: Example) -> dict[str, np.ndarray]:
 
 def _micro_batches(learner: Learner, examples: Sequence[Example]) -> list[list[Example]]:
     """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
-    packed = bucket([e.length for e in examples], learner.config.trainer.micro_batch_tokens)
+    budget = learner.config.trainer.micro_batch_tokens
+    packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
     count = max(learner.world.gather(len(packed), int))
     cut = [[examples[i] for i in part] for part in packed]
     return cut + [[] for _ in range(count - len(cut))]

@@ -27,9 +27,9 @@ from asyncrl.types import Member, Trajectory, Turn, VersionSpan
 
 @dataclass(frozen=True)
 class Example:
-    """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i]; `ids`: of all.
+    """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
 
-    `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
+    `rows`: all its tokens, one array per row; a model token is rows[row_of][position]. `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
     `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
     training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
     before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
@@ -37,11 +37,12 @@ class Example:
     """
 
     row: Row
-    ids: np.ndarray
+    rows: tuple[np.ndarray, ...]
     turns: int
     tool_calls: int
     weight: float
     denominator: float
+    row_of: np.ndarray
     position: np.ndarray
     turn: np.ndarray
     rewards: np.ndarray
@@ -69,8 +70,13 @@ class Example:
 
     @property
     def length(self) -> int:
-        """All tokens."""
-        return len(self.ids)
+        """All tokens, of all rows."""
+        return sum(map(len, self.rows))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest row."""
+        return max(map(len, self.rows))
 
     @property
     def fresh(self) -> np.ndarray:
@@ -87,13 +93,14 @@ class Example:
 class MicroBatch:
     """Padded ids [B, T] and the model tokens of all rows, flattened to [N].
 
-    Token i is ids[row[i], position[i]], predicted from position - 1. `counted` is False only on the
-    dummy token of a rank without rows. `fresh` tokens may contribute: not stale, not excluded. What no model
+    Token i is ids[row[i], position[i]], predicted from position - 1, of episode[i]: an episode may have
+    several rows. `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may contribute: not stale, not excluded. What no model
     or recipe has said is None: `prox` where the policy does not change between now and the optimizer step.
     """
 
     ids: Tensor
     row: Tensor
+    episode: Tensor
     position: Tensor
     turn: Tensor
     temperature: Tensor
@@ -130,25 +137,28 @@ SAID = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by 
 
 
 def assemble(row: Row, turns: Sequence[Turn]) -> Trajectory:
-    """Join the turns of an episode, token for token; spans move to trajectory positions.
+    """Join the turns of an episode, token for token.
 
-    Raises ProtocolError when a turn's arrays do not fit each other.
+    Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
-    ids: list[int] = []
-    mask: list[int] = []
+    rows: list[list[int]] = []
+    placed: list[tuple[int, int]] = []
     logprobs: list[float] = []
     spans: list[VersionSpan] = []
     for turn in turns:
-        _check(row.uid, turn, first=not ids)
-        shift = len(ids) + len(turn.context)
+        _check(row.uid, turn, rows)
+        if turn.row == len(rows):
+            rows.append([])
+        ids, shift = rows[turn.row], len(logprobs)
         ids += (*turn.context, *turn.ids)
-        mask += [0] * len(turn.context) + [1] * len(turn.ids)
-        logprobs += [0.0] * len(turn.context) + list(turn.logprobs)
+        placed += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
+        logprobs += turn.logprobs
         spans += (VersionSpan(s.start + shift, s.end + shift, s.version, s.kv_version) for s in turn.spans)
     return Trajectory(
         uid=row.uid,
-        ids=tuple(ids),
-        mask=tuple(mask),
+        rows=tuple(map(tuple, rows)),
+        row=tuple(number for number, _ in placed),
+        position=tuple(position for _, position in placed),
         logprobs=tuple(logprobs),
         spans=tuple(spans),
         reward=row.own.reward,
@@ -160,16 +170,19 @@ def assemble(row: Row, turns: Sequence[Turn]) -> Trajectory:
     )
 
 
-def _check(uid: str, turn: Turn, *, first: bool) -> None:
-    """Every model token has a log-prob, a version and a token before it that predicts it."""
+def _check(uid: str, turn: Turn, rows: Sequence[Sequence[int]]) -> None:
+    """Every model token has a log-prob, a version and a token before it that predicts it, in a row that is
+    there or the next new one."""
     covered = [p for span in turn.spans for p in range(span.start, span.end)]
     if len(turn.ids) != len(turn.logprobs) or covered != list(range(len(turn.ids))):
         raise ProtocolError(
             f"episode {uid} turn {turn.index}: {len(turn.ids)} tokens with {len(turn.logprobs)} log-probs "
             f"and spans {[(s.start, s.end) for s in turn.spans]}"
         )
-    if first and turn.ids and not turn.context:
-        raise ProtocolError(f"episode {uid} starts with a model token: nothing predicts it")
+    if not 0 <= turn.row <= len(rows):
+        raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {len(rows)} rows")
+    if turn.row == len(rows) and turn.ids and not turn.context:
+        raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
 
 
 def example(
@@ -177,23 +190,23 @@ def example(
 ) -> Example:
     """Assemble one row for batch `step`: aggregation share, token rewards, lags, and what is over `bound`."""
     trajectory = assemble(row, turns)
-    position = np.flatnonzero(np.asarray(trajectory.mask, dtype=np.int64))
-    share = rule(len(position), row.group_tokens)
-    spans = trajectory.spans  # in order and without gaps, so repeating them aligns to `position`
+    share = rule(len(trajectory.position), row.group_tokens)
+    spans = trajectory.spans
     exact = [span.version == span.kv_version == step for span in spans]
     lags = token_lags(spans, step)
     turn = np.repeat(np.arange(len(turns)), [len(t.ids) for t in turns])
     return Example(
         row=row,
-        ids=np.asarray(trajectory.ids, dtype=np.int32),
+        rows=tuple(np.asarray(ids, dtype=np.int32) for ids in trajectory.rows),
         turns=trajectory.turns,
         tool_calls=trajectory.tool_calls,
         weight=share.weight,
         denominator=share.denominator,
-        position=position,
+        row_of=np.asarray(trajectory.row, dtype=np.int64),
+        position=np.asarray(trajectory.position, dtype=np.int64),
         turn=turn,
         rewards=token_rewards(row.own, turn),
-        mu=np.asarray(trajectory.logprobs, dtype=np.float64)[position],
+        mu=np.asarray(trajectory.logprobs, dtype=np.float64),
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
@@ -222,9 +235,11 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
     counts = [e.tokens for e in examples]
     if not sum(counts):
         return _dummy(dtype)
-    ids = np.zeros((len(examples), max(e.length for e in examples)), dtype=np.int64)
-    for i, e in enumerate(examples):
-        ids[i, : e.length] = e.ids
+    rows = [row for e in examples for row in e.rows]
+    ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    first = np.cumsum([0, *(len(e.rows) for e in examples[:-1])])  # row of each example
 
     def spread(values: Sequence[float]) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
@@ -234,7 +249,8 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
 
     return MicroBatch(
         ids=torch.from_numpy(ids),
-        row=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
+        row=torch.from_numpy(np.repeat(first, counts)) + join("row_of"),
+        episode=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
         position=join("position"),
         turn=join("turn"),
         temperature=spread([e.row.temperature for e in examples]),
@@ -273,6 +289,7 @@ def _dummy(dtype: torch.dtype) -> MicroBatch:
     return MicroBatch(
         ids=torch.zeros(1, 2, dtype=torch.int64),
         row=index,
+        episode=index,
         position=index + 1,
         turn=index,
         temperature=zero + 1,

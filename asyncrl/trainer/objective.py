@@ -53,11 +53,11 @@ def evaluate(
     assert micro.advantage is not None
     log_ratio = prox - mu if recipe.loss.ratio == "prox" else logp.detach() - mu
     correction = correct(
-        recipe.rules, CorrectionInput(log_ratio, micro.advantage, micro.row, micro.turn, fresh)
+        recipe.rules, CorrectionInput(log_ratio, micro.advantage, micro.episode, micro.turn, fresh)
     )
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     token = recipe.loss.of(
-        LossInput(logp, prox, mu, micro.advantage, micro.row, fresh, correction, reference, micro.prepared)
+        LossInput(logp, prox, mu, micro.advantage, micro.episode, fresh, correction, reference, micro.prepared)
     )
     weight = torch.where(fresh, micro.weight, 0.0)
     policy = torch.where(fresh, weight * token.value, 0.0)
@@ -103,7 +103,7 @@ def evaluate(
         in_bound=micro.fresh,
         fresh=fresh,
         exact=micro.exact,
-        row=micro.row,
+        row=micro.episode,
         lag=micro.lag,
     )
     return Evaluated(total, state, terms)

@@ -23,6 +23,15 @@ def test_buckets_fit_the_budget_or_are_one_row(values: list[int], budget: int) -
         assert padded <= budget or len(rows) == 1
 
 
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4)), max_size=40), st.integers(50, 1000))
+def test_buckets_count_every_row_of_an_episode(values: list[tuple[int, int]], budget: int) -> None:
+    lengths, rows = [length for length, _ in values], [count for _, count in values]
+    batches = bucket(lengths, budget, rows)
+    assert sorted(chain(*batches)) == list(range(len(values)))
+    for part in batches:
+        assert sum(at(rows, part)) * max(at(lengths, part)) <= budget or len(part) == 1
+
+
 @given(lengths)
 def test_rows_of_like_length_share_a_bucket(values: list[int]) -> None:
     """No row of one bucket is longer than a row of the bucket before."""

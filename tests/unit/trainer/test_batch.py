@@ -32,11 +32,43 @@ TURNS = [
 
 def test_turns_join_token_for_token() -> None:
     t = assemble(ROW, TURNS)
-    assert t.ids == (1, 2, 3, 4, 5, 6, 7, 8)
-    assert t.mask == (0, 0, 1, 1, 0, 1, 1, 1)
-    assert t.logprobs == (0, 0, -0.1, -0.2, 0, -0.3, -0.4, -0.5)
-    assert t.spans == (VersionSpan(2, 3, 3, 3), VersionSpan(3, 4, 5, 3), VersionSpan(5, 8, 5, 5))
-    assert (t.turns, t.end, t.model_tokens) == (2, EpisodeEnd.MAX_TURNS, 5)
+    assert t.rows == ((1, 2, 3, 4, 5, 6, 7, 8),)
+    assert (t.row, t.position) == ((0,) * 5, (2, 3, 5, 6, 7))
+    assert t.logprobs == (-0.1, -0.2, -0.3, -0.4, -0.5)
+    assert t.spans == (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3), VersionSpan(2, 5, 5, 5))
+    assert (t.turns, t.end) == (2, EpisodeEnd.MAX_TURNS)
+
+
+BRANCHED = [
+    *TURNS,
+    Turn(2, (9, 9), (10,), (-0.6,), (VersionSpan(0, 1, 4, 4),), StopReason.STOP, row=1),
+    Turn(3, (11,), (12, 13), (-0.7, -0.8), (VersionSpan(0, 2, 5, 5),), StopReason.STOP, row=0),
+]
+
+
+def test_turns_join_their_rows_and_model_tokens_keep_their_order() -> None:
+    t = assemble(ROW, BRANCHED)
+    assert t.rows == ((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13), (9, 9, 10))
+    assert list(zip(t.row, t.position, strict=True))[5:] == [(1, 2), (0, 9), (0, 10)]
+    assert t.logprobs == (-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8)
+    assert t.spans[-2:] == (VersionSpan(5, 6, 4, 4), VersionSpan(6, 8, 5, 5))
+
+
+def test_rows_of_an_episode_stay_one_episode() -> None:
+    branched, plain = example(ROW, BRANCHED, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
+    assert (branched.tokens, branched.length, branched.longest) == (8, 14, 11)
+    micro = collate([branched, plain], torch.float64)
+    assert micro.ids.shape == (3, 11)
+    assert micro.row.tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
+    assert micro.episode.tolist() == [0] * 8 + [1] * 2
+    assert micro.ids[micro.row, micro.position].tolist() == [3, 4, 6, 7, 8, 10, 12, 13, 3, 4]
+    assert micro.turn.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 0, 0]
+
+
+@pytest.mark.parametrize("row", [2, -1])
+def test_a_row_that_follows_nothing_is_refused(row: int) -> None:
+    with pytest.raises(ProtocolError, match="episode u"):
+        assemble(ROW, [*TURNS, msgspec.structs.replace(BRANCHED[2], row=row)])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +121,7 @@ def test_a_row_without_model_tokens_is_legal() -> None:
     empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
     assert empty.tokens == 0 and empty.denominator == 0
     micro = collate([empty, example(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
-    assert np.unique(micro.row.numpy()).tolist() == [1]
+    assert np.unique(micro.row.numpy()).tolist() == np.unique(micro.episode.numpy()).tolist() == [1]
 
 
 @pytest.mark.parametrize(
