@@ -379,48 +379,42 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
 
 def _go_on(rules: Rules, episode: Episode, news: tuple[Message, ...]) -> Episode:
     """Ask for the next turn: after the newest row where the template only appends, else in a new one."""
-    limits, row = rules.limits, episode.rows[-1]
-    delta = rules.chat.delta_ids(news, row[-1])
-    if delta is not None and len(row) + len(delta) < limits.max_tokens:
-        return _ask(limits, episode, row + delta, len(episode.rows) - 1)
+    limits, count = rules.limits, len(episode.rows)
+    delta = rules.chat.delta_ids(news, episode.rows[-1][-1])
     if delta is None and limits.history == "append":
         detail = "the chat template rewrites earlier turns after what was replied; set rollout.history=fork"
         return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
-    if delta is not None and limits.history != "fold":
-        return _over(rules, episode, EpisodeEnd.LENGTH)
-    if len(episode.rows) >= limits.max_rows:
+    ids = _rewritten(rules, episode) if delta is None else episode.rows[-1] + delta
+    row = count if delta is None else count - 1
+    if limits.history == "fold" and len(ids) + limits.max_new_tokens > limits.max_tokens:
+        shorter = _folded(rules, episode) if count < limits.max_rows else None
+        if shorter is not None:
+            episode, ids, row = shorter, _rewritten(rules, shorter), count
+    if row >= limits.max_rows:
         return _over(rules, episode, EpisodeEnd.MAX_ROWS)
-    return _rewritten(rules, episode, as_it_is=delta is None)
+    if len(ids) >= limits.max_tokens:
+        return _over(rules, episode, EpisodeEnd.LENGTH)
+    room = limits.max_tokens - len(ids)
+    return _with(episode, command=Generate(ids, min(room, limits.max_new_tokens), row))
 
 
-def _rewritten(rules: Rules, episode: Episode, *, as_it_is: bool) -> Episode:
-    """Go on in a new row, which shows the whole history, or all but as few of the oldest tool replies as
-    leave some room. Those of the last turn are always shown."""
+def _rewritten(rules: Rules, episode: Episode) -> tuple[int, ...]:
+    """The prompt of a new row: the history as it is shown from now on."""
+    return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
+
+
+def _folded(rules: Rules, episode: Episode) -> Episode | None:
+    """Without as few of the oldest tool replies as leave room for a turn, and for some more. Those of the
+    last turn are always shown; None: there are no others to drop."""
     limits = rules.limits
-
-    def prompt(folded: int) -> tuple[int, ...]:
-        shown = conversation(rules, _with(episode, folded=folded))
-        return rules.chat.prompt_ids(shown, episode.opened.tools)
-
-    folded = episode.folded
-    whole = prompt(folded) if as_it_is else ()
-    if not as_it_is or len(whole) >= limits.max_tokens:
-        counts = range(folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
-        if limits.history != "fold" or not counts:
-            return _over(rules, episode, EpisodeEnd.LENGTH)
-        most = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_SHARE)
-        at = bisect.bisect_left(counts, True, key=lambda count: len(prompt(count)) <= most)
-        folded = counts[min(at, len(counts) - 1)]
-        whole = prompt(folded)
-        if len(whole) >= limits.max_tokens:
-            return _over(rules, episode, EpisodeEnd.LENGTH)
-    return _ask(limits, _with(episode, folded=folded), whole, len(episode.rows))
-
-
-def _ask(limits: Limits, episode: Episode, ids: tuple[int, ...], row: int) -> Episode:
-    return _with(
-        episode, command=Generate(ids, min(limits.max_tokens - len(ids), limits.max_new_tokens), row)
+    counts = range(episode.folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
+    most = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_SHARE)
+    if not counts:
+        return None
+    at = bisect.bisect_left(
+        counts, True, key=lambda count: len(_rewritten(rules, _with(episode, folded=count))) <= most
     )
+    return _with(episode, folded=counts[min(at, len(counts) - 1)])
 
 
 def _over(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:

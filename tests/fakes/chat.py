@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.rollout.episode import Cut, Limits, Rules
+from asyncrl.rollout.episode import Cut, Episode, Limits, Opened, Rules, advance, begin
 from asyncrl.rollout.parsers import hermes
 from asyncrl.types import Message, Sample
 
@@ -67,3 +67,8 @@ def rules(
 
 def sample(prompt: str = "q", ground_truth: str = "42", row: int = 0) -> Sample:
     return Sample(row, "test", (Message("user", prompt),), ground_truth)
+
+
+def start(made: Rules, given: Sample | None = None, opened: Opened = Opened()) -> Episode:
+    """An episode that asks for its first turn, or has failed for want of room."""
+    return advance(made, begin(given or sample()), opened)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -15,16 +17,29 @@ from asyncrl.rollout.episode import (
     Fail,
     Generate,
     Generated,
+    Observed,
+    Opened,
     Replied,
     Rules,
     Score,
     Scored,
+    Step,
     advance,
-    begin,
+    conversation,
     resume,
 )
-from asyncrl.types import EpisodeEnd, FailReason, Generation, StopReason, ToolReply, Verdict, VersionSpan
-from tests.fakes.chat import END, call, encode, rules, sample
+from asyncrl.types import (
+    EpisodeEnd,
+    FailReason,
+    Generation,
+    Message,
+    Observation,
+    StopReason,
+    ToolReply,
+    Verdict,
+    VersionSpan,
+)
+from tests.fakes.chat import END, FakeChat, call, encode, rules, sample, start
 from tests.fakes.engine import generation
 
 BAD = "<tool_call>{nonsense</tool_call>"
@@ -37,7 +52,7 @@ def replies(command: CallTools, text: str = "ok") -> Replied:
 def play(script: list[str], made: Rules | None = None) -> Episode:
     """Feed whole turns, answering every command, until the episode is over or the script is."""
     made = made or rules()
-    episode = begin(made, sample())
+    episode = start(made)
     for text in script:
         episode = advance(made, episode, Generated(generation(text)))
         if isinstance(episode.command, CallTools):
@@ -56,14 +71,14 @@ def test_replies_become_the_context_of_the_next_turn() -> None:
     first, second = episode.turns
     assert first.context == (*encode("q"), 2)
     assert second.context == (*encode("[ok]"), 2)
-    assert episode.ids == first.context + first.ids + second.context + second.ids
+    assert episode.rows == (first.context + first.ids + second.context + second.ids,)
     assert [reply.content for reply in first.replies] == ["ok"]
     assert (episode.tool_calls, episode.tool_seconds) == (1, 0.5)
 
 
 def test_calls_keep_their_order_and_malformed_ones_are_answered_last() -> None:
     made = rules()
-    episode = advance(made, begin(made, sample()), Generated(generation(call("a") + BAD + call("b"))))
+    episode = advance(made, start(made), Generated(generation(call("a") + BAD + call("b"))))
     assert isinstance(episode.command, CallTools)
     assert [c.name for c in episode.command.calls] == ["a", "b"]
     episode = advance(made, episode, replies(episode.command))
@@ -93,13 +108,13 @@ def test_the_last_turn_ends_the_episode_without_running_its_tools() -> None:
 def test_a_turn_cut_by_its_budget_ends_the_episode() -> None:
     made = rules()
     cut = generation("the answer is <tool_call>{", stop=StopReason.LENGTH)
-    episode = advance(made, begin(made, sample()), Generated(cut))
+    episode = advance(made, start(made), Generated(cut))
     assert episode.command == Score("the answer is", EpisodeEnd.LENGTH)
 
 
 def test_the_episode_budget_shrinks_the_last_turn() -> None:
     made = rules(max_tokens=60, max_new_tokens=55)
-    episode = begin(made, sample("0123456789"))
+    episode = start(made, sample("0123456789"))
     assert isinstance(episode.command, Generate)
     assert episode.command.max_new_tokens == 60 - 11
 
@@ -107,7 +122,7 @@ def test_the_episode_budget_shrinks_the_last_turn() -> None:
 def test_replies_that_leave_no_room_end_the_episode() -> None:
     text = "so " + call("a")
     made = rules(max_tokens=2 + len(text) + 1 + 5)
-    episode = advance(made, begin(made, sample()), Generated(generation(text)))
+    episode = advance(made, start(made), Generated(generation(text)))
     assert isinstance(episode.command, CallTools)
     episode = advance(made, episode, replies(episode.command, "0123456789"))
     assert episode.command == Score("so", EpisodeEnd.LENGTH)
@@ -115,7 +130,7 @@ def test_replies_that_leave_no_room_end_the_episode() -> None:
 
 
 def test_a_prompt_without_room_fails_at_once() -> None:
-    command = begin(rules(max_tokens=4, max_new_tokens=4), sample("long prompt")).command
+    command = start(rules(max_tokens=4, max_new_tokens=4), sample("long prompt")).command
     assert isinstance(command, Fail)
     assert command.reason is FailReason.PROMPT_TOO_LONG
 
@@ -139,7 +154,7 @@ SPAN = VersionSpan(0, 2, 0, 0)
 )
 def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
     made = rules()
-    episode = advance(made, begin(made, sample()), Generated(wrong))
+    episode = advance(made, start(made), Generated(wrong))
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.ENGINE_ERROR
     assert episode.turns == ()
@@ -147,7 +162,7 @@ def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
 
 def test_missing_or_swapped_replies_are_refused() -> None:
     made = rules()
-    episode = advance(made, begin(made, sample()), Generated(generation(call("a") + call("b"))))
+    episode = advance(made, start(made), Generated(generation(call("a") + call("b"))))
     assert isinstance(episode.command, CallTools)
     good = replies(episode.command).replies
     for wrong in (good[:1], good[::-1], (), good + good[:1]):
@@ -159,11 +174,130 @@ def test_recorded_turns_that_do_not_fit_are_refused() -> None:
     turns = play([call("a"), call("b")]).turns
     changed = msgspec.structs.replace(turns[1], context=(9, 9))
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(rules(), sample(), [turns[0], changed])
+        resume(rules(), sample(), Opened(), [turns[0], changed])
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(rules(), sample("another prompt"), turns)
-    with pytest.raises(ProtocolError, match="do not answer"):
-        resume(rules(), sample(), [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)])
+        resume(rules(), sample("another prompt"), Opened(), turns)
+    with pytest.raises(ProtocolError, match="does not answer"):
+        resume(rules(), sample(), Opened(), [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)])
+
+
+# -- limits, environments, rewritten histories --------------------------------------------------------
+
+
+def test_tool_calls_are_limited() -> None:
+    made = rules(max_calls=3)
+    episode = play([call("a") + call("b"), "so " + call("c") + call("d")], made)
+    assert episode.command == Score("so", EpisodeEnd.MAX_CALLS)
+    assert episode.tool_calls == 2
+
+
+def test_replies_are_cut_before_anybody_reads_them() -> None:
+    made = rules(max_reply_tokens=3)
+    episode = start(made)
+    episode = advance(made, episode, Generated(generation(call("a") + BAD)))
+    assert isinstance(episode.command, CallTools)
+    episode = advance(made, episode, replies(episode.command, "0123456789"))
+    assert [reply.content for reply in episode.turns[0].replies] == ["012", "err"]
+    assert isinstance(episode.command, Generate)
+    assert episode.command.ids[-len("[012][err]") - 1 : -1] == encode("[012][err]")
+
+
+def said(*words: str, reward: float = 0.0, done: bool = False) -> Observed:
+    return Observed(Observation(tuple(Message("user", word) for word in words), reward, done))
+
+
+WORLD = rules(environment=True, max_turns=3)
+
+
+def test_an_environment_answers_turns_without_calls() -> None:
+    hello = Opened(messages=(Message("user", "guess"),))
+    episode = advance(WORLD, start(WORLD, opened=hello), Generated(generation("5")))
+    assert episode.turns[0].context == (*encode("qguess"), 2)
+    assert episode.command == Step(Message("assistant", "5"))
+    episode = advance(WORLD, episode, said("higher", reward=0.25))
+    assert isinstance(episode.command, Generate)
+    assert episode.command.ids == episode.rows[0] + encode("higher") + (2,)
+    episode = advance(WORLD, advance(WORLD, episode, Generated(generation("7"))), said(reward=1.0, done=True))
+    assert episode.command == Score("7", EpisodeEnd.DONE)
+    done = advance(WORLD, episode, Scored(Verdict(0.5))).command
+    assert isinstance(done, Done)
+    assert done.turn_rewards == (0.25, 1.5)
+    assert resume(WORLD, sample(), hello, episode.turns) == episode
+
+
+def test_the_last_turn_still_meets_its_environment() -> None:
+    episode = start(WORLD)
+    for word in ("1", "2", "3"):
+        episode = advance(WORLD, advance(WORLD, episode, Generated(generation(word))), said("no", reward=0.1))
+    assert episode.command == Score("3", EpisodeEnd.MAX_TURNS)
+    assert [turn.observation.reward for turn in episode.turns if turn.observation] == [0.1] * 3
+
+
+def test_an_environment_that_says_nothing_fails_the_episode() -> None:
+    episode = advance(WORLD, advance(WORLD, start(WORLD), Generated(generation("5"))), said())
+    assert isinstance(episode.command, Fail)
+    assert episode.command.reason is FailReason.ENVIRONMENT_ERROR
+
+
+def test_calls_that_the_environment_answers_go_to_it_and_others_to_tools() -> None:
+    own = Opened(own_tools=frozenset({"move"}))
+    episode = advance(WORLD, start(WORLD, opened=own), Generated(generation("so " + call("move"))))
+    assert isinstance(episode.command, Step)
+    assert [made.name for made in episode.command.message.tool_calls] == ["move"]
+    other = advance(WORLD, start(WORLD, opened=own), Generated(generation(call("look"))))
+    assert isinstance(other.command, CallTools)
+
+
+def forking(history: str = "fork", **limits: Any) -> Rules:
+    return rules(chat=FakeChat(rewrites=("user",)), environment=True, history=history, **limits)
+
+
+def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
+    made = forking("append")
+    episode = advance(made, advance(made, start(made), Generated(generation("5"))), said("higher"))
+    assert isinstance(episode.command, Fail)
+    assert episode.command.reason is FailReason.MISALIGNED
+    made = forking()
+    episode = advance(made, advance(made, start(made), Generated(generation("5"))), said("higher"))
+    assert episode.command == Generate((*encode("q5higher"), 2), 512, row=1)
+    episode = advance(made, episode, Generated(generation("7")))
+    assert [turn.row for turn in episode.turns] == [0, 1]
+    assert episode.rows == tuple(turn.context + turn.ids for turn in episode.turns)
+    assert resume(made, sample(), Opened(), episode.turns) == episode
+
+
+def test_rows_are_limited() -> None:
+    made = forking(max_rows=2)
+    episode = start(made)
+    for word in ("1", "2"):
+        episode = advance(made, advance(made, episode, Generated(generation(word))), said("no"))
+    assert episode.command == Score("2", EpisodeEnd.MAX_ROWS)
+
+
+def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
+    made = rules(history="fold", max_tokens=800, max_new_tokens=60, max_turns=9)
+    episode = start(made)
+    while isinstance(episode.command, Generate) and episode.command.row == 0:
+        episode = advance(made, episode, Generated(generation(call("a"))))
+        assert isinstance(episode.command, CallTools)
+        episode = advance(made, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}"))
+    assert isinstance(episode.command, Generate)
+    shown = "".join(map(chr, episode.command.ids))
+    assert len(episode.command.ids) <= 800 - 800 // 4
+    assert 0 < episode.folded < len(episode.turns)
+    assert shown.count("[[dropped]]") == episode.folded
+    assert shown.endswith(f"x {len(episode.turns)}]\x02")
+    assert conversation(made, episode)[0] == Message("user", "q")
+    again = resume(made, sample(), Opened(), episode.turns)
+    assert again == episode
+
+
+def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
+    made = rules(history="fold", max_tokens=100, max_new_tokens=60)
+    episode = advance(made, start(made), Generated(generation(call("a"))))
+    assert isinstance(episode.command, CallTools)
+    episode = advance(made, episode, replies(episode.command, "x" * 90))
+    assert episode.command == Score("", EpisodeEnd.LENGTH)
 
 
 # -- properties --------------------------------------------------------------------------------------
@@ -192,6 +326,10 @@ def scripted(episode: Episode, text: str, split: int) -> Generation:
     return Generation(ids, tuple(-float(i) for i in range(len(ids))), spans, stop)
 
 
+def newest(episode: Episode) -> tuple[int, ...]:
+    return episode.rows[-1] if episode.rows else ()
+
+
 def check(episode: Episode) -> None:
     """Tokens, masks, log-probs, spans and replies line up."""
     joined: list[int] = []
@@ -203,31 +341,32 @@ def check(episode: Episode) -> None:
             len(turn.ids),
         ]
         joined += [*turn.context, *turn.ids]
-    assert tuple(joined) == episode.ids
+    ids = newest(episode)
+    assert tuple(joined) == ids
     for turn in episode.turns[:-1]:
         assert turn.replies
     if isinstance(episode.command, Generate):
-        assert episode.command.ids[: len(episode.ids)] == episode.ids
-        assert len(episode.command.ids) > len(episode.ids)
+        assert episode.command.ids[: len(ids)] == ids
+        assert len(episode.command.ids) > len(ids)
 
 
 @given(LIMITS, TURNS, st.integers(0, 40))
 def test_every_script_keeps_its_tokens_and_replies(made: Rules, script: list[str], split: int) -> None:
-    episode = begin(made, sample())
+    episode = start(made)
     asked = 0
     for text in script:
         if not isinstance(episode.command, Generate):
             break
-        before = episode.ids
+        before = newest(episode)
         episode = advance(made, episode, Generated(scripted(episode, text, split)))
         check(episode)
-        assert episode.ids[: len(before)] == before
+        assert newest(episode)[: len(before)] == before
         if isinstance(episode.command, CallTools):
             asked += len(episode.command.calls)
             episode = advance(made, episode, replies(episode.command))
             check(episode)
     assert len(episode.turns) <= made.limits.max_turns
-    assert len(episode.ids) <= made.limits.max_tokens
+    assert len(newest(episode)) <= made.limits.max_tokens
     real = [r for turn in episode.turns for r in turn.replies if r.call.name != "malformed_call"]
     assert len(real) == episode.tool_calls == asked
     if len(script) > made.limits.max_turns:
@@ -238,7 +377,7 @@ def test_every_script_keeps_its_tokens_and_replies(made: Rules, script: list[str
 def test_folding_recorded_turns_gives_the_same_state(
     made: Rules, script: list[str], split: int, lose_replies: bool
 ) -> None:
-    episode = begin(made, sample())
+    episode = start(made)
     for text in script:
         if not isinstance(episode.command, Generate):
             break
@@ -246,8 +385,8 @@ def test_folding_recorded_turns_gives_the_same_state(
         if isinstance(episode.command, CallTools):
             episode = advance(made, episode, replies(episode.command))
             if lose_replies:  # the worker died before they were durable
-                assert resume(made, sample(), waiting.turns) == waiting
-    assert resume(made, sample(), episode.turns) == episode
+                assert resume(made, sample(), Opened(), waiting.turns) == waiting
+    assert resume(made, sample(), Opened(), episode.turns) == episode
 
 
 EVENTS = st.one_of(
@@ -260,7 +399,7 @@ EVENTS = st.one_of(
 
 @given(LIMITS, st.lists(EVENTS, max_size=20))
 def test_events_that_answer_nothing_change_nothing(made: Rules, events: list[object]) -> None:
-    episode = begin(made, sample())
+    episode = start(made)
     for event in events:
         if event == "replies":
             if not isinstance(episode.command, CallTools):

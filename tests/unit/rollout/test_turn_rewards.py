@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollout.episode import CallTools, Done, Episode, Fail, Generated, Replied, Scored, advance, begin
+from asyncrl.rollout.episode import CallTools, Done, Episode, Fail, Generated, Replied, Scored, advance
 from asyncrl.types import EpisodeEnd, FailReason, ToolReply, Verdict
-from tests.fakes.chat import call, rules, sample
+from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
 
 
 def played(tool_rewards: list[list[float]]) -> Episode:
     """An episode whose turns call tools that give these rewards, and that then answers."""
     made = rules(max_turns=99)
-    episode = begin(made, sample())
+    episode = start(made)
     for rewards in tool_rewards:
         episode = advance(made, episode, Generated(generation("".join(call("a") for _ in rewards))))
         assert isinstance(episode.command, CallTools)
