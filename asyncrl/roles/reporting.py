@@ -17,6 +17,7 @@ from asyncrl.roles.engine_desk import EngineDesk
 from asyncrl.roles.trainer_desk import TrainerDesk
 from asyncrl.roles.worker_desk import WorkerDesk
 from asyncrl.transport.messages import Finished
+from asyncrl.types import EpisodeEnd, FailReason
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Landed:
     greedy: list[float] = field(default_factory=list)  # scores of greedy episodes, which the rest leaves out
     components: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     turns: list[float] = field(default_factory=list)
+    rows: list[float] = field(default_factory=list)
     calls: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Reporter:
         for name, value in message.components.items():
             landed.components[name].append(value)
         landed.turns.append(message.turns)
+        landed.rows.append(message.rows)
         landed.calls.append(message.tool_calls)
         landed.lengths.append(episode.model_tokens)
         landed.seconds.append(message.seconds)
@@ -114,6 +117,11 @@ class Reporter:
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
                 "data/retired_samples": float(len(core.buffer.retired)),
+                "rollout/turns_checked": float(self.workers.turns),
+            }
+            | {
+                f"rollout/attempts_failed/{reason}": float(core.buffer.reasons[f"attempt_failed/{reason}"])
+                for reason in FailReason
             }
             | ({"weights/push_s": published.write_s if published else 0.0} if files else {})
             | self._engines()
@@ -134,6 +142,7 @@ class Reporter:
         columns: dict[str, list[float]] = {
             "rollout/score": landed.scores,
             "num_turns": landed.turns,
+            "rollout/rows": landed.rows,
             "tool_call_counts": landed.calls,
             "rollout/response_length": landed.lengths,
             "timing_s/episode": landed.seconds,
@@ -143,7 +152,7 @@ class Reporter:
             columns["rollout/greedy_score"] = landed.greedy
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
-        row |= {f"rollout/end/{name}": count / len(landed.scores) for name, count in landed.ends.items()}
+        row |= {f"rollout/end/{end}": landed.ends[end] / len(landed.scores) for end in EpisodeEnd}
         row["rollout/landed"] = float(len(landed.scores))
         return row
 

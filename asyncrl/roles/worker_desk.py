@@ -80,6 +80,7 @@ class WorkerDesk:
         self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
         self.tokens = 0  # model tokens of durable turns
+        self.turns = 0  # of these turns: the prompt of each was seen to extend the tokens of its row
         self._acks: set[bytes] = set()
 
     # -- control -------------------------------------------------------------------------------------
@@ -231,6 +232,7 @@ class WorkerDesk:
             return
         self.core.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
         self.tokens += message.model_tokens
+        self.turns += 1
         self.core.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
 
     # -- losing --------------------------------------------------------------------------------------
