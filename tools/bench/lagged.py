@@ -30,16 +30,17 @@ from asyncrl.config import RunConfig
 from asyncrl.data import load_samples
 from asyncrl.engines.base import Engine, Request, Sampling
 from asyncrl.engines.torch import TorchEngine, replace_weights
+from asyncrl.rewards import RewardInput
 from asyncrl.roles.rollout_setup import Parts, prepare
 from asyncrl.roles.worker_desk import sampling_key
 from asyncrl.rollout import episode as machine
 from asyncrl.rollout.episode import Episode
-from asyncrl.tools import call_tool, unknown_tool
+from asyncrl.tools import Session
 from asyncrl.trainer.model import whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
 from asyncrl.transport.messages import Row
-from asyncrl.types import Member, Sample, ToolCall, ToolReply
+from asyncrl.types import Member, Sample
 
 Weights = dict[str, Tensor]
 
@@ -113,30 +114,28 @@ class Player:
             await engine.close()
 
     async def _episode(self, engine: Engine, ask: Ask) -> Episode:
-        rules = self.parts.rules
-        episode = machine.begin(rules, ask.sample)
+        rules, tools = self.parts.rules, self.parts.world.toolbox.session(ask.sample)
+        await tools.open()
+        episode = machine.advance(rules, machine.begin(ask.sample), machine.Opened(tools.schemas))
         while not episode.over:
-            episode = machine.advance(rules, episode, await self._answer(engine, ask, episode))
+            episode = machine.advance(rules, episode, await self._answer(engine, ask, tools, episode))
+        await tools.close()
         engine.release(ask.uid)
         if isinstance(episode.command, machine.Fail):
             raise RuntimeError(f"episode {ask.uid} failed: {episode.command.detail}")
         return episode
 
-    async def _answer(self, engine: Engine, ask: Ask, episode: Episode) -> machine.Event:
+    async def _answer(self, engine: Engine, ask: Ask, tools: Session, episode: Episode) -> machine.Event:
         match episode.command:
             case machine.Generate(ids=ids, max_new_tokens=limit):
                 sampling = Sampling(limit, self.parts.rules.chat.stop_ids, self.config.rollout.temperature)
                 return machine.Generated(await engine.generate(Request(ask.uid, ids, sampling, ask.key)))
             case machine.CallTools(calls=calls):
-                return machine.Replied(tuple([await self._call(call) for call in calls]))
-            case machine.Score(answer=answer):
-                return machine.Scored(await self.parts.scorer.score(ask.sample, answer, {}))
+                return machine.Replied(tuple([await tools.call(call) for call in calls]))
+            case machine.Score(answer=answer, end=end):
+                return machine.Scored(await self.parts.scorer.score(RewardInput(ask.sample, answer, end=end)))
             case command:
                 raise AssertionError(f"nothing answers {type(command).__name__}")
-
-    async def _call(self, call: ToolCall) -> ToolReply:
-        tool = self.parts.tools.get(call.name)
-        return await call_tool(tool, call) if tool else unknown_tool(call, self.parts.tools)
 
 
 def run(given: Lagged, player: Player) -> Outcome:
@@ -211,7 +210,7 @@ def _rows(
             siblings=tuple(groups[group]),
             end=episode.command.end,  # type: ignore[union-attr]
             temperature=temperature,
-            tokens=len(episode.ids),
+            tokens=sum(map(len, episode.rows)),
         )
         for ask, episode in zip(asks, episodes, strict=True)
         for group, _, number in [ask.uid.partition("/")]
