@@ -1,5 +1,16 @@
 """Worlds that talk with the model: games, simulated users, other packages' environments."""
 
-from asyncrl.environments.base import Environment, environments, load_environment
+from asyncrl.environments.base import Environment, environments, extra_info, load_environment, said
+from asyncrl.environments.gym import Gymnasium
+from asyncrl.environments.user import ScriptedUser, SimulatedUser
 
-__all__ = ["Environment", "environments", "load_environment"]
+__all__ = [
+    "Environment",
+    "Gymnasium",
+    "ScriptedUser",
+    "SimulatedUser",
+    "environments",
+    "extra_info",
+    "load_environment",
+    "said",
+]

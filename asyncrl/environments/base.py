@@ -5,11 +5,14 @@ reset(sample) ──► Observation ──► model's turn ──► step(messag
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from asyncrl.config import Options
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import Registry, bind
 from asyncrl.types import Message, Observation, Sample
 
@@ -17,20 +20,25 @@ from asyncrl.types import Message, Observation, Sample
 class Environment(Protocol):
     """The world of one episode; it is made anew for each, and always closed.
 
-    `tools`: OpenAI schemas of calls that it answers itself, known after `reset`; a turn with one of them goes
-    to `step` as a whole, as does every turn without any call. Other calls are run as tools, and `step` is not
-    told of them. `replay` says what may be done after a crash: `reapply` (the recorded turns are stepped
-    again, and must be answered alike) or `no` (the episode starts again).
+    Derive from it, or only look like it. Making one checks the options and does nothing else: no file is
+    opened, nobody is connected to before `reset`. What `reset` and `step` raise fails the episode, which is
+    then tried again; what the *model* got wrong is an observation, and perhaps a reward.
     """
 
-    @property
-    def tools(self) -> Sequence[dict[str, Any]]: ...
-    @property
-    def replay(self) -> Literal["reapply", "no"]: ...
+    tools: Sequence[dict[str, Any]] = ()
+    """OpenAI schemas of calls that it answers itself, known after `reset`. A turn with one of them goes to
+    `step` as a whole, as does every turn without any call; other calls are run as tools, and `step` is not
+    told of them."""
 
+    replay: Literal["reapply", "no"] = "reapply"
+    """What may be done after a crash. `reapply`: a new one is made, the recorded turns are stepped again, and
+    must be answered alike. `no`: the episode starts again."""
+
+    @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
         """Begin. The messages follow the sample's prompt; there may be none."""
 
+    @abstractmethod
     async def step(self, message: Message) -> Observation:
         """Answer a turn of the model (role `assistant`, with its parsed tool calls)."""
 
@@ -45,7 +53,8 @@ environments: Registry[Callable[..., Environment]] = Registry("environment")
 def load_environment(
     plugin: str | dict[str, Options], where: str = "$.rollout.environment"
 ) -> Callable[[], Environment]:
-    """What makes the environment of an episode. ConfigError that begins with `where`."""
+    """What makes the environment of an episode; one is made at once, to find what is wrong with its options.
+    ConfigError that begins with `where`."""
     if isinstance(plugin, str):
         plugin = {plugin: {}}
     if len(plugin) != 1:
@@ -54,4 +63,26 @@ def load_environment(
     found = environments.load(spec, where)
     if not callable(found):
         raise ConfigError(f"{where}: {spec!r} makes no environment; name a class or a function")
-    return bind(found, options, f"{where}.{spec}")
+    make = bind(found, options, f"{where}.{spec}")
+    try:
+        made = make()
+    except ConfigError as error:
+        raise ConfigError(f"{where}.{spec}: {error}") from None
+    except Exception as error:
+        raise ConfigError(f"{where}.{spec}: it cannot be made ({one_line(error)})") from error
+    if missing := [name for name in ("reset", "step", "close", "tools", "replay") if not hasattr(made, name)]:
+        raise ConfigError(
+            f"{where}.{spec}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
+            "derive it from asyncrl.environments.Environment"
+        )
+    return make
+
+
+def said(text: str, reward: float = 0.0, done: bool = False) -> Observation:
+    """An observation of one message of the user's."""
+    return Observation((Message("user", text),), reward, done)
+
+
+def extra_info(sample: Sample) -> dict[str, Any]:
+    """The sample's `extra_info`, decoded."""
+    return msgspec.json.decode(sample.extra_info, type=dict[str, Any])

@@ -1,0 +1,131 @@
+"""Gymnasium's text environments: a turn is an action, what is shown is text.
+
+prompt ──reset(seed)──► text ──turn: "... left"──► action 0 ──env.step──► text, reward, done
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from asyncrl.environments.base import Environment, environments, extra_info, said
+from asyncrl.environments.gym_words import DESCRIPTIONS, NAMES, plain
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.registry import load_object
+from asyncrl.types import Message, Observation, Sample
+
+
+@environments.register("gymnasium")
+class Gymnasium(Environment):
+    """An environment whose actions are discrete, or text; every step's reward falls on its turn.
+
+    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first); `arguments`: what else it
+    is made with, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the
+    actions in order, separated by commas; a turn's last name or number of an action is what it does. `show`:
+    what the model sees, the rendered text or the observation (`auto`: the text, where there is one; for the
+    toy texts a description). `describe`: `module:function` or `file.py:function`, (observation, env) -> text,
+    in its place. An unreadable turn is told so and earns `unreadable`; the environment does not move. The
+    seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. A step blocks
+    the worker, as the toys may: microseconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        arguments: str = "{}",
+        actions: str = "",
+        show: Literal["auto", "text", "observation"] = "auto",
+        describe: str = "",
+        unreadable: float = 0.0,
+    ) -> None:
+        self._id, self._arguments, self._unreadable = id, _object(arguments), unreadable
+        modes, short = _modes(id), id.rpartition(":")[2].rpartition("-v")[0]
+        self._mode = "ansi" if "ansi" in modes and show != "observation" else None
+        if show == "text" and self._mode is None:
+            raise ConfigError(f"{id} renders no text (modes: {', '.join(modes) or 'none'}); set show=auto")
+        self._describe = DESCRIPTIONS.get(short) if show == "auto" else None
+        if describe:
+            self._describe = load_object(describe, "description")
+        self._names = [name.strip() for name in actions.split(",")] if actions else NAMES.get(short, ())
+        self._env: Any = None
+
+    async def reset(self, sample: Sample) -> Observation:
+        import gymnasium
+
+        extra = extra_info(sample)
+        arguments = self._arguments | extra.get("gymnasium", {})
+        self._env = gymnasium.make(self._id, render_mode=self._mode, **arguments)
+        self._read = _reader(self._env.action_space, self._names)
+        seen, _ = self._env.reset(seed=int(extra.get("seed", sample.row)))
+        return said(self._text(seen))
+
+    async def step(self, message: Message) -> Observation:
+        try:
+            action = self._read(message.content)
+        except ValueError as error:
+            return said(str(error), self._unreadable)
+        seen, reward, terminated, truncated, _ = self._env.step(action)
+        return said(self._text(seen), float(reward), bool(terminated or truncated))
+
+    async def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+
+    def _text(self, seen: Any) -> str:
+        if self._describe is not None:
+            return self._describe(seen, self._env.unwrapped)
+        return plain(self._env.render()) if self._mode else str(seen)
+
+
+def _reader(space: Any, names: Sequence[str]) -> Callable[[str], Any]:
+    """What reads an action from a turn; ValueError with what the model should have written."""
+    import gymnasium.spaces as spaces
+
+    if isinstance(space, spaces.Text):
+        return lambda text: text
+    if not isinstance(space, spaces.Discrete):
+        raise ConfigError(f"actions of type {type(space).__name__} cannot be read from text")
+    first, count = int(space.start), int(space.n)
+    if names and len(names) != count:
+        raise ConfigError(f"there are {count} actions, and {len(names)} names ({', '.join(names)}) for them")
+    words = {str(first + number): first + number for number in range(count)}
+    words |= {name.lower(): first + number for number, name in enumerate(names)}
+    pattern = re.compile(
+        r"(?<![\w.-])(" + "|".join(map(re.escape, words)) + r")(?![\w-]|\.\d)", re.IGNORECASE
+    )
+    hint = f"No action found. Answer with one of: {', '.join(names or words)}."
+
+    def read(text: str) -> int:
+        if not (found := pattern.findall(text)):
+            raise ValueError(hint)
+        return words[found[-1].lower()]
+
+    return read
+
+
+def _modes(id: str) -> list[str]:
+    """The render modes of an environment. ConfigError: there is none of this id, or no Gymnasium."""
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError("Gymnasium is not installed; pip install 'asyncrl[gymnasium]'") from None
+    try:
+        creator: Any = gymnasium.spec(id).entry_point
+        if isinstance(creator, str):
+            creator = gymnasium.envs.registration.load_env_creator(creator)
+    except (gymnasium.error.Error, ImportError, AttributeError) as error:
+        raise ConfigError(f"no environment {id!r} ({one_line(error)})") from None
+    return list(getattr(creator, "metadata", {}).get("render_modes", ()))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"arguments {text!r} are no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"arguments {text!r} are no JSON object")
+    return found

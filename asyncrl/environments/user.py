@@ -1,0 +1,96 @@
+"""Simulated users: replies from the data set, or another model that plays a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from asyncrl.environments.base import Environment, environments, extra_info, said
+from asyncrl.remote import RemoteModel
+from asyncrl.types import Message, Observation, Sample
+
+PLAY = """You play a user who talks with an assistant. Who you are and what you want:
+
+{scenario}
+
+Write only the user's next message: short, natural, in character. Tell details when you are asked for them.
+Never do the assistant's work. When you have what you wanted, or it is plain that you will not get it, write
+{stop} and nothing else."""
+
+
+@environments.register("scripted_user")
+class ScriptedUser(Environment):
+    """Says the strings of `extra_info.user` one after the other; the turn after the last one ends the
+    episode, as does a turn that contains `stop` (empty: none does)."""
+
+    def __init__(self, *, stop: str = "") -> None:
+        self._stop = stop
+
+    async def reset(self, sample: Sample) -> Observation:
+        replies = extra_info(sample).get("user")
+        if not isinstance(replies, list) or not all(isinstance(text, str) and text for text in replies):
+            raise ValueError(f"extra_info.user of row {sample.row} must be a list of texts")
+        self._replies = iter(replies)
+        return Observation()
+
+    async def step(self, message: Message) -> Observation:
+        if self._stop and self._stop in message.content:
+            return Observation(done=True)
+        reply = next(self._replies, None)
+        return Observation(done=True) if reply is None else said(reply)
+
+
+@environments.register("simulated_user")
+class SimulatedUser(Environment):
+    """A model behind an OpenAI-compatible URL that plays a user; `extra_info.user` says whom and to what end.
+
+    The prompt's user messages count as said by this user; where there are none it speaks first. A message
+    that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at `max_chars`
+    characters. `timeout` is in seconds, per reply with its repetitions. Nobody can make it say the same
+    again, so an interrupted episode starts anew.
+    """
+
+    replay: Literal["reapply", "no"] = "no"
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        api_key_env: str = "",
+        timeout: float = 60.0,
+        retries: int = 2,
+        temperature: float = 0.7,
+        max_tokens: int = 256,
+        max_chars: int = 4096,
+        stop: str = "###STOP###",
+    ) -> None:
+        self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
+        self._stop, self._max_chars = stop, max_chars
+        self._heard: list[Message] = []
+
+    async def reset(self, sample: Sample) -> Observation:
+        scenario = extra_info(sample).get("user")
+        if not isinstance(scenario, str) or not scenario:
+            raise ValueError(f"extra_info.user of row {sample.row} must say who the user is, and wants")
+        play = PLAY.replace("{stop}", self._stop).replace("{scenario}", scenario)
+        spoken = mirrored(sample.prompt)
+        self._heard = [Message("system", play), *spoken]
+        return Observation() if spoken else await self._reply(Message("user", "Hello! How can I help you?"))
+
+    async def step(self, message: Message) -> Observation:
+        return await self._reply(Message("user", message.content))
+
+    async def _reply(self, heard: Message) -> Observation:
+        self._heard.append(heard)
+        text = (await self._model.chat(self._heard)).strip()[: self._max_chars]
+        if not text:
+            raise ValueError("the model that plays the user said nothing")
+        self._heard.append(Message("assistant", text))
+        return said(text, done=self._stop in text)
+
+
+def mirrored(prompt: Sequence[Message]) -> list[Message]:
+    """The conversation as the user lived it: what it said is its own, the instructions are not for it."""
+    roles = {"user": "assistant", "assistant": "user"}
+    return [Message(roles[message.role], message.content) for message in prompt if message.role in roles]

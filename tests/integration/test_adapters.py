@@ -1,0 +1,150 @@
+"""Other packages' environments, played through the adapters: the real packages, no fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Options
+from asyncrl.environments import load_environment
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, Observation, Sample
+
+
+def sample(row: int = 0, **extra: Any) -> Sample:
+    return Sample(row, "game", (Message("system", "Play."),), "null", extra_info=json.dumps(extra))
+
+
+def play(plugin: dict[str, Options], sample: Sample, turns: Sequence[str]) -> list[Observation]:
+    """What the environment says at first and to each turn, until it is done."""
+
+    async def run() -> list[Observation]:
+        world = load_environment(plugin)()
+        try:
+            heard = [await world.reset(sample)]
+            for turn in turns:
+                heard.append(await world.step(Message("assistant", turn)))
+                if heard[-1].done:
+                    break
+            return heard
+        finally:
+            await world.close()
+
+    return asyncio.run(run())
+
+
+def text(observation: Observation) -> str:
+    (message,) = observation.messages
+    assert message.role == "user"
+    return message.content
+
+
+# -- Gymnasium ---------------------------------------------------------------------------------------
+
+FIRM = {"id": "FrozenLake-v1", "arguments": '{"is_slippery": false}'}
+
+
+def test_the_frozen_lake_is_crossed_by_words() -> None:
+    heard = play(
+        {"gymnasium": FIRM},
+        sample(),
+        ["down", "I go DOWN.", "right", "Not left, but right", "action: 1", "<b>right</b>"],
+    )
+    assert text(heard[0]) == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert text(heard[1]).endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert [observation.reward for observation in heard[1:]] == [0, 0, 0, 0, 0, 1]
+    assert [observation.done for observation in heard[1:]] == [False] * 5 + [True]
+
+
+def test_an_unreadable_turn_is_told_so_and_does_not_move() -> None:
+    heard = play({"gymnasium": FIRM | {"unreadable": -0.5}}, sample(), ["hm", "7", "1.5", "upright", "right"])
+    complaint = "No action found. Answer with one of: left, down, right, up."
+    assert [text(observation) for observation in heard[1:5]] == [complaint] * 4
+    assert [observation.reward for observation in heard[1:]] == [-0.5] * 4 + [0.0]
+    assert "S[F]FF" in text(heard[5])
+
+
+@pytest.mark.parametrize(
+    ("id", "turns"),
+    [
+        ("FrozenLake-v1", ["right", "down", "right", "down"] * 5),
+        ("Taxi-v4", ["south", "north", "east", "pickup", "west", "dropoff"]),
+        ("Blackjack-v1", ["hit", "hit", "stick"]),
+        ("CliffWalking-v1", ["up", "right", "right", "down"]),
+    ],
+)
+def test_the_same_row_gives_the_same_world(id: str, turns: list[str]) -> None:
+    first = play({"gymnasium": {"id": id}}, sample(3), turns)
+    assert play({"gymnasium": {"id": id}}, sample(3), turns) == first
+    assert play({"gymnasium": {"id": id}}, sample(9, seed=3), turns) == first
+    assert all(text(observation) for observation in first)
+
+
+def test_rows_differ() -> None:
+    worlds = {text(play({"gymnasium": {"id": "Taxi-v4"}}, sample(row), [])[0]) for row in range(5)}
+    assert len(worlds) > 1
+
+
+def test_toy_texts_are_described() -> None:
+    (seen,) = play({"gymnasium": {"id": "Taxi-v4"}}, sample(3), [])
+    assert text(seen).endswith(
+        "The taxi is in row 0, column 2 (from 0). The passenger is at R and wants to go to Y."
+    )
+    (seen,) = play({"gymnasium": {"id": "Blackjack-v1"}}, sample(3), [])
+    assert text(seen) == "Your hand: 7. The dealer shows 10."
+    (seen,) = play({"gymnasium": {"id": "Blackjack-v1", "show": "observation"}}, sample(3), [])
+    assert text(seen) == "(7, 10, 0)"
+
+
+def test_rewards_fall_on_their_turns() -> None:
+    cliff = play({"gymnasium": {"id": "CliffWalking-v1"}}, sample(), ["right", "up"])
+    assert [observation.reward for observation in cliff] == [0, -100, -1]
+
+
+def test_the_sample_adds_arguments() -> None:
+    lake = {"desc": ["SG", "HF"], "is_slippery": False}
+    heard = play({"gymnasium": {"id": "FrozenLake-v1"}}, sample(gymnasium=lake), ["right"])
+    assert text(heard[0]) == "[S]G\nHF"
+    assert (heard[1].reward, heard[1].done) == (1, True)
+
+
+def test_other_words_for_an_observation_and_its_actions(tmp_path: Any) -> None:
+    words = tmp_path / "words.py"
+    words.write_text("def describe(seen, env):\n    return f'cell {seen} of {env.nrow * env.ncol}'\n")
+    options = FIRM | {"describe": f"{words}:describe", "actions": "west, south, east, north"}
+    heard = play({"gymnasium": options}, sample(), ["south", "south, then east"])
+    assert [text(observation) for observation in heard] == ["cell 0 of 16", "cell 4 of 16", "cell 5 of 16"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"id": "FrozenLake-v7"}, "no environment 'FrozenLake-v7'"),
+        ({"id": "no_such_module:Game-v0"}, "no environment"),
+        ({"id": "Blackjack-v1", "show": "text"}, "renders no text"),
+        ({"id": "FrozenLake-v1", "arguments": "[1]"}, "no JSON object"),
+        ({"id": "FrozenLake-v1", "arguments": "{"}, "no JSON"),
+        ({"id": "FrozenLake-v1", "describe": "nothing:here"}, "cannot import"),
+    ],
+)
+def test_gymnasium_options(options: Options, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as error:
+        load_environment({"gymnasium": options})
+    assert str(error.value).startswith("$.rollout.environment.gymnasium: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"id": "FrozenLake-v1", "actions": "a, b"}, "4 actions, and 2 names"),
+        ({"id": "CartPole-v1", "arguments": '{"none": 1}'}, "none"),
+        ({"id": "Pendulum-v1"}, "Box cannot be read from text"),
+    ],
+)
+def test_what_only_the_made_world_tells_fails_its_episode(options: Options, complaint: str) -> None:
+    with pytest.raises(Exception, match=complaint):
+        play({"gymnasium": options}, sample(), [])

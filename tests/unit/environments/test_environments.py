@@ -1,0 +1,82 @@
+"""Names, options and what is no environment: all found before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.environments import ScriptedUser, environments, load_environment
+from asyncrl.errors import ConfigError
+
+WORLDS = """
+from asyncrl.environments import Environment, said
+
+class Echo(Environment):
+    def __init__(self, *, times: int = 1) -> None:
+        if times < 0:
+            raise ValueError("times must not be negative")
+    async def reset(self, sample):
+        return said("hello")
+    async def step(self, message):
+        return said(message.content)
+
+class HalfDone(Environment):
+    async def reset(self, sample):
+        return said("hello")
+
+class Stranger:
+    pass
+
+def echo(*, times: int = 1):
+    return Echo(times=times)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def worlds(tmp_path: Path) -> Path:
+    path = tmp_path / "worlds.py"
+    path.write_text(WORLDS)
+    return path
+
+
+def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> None:
+    for name in ("Echo", "echo"):
+        make = load_environment({f"{worlds}:{name}": {"times": 2}})
+        assert make() is not make()
+        assert (make().tools, make().replay) == ((), "reapply")
+    assert isinstance(load_environment("scripted_user")(), ScriptedUser)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "complaint"),
+    [
+        ({"{}:Echo": {"time": 2}}, "unknown option 'time'; options: times"),
+        ({"{}:Echo": {"times": "x"}}, "times"),
+        ({"{}:Echo": {"times": -1}}, "times must not be negative"),
+        ("{}:HalfDone", "abstract method '?step"),
+        ("{}:Stranger", "Stranger is no environment, it has no reset, step, close, tools, replay"),
+        ("{}:number", "makes no environment"),
+        ("{}:missing", "has no 'missing'"),
+        ("scripted", "did you mean scripted_user"),
+        ({"scripted_user": {}, "gymnasium": {}}, "one environment is expected"),
+        ({}, "there are 0"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_key(
+    worlds: Path, plugin: str | dict[str, dict[str, object]], complaint: str
+) -> None:
+    named = (
+        plugin.format(worlds)
+        if isinstance(plugin, str)
+        else {key.format(worlds): options for key, options in plugin.items()}
+    )
+    with pytest.raises(ConfigError, match=complaint) as error:
+        load_environment(named)  # type: ignore[arg-type]
+    assert str(error.value).startswith("$.rollout.environment")
+
+
+def test_all_of_them_are_registered() -> None:
+    assert {"gymnasium", "scripted_user", "simulated_user"} <= set(environments.names())
