@@ -12,15 +12,17 @@ import pytest
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
-from asyncrl.roles.episode_runner import EpisodeRunner, generated, turns_of
+from asyncrl.roles.episode_runner import EpisodeRunner
+from asyncrl.roles.job import Desk, generated, turns_of
 from asyncrl.roles.lanes import OwnLane
 from asyncrl.roles.meter import Meter
 from asyncrl.roles.scoring import Scorer
+from asyncrl.roles.turn_player import TurnPlayer, World
 from asyncrl.roles.waits import Waits
-from asyncrl.tools import Tool, tool
+from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.transport.outbox import Outbox, Record
-from asyncrl.types import EpisodeEnd, FailReason, ToolReply, Turn
+from asyncrl.types import EpisodeEnd, FailReason, Heard, Turn
 from tests.fakes.chat import call, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
@@ -36,7 +38,9 @@ def right(**arguments: Any) -> float:
 class Bench:
     """A runner over a scripted engine, with an outbox whose receiver the test plays."""
 
-    def __init__(self, turns: Sequence[str], reward: Any = right, **options: Any) -> None:
+    def __init__(
+        self, turns: Sequence[str], reward: Any = right, environment: Any = None, **options: Any
+    ) -> None:
         self.turns, self.sent, self.frames = list(turns), [], []
         self.calls: list[str] = []
         self.auto_ack = True
@@ -48,9 +52,12 @@ class Bench:
         config = RolloutConfig(**{"episode_timeout": 60.0, "reward_timeout": 60.0, **options})
         self.tools = {"look": self.looker()}
         scorer = Scorer(reward, config.reward_timeout)
-        self.runner = EpisodeRunner(
-            config, rules(), self.tools, scorer, self.outbox, self.waits, oldest=lambda: self.oldest
-        )
+        made = rules(environment=environment is not None)
+        desk = Desk(config, made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
+        self.runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, self.world(config, environment)))
+
+    def world(self, config: RolloutConfig, environment: Any) -> World:
+        return World(Toolbox(self.tools, config.tool_timeout), environment)
 
     def looker(self, **options: Any) -> Tool:
         @tool(name="look", **options)
@@ -106,8 +113,8 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert sorted(bench.calls) == ["left", "right"]
     turn = msgspec.msgpack.decode(bench.frames[0][0], type=Turn)
     assert turn.replies == ()
-    replies = msgspec.msgpack.decode(bench.frames[1][0], type=tuple[ToolReply, ...])
-    assert [reply.content for reply in replies] == ["saw left", "saw right"]
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    assert [reply.content for reply in heard.replies] == ["saw left", "saw right"]
     first = bench.sent[0]
     assert isinstance(first, Generated)
     assert (first.tokens, first.model_tokens) == (len(turn.context) + len(turn.ids), len(turn.ids))
@@ -188,8 +195,8 @@ def test_malformed_calls_and_unknown_tools_are_answered() -> None:
     assert [type(record) for record in bench.sent] == [
         Generated, Replied, Generated, Replied, Generated, Finished
     ]  # fmt: skip
-    replies = msgspec.msgpack.decode(bench.frames[3][0], type=tuple[ToolReply, ...])
-    assert "unknown tool" in replies[0].content
+    heard = msgspec.msgpack.decode(bench.frames[3][0], type=Heard)
+    assert "unknown tool" in heard.replies[0].content
 
 
 # -- failures ----------------------------------------------------------------------------------------
@@ -252,8 +259,8 @@ def test_an_episode_without_a_turn_by_its_deadline_fails() -> None:
 
 def test_a_prompt_that_is_too_long_fails_by_name() -> None:
     bench = Bench([])
-    limits = msgspec.structs.replace(bench.runner.rules.limits, max_tokens=1)
-    object.__setattr__(bench.runner.rules, "limits", limits)
+    made = bench.runner.desk.rules
+    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, max_tokens=1))
     end = bench.play()
     assert isinstance(end, Failed)
     assert end.reason is FailReason.PROMPT_TOO_LONG

@@ -1,0 +1,39 @@
+"""Every example runs as its README says: two steps, on the embedded engine, nothing lost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import ROOT, Run
+
+EXAMPLES = sorted(path.parent.parent for path in (ROOT / "examples/multiturn").glob("*/experiment/*.yaml"))
+WANTED = {"python_math", "search_qa", "hi_lo", "mcp_tools", "openai_agent", "custom_reward"}
+CODE = 100  # lines that an example may have
+
+
+@pytest.mark.parametrize("folder", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
+    name = folder.name
+    few = ["total_steps=2", "validation.final_samples=0", "buffer.filter_zero_variance=false"]
+    with Run(tmp_path, "--config-dir", str(folder), f"experiment={name}", *few, name=name) as run:
+        summary = run.completed(2)
+    flow = summary["flow"]
+    assert flow["trained"] == 2 * 16, summary.get("reasons")
+    assert flow["issued"] == sum(flow.values()) - flow["issued"]
+    assert not summary.get("reasons"), "every attempt ended as it should"
+
+
+def test_the_examples_are_all_there_small_and_explained() -> None:
+    assert {folder.name for folder in EXAMPLES} >= WANTED
+    table = (ROOT / "examples/multiturn/README.md").read_text()
+    for folder in EXAMPLES:
+        code = sum(len(file.read_text().splitlines()) for file in folder.glob("*.py"))
+        assert code < CODE, f"{folder.name} has {code} lines of code"
+        readme = (folder / "README.md").read_text()
+        assert f"experiment={folder.name}" in readme and f"({folder.name}/README.md)" in table
+        for file in folder.glob("*.py"):
+            deep = re.findall(r"asyncrl\.\w+\.\w+", file.read_text())
+            assert not deep, f"{file.name} imports {deep}, which is not public"
