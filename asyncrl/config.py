@@ -467,6 +467,10 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
+        "$.rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
+        "rollout.tools, or the agent": bool(
+            config.rollout.agent and (config.rollout.environment or config.rollout.tools)
+        ),
         f"$.trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
         f"({config.rollout.max_tokens}): a long episode would not fit; raise it": (
             config.trainer.micro_batch_tokens < config.rollout.max_tokens

@@ -355,9 +355,13 @@ def warnings(config: RunConfig) -> list[str]:
     """What is allowed and hardly meant, one line each."""
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
-    if slots <= live:
-        return []
-    return [
+    rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
+    found = {
         f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
-        "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group"
-    ]
+        "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group": slots > live,
+        f"an episode of {rows} rows (rollout.max_rows) of rollout.max_tokens is more than "
+        f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory": (
+            rows > 1 and rows * config.rollout.max_tokens > budget
+        ),
+    }
+    return [message for message, applies in found.items() if applies]

@@ -153,6 +153,13 @@ def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
     assert "33 slots" in line and "more than admission will ever fill: 32" in line
 
 
+def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
+    rollout = {"slots": 1, "max_tokens": 1000, "history": "fork", "max_rows": 8}
+    assert not preflight.warnings(config(tmp_path, rollout=rollout))
+    (line,) = preflight.warnings(config(tmp_path, rollout=rollout | {"max_rows": 9}))
+    assert "an episode of 9 rows" in line and "micro_batch_tokens (8192)" in line
+
+
 def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
