@@ -1,15 +1,22 @@
 """Tools that the model calls during an episode."""
 
-from asyncrl.tools.base import Replay, Rewarded, Tool, call_tool, load_tool, tool, tools, unknown_tool
+from asyncrl.tools.base import Replay, Tool, ToolError, tool, tools
 from asyncrl.tools.calculator import calculator
+from asyncrl.tools.loading import load_tool, load_tools
+from asyncrl.tools.replies import Rewarded
+from asyncrl.tools.toolbox import Session, Toolbox, call_tool, unknown_tool
 
 __all__ = [
     "Replay",
     "Rewarded",
+    "Session",
     "Tool",
+    "ToolError",
+    "Toolbox",
     "calculator",
     "call_tool",
     "load_tool",
+    "load_tools",
     "tool",
     "tools",
     "unknown_tool",

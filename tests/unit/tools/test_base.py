@@ -150,14 +150,14 @@ def test_cancellation_travels_on() -> None:
 
 
 def test_replies_are_bounded() -> None:
-    @tool(max_chars=60)
+    @tool(max_chars=64)
     def verbose(size: int) -> str:
         return "x" * size
 
-    assert run(verbose, '{"size": 60}').content == "x" * 60
-    long = run(verbose, '{"size": 61}').content
-    assert len(long) == 60
-    assert long.endswith("x [cut: 61 characters]")
+    assert run(verbose, '{"size": 64}').content == "x" * 64
+    long = run(verbose, '{"size": 65}').content
+    assert len(long) == 64
+    assert "x [cut: 65 characters] x" in long
 
 
 def test_unknown_tools_are_answered_with_the_known_ones() -> None:
@@ -173,7 +173,7 @@ def test_load_from_file(tmp_path: Path) -> None:
         "from asyncrl.tools import Tool, tool\n"
         "@tool(replay='no')\n"
         "def ready(x: int) -> int: return x + 1\n"
-        "def scaled(by: int = 2) -> Tool:\n"
+        "def scaled(*, by: int = 2) -> Tool:\n"
         "    @tool\n"
         "    def scale(x: int) -> int: return by * x\n"
         "    return scale\n"
@@ -183,7 +183,7 @@ def test_load_from_file(tmp_path: Path) -> None:
     assert run(load_tool(f"{file}:scaled", by=5), '{"x": 3}').content == "15"
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("plain", {}, "decorate it"),
-        ("scaled", {"bye": 1}, "unexpected keyword"),
+        ("scaled", {"bye": 1}, "unknown option 'bye'; options: by"),
         ("ready", {"by": 1}, "takes no arguments"),
         ("raedy", {}, "did you mean ready"),
     ]

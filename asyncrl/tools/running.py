@@ -1,0 +1,118 @@
+"""Running foreign code so that it can neither hold nor hurt those who wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asyncrl.errors import AsyncrlError
+
+log = logging.getLogger("asyncrl.tools")
+
+SLOW = 0.1  # seconds that a sync tool may hold the event loop before the log says so
+_abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
+
+
+class Late(AsyncrlError):
+    """A deadline passed."""
+
+
+async def bounded(work: Awaitable[Any], seconds: float, running: set[asyncio.Task[Any]]) -> Any:
+    """The result of `work`. After `seconds` it is cancelled, and not waited for: Late. It is in `running`
+    until it really ends. What it raises is an Exception, whatever it was."""
+    task = asyncio.ensure_future(_tame(work))
+    for keep in (running, _abandoned):
+        keep.add(task)
+        task.add_done_callback(keep.discard)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_hush)
+    if not task.done():
+        raise Late(f"no reply within {seconds:g} s")
+    if task.cancelled():
+        raise RuntimeError("it was cancelled")
+    return task.result()
+
+
+async def _tame(work: Awaitable[Any]) -> Any:
+    """A SystemExit would end the event loop."""
+    try:
+        return await work
+    except SystemExit as problem:
+        raise RuntimeError(line(problem)) from None
+
+
+def _hush(task: asyncio.Task[Any]) -> None:
+    """Nobody asks any more how an abandoned task ended; asyncio would complain."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def finish(
+    function: Callable[..., Any], *arguments: Any, blocking: bool = False, **keywords: Any
+) -> Any:
+    """Call a sync or async function; `blocking`: in a thread of its own."""
+    if blocking and not inspect.iscoroutinefunction(function):
+        return await in_thread(lambda: function(*arguments, **keywords), "tool")
+    started = time.perf_counter()
+    result = function(*arguments, **keywords)
+    if (held := time.perf_counter() - started) > SLOW:
+        name = getattr(function, "__qualname__", repr(function))
+        log.warning(
+            "%s held up all episodes of the worker for %.1f s; make it async, or blocking", name, held
+        )
+    return await result if inspect.isawaitable(result) else result
+
+
+async def in_thread(function: Callable[[], Any], name: str, ended: Callable[[], None] = lambda: None) -> Any:
+    """Run foreign code in a daemon thread of its own: when it never returns it costs that thread, neither a
+    place in a pool nor the end of the process. `ended` is called in the loop when it has really returned,
+    which may be long after this coroutine was cancelled."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        ended()
+        if future.done():  # abandoned at the deadline
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = function()
+        except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
+            error = _carried(problem)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True, name=name).start()
+    return await future
+
+
+def _carried(problem: BaseException) -> Exception:
+    """What a future can carry out of a thread."""
+    if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
+        return problem
+    return RuntimeError(line(problem))
+
+
+def line(problem: BaseException, limit: int = 300) -> str:
+    """`Type: message` on one line, of an error that may be anything."""
+    try:
+        text = " ".join(str(problem)[: 4 * limit].split())
+    except Exception:
+        text = "its text cannot be read"
+    return f"{type(problem).__name__}: {text}"[:limit] if text else type(problem).__name__
