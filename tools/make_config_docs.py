@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from asyncrl/config.py: the string under a field is its documentation.
+"""Write docs/configuration.md from asyncrl/config/: the string under a field is its documentation.
 
 python tools/make_config_docs.py [--check]
 """
@@ -23,7 +23,7 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Generated from `asyncrl/config.py` by `make docs`; do not edit. Set a key with `key=value` on the command
+Generated from `asyncrl/config/` by `make docs`; do not edit. Set a key with `key=value` on the command
 line, for example `asyncrl train buffer.max_staleness=2`, or in a file of a group in `configs/`. An unknown
 key or a value out of bounds ends the command with exit code 2 before any process starts.
 """

@@ -1,4 +1,4 @@
-"""docs/configuration.md is what config.py says."""
+"""docs/configuration.md is what asyncrl/config says."""
 
 from __future__ import annotations
 

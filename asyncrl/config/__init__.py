@@ -1,0 +1,46 @@
+"""The configuration: every key, its type, its bounds and what it means. The only definition of each.
+
+Hydra composes a mapping from `configs/` and the command line; `parse` turns it into a frozen
+`RunConfig` or raises ConfigError naming the key. `docs/configuration.md` is generated from this package:
+the string under a field is its documentation.
+"""
+
+from asyncrl.config.base import Options, Plugin, Section
+from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.run import (
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    ObserveConfig,
+    RunConfig,
+    WeightsConfig,
+    parse,
+)
+from asyncrl.config.training import (
+    AlgorithmConfig,
+    BufferConfig,
+    CriticConfig,
+    KLConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "BufferConfig",
+    "CriticConfig",
+    "DataConfig",
+    "EngineConfig",
+    "KLConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "Options",
+    "Plugin",
+    "RolloutConfig",
+    "RunConfig",
+    "Section",
+    "TrainerConfig",
+    "ValidationConfig",
+    "WeightsConfig",
+    "parse",
+]

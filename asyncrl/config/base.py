@@ -1,0 +1,20 @@
+"""What all sections of the configuration are made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Text = Annotated[str, Meta(min_length=1)]
+Options = dict[str, str | int | float | bool]
+Plugin = str | dict[str, Options]  # a name, or one name with its options
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of every group of keys: immutable, and an unknown key is an error."""

@@ -1,0 +1,130 @@
+"""Keys of how episodes come about: what the model meets, what samples it, how it is held to account."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
+
+
+class RolloutConfig(Section, frozen=True):
+    """Episodes: sampling, limits, what the model meets, and reward."""
+
+    workers: Positive = 1
+    """Number of rollout worker processes."""
+    slots: Positive = 64
+    """Episodes that one worker runs at once."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Sampling temperature of training episodes. Top-p and top-k are off in training, so that the
+    recorded log-probs are those of the distribution sampled from."""
+    max_new_tokens: Positive = 128
+    """Token limit of one turn."""
+    max_tokens: Positive = 1024
+    """Token limit of a row, prompt and tool replies included. An episode has one row, unless its history is
+    rewritten or branches."""
+    max_turns: Positive = 16
+    """Model turns per episode."""
+    max_calls: Positive = 64
+    """Tool calls per episode."""
+    max_bad_calls: Positive = 3
+    """Malformed tool calls in a row that end an episode."""
+    max_reply_tokens: Positive = 2048
+    """A longer tool reply is cut."""
+    cut_replies: Literal["head", "middle", "tail"] = "middle"
+    """Where a tool reply that is too long is cut."""
+    history: Literal["append", "fork", "fold"] = "append"
+    """What a chat template that rewrites earlier turns does: it is refused (`append`), or begins a new row
+    (`fork`, `fold`). A full row ends the episode, or (`fold`) goes on as a new one without the oldest tool
+    replies."""
+    max_rows: Positive = 8
+    """Rows that one episode may become, where it may become several."""
+    tools: list[str] = []
+    """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
+    tool_args: dict[str, Options] = {}
+    """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
+    tool_timeout: Seconds = 30.0
+    """Deadline of one tool call; the episode goes on with an error reply."""
+    parser: str = "hermes"
+    """Format in which the model writes tool calls."""
+    environment: Plugin = ""
+    """What answers turns without tool calls (a game, a simulated user): a registered name, `module:class` or
+    `file.py:class`, or one with options, e.g. `{gymnasium: {id: FrozenLake-v1}}`; empty: such a turn is the
+    answer."""
+    agent: Plugin = ""
+    """A program that leads the episode through an OpenAI-compatible endpoint: `module:function` or
+    `file.py:function`, or `{command: {line: python agent.py}}`; empty: the model is asked turn by turn."""
+    reward: Plugin = "final_number"
+    """Reward function (verl's signature, or of one trajectory): a registered name, `module:function` or
+    `file.py:function`; or several with options and weights, e.g. `{gsm8k: {}, format: {weight: 0.2}}`."""
+    reward_timeout: Seconds = 60.0
+    """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
+    episode_timeout: Seconds = 600.0
+    """Wall-clock limit of one episode; afterwards it fails with `deadline`."""
+    retries: Count = 2
+    """Re-issues of an episode that failed for a reason that is not the policy's."""
+    threads: Positive = 1
+    """OpenMP threads of a worker with an embedded engine."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that an episode can become."""
+        return self.max_rows if self.agent or self.history != "append" else 1
+
+
+class EngineConfig(Section, frozen=True):
+    """What samples tokens."""
+
+    name: Text = "torch"
+    """`torch`: embedded in the rollout worker. `sglang`: servers of their own, shared by all workers."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the embedded engine computes."""
+    max_batch_tokens: Positive = 4096
+    """Prompt tokens that the embedded engine prefills at most between two decode steps."""
+    servers: Positive = 1
+    """sglang: servers to start."""
+    urls: list[str] = []
+    """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
+    tp: Positive = 1
+    """sglang: tensor-parallel size of a server (GPUs per server)."""
+    memory_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.85
+    """sglang: share of a GPU's memory for weights and KV cache; lower it where the trainer shares the GPU."""
+    server_args: dict[str, str | int | float | bool] = {}
+    """sglang: further arguments of started servers, by their names without `--`."""
+    server_command: list[str] = []
+    """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
+    api_key_env: str = ""
+    """sglang: environment variable with the servers' API key; empty: none."""
+    admin_key_env: str = ""
+    """sglang: environment variable with the servers' admin key; empty: the API key."""
+    start_timeout: Seconds = 600.0
+    """sglang: deadline for a server to become ready."""
+    request_timeout: Seconds = 300.0
+    """sglang: a request whose stream is silent for this long is given up and continued elsewhere."""
+    max_requests: Positive = 256
+    """sglang: requests that one worker has open at one server at once; more wait in the worker."""
+
+    @property
+    def remote(self) -> bool:
+        """Engines are servers with keepers, not parts of the workers."""
+        return self.name == "sglang"
+
+    @property
+    def keepers(self) -> int:
+        return (len(self.urls) or self.servers) if self.remote else 0
+
+
+class ValidationConfig(Section, frozen=True):
+    """Held-out episodes at one fixed version, through the same workers."""
+
+    every: Count = 0
+    """Steps between validations; 0: only before and after training."""
+    samples: Count = 128
+    """Held-out samples per validation in mid-run (sampled and greedy each)."""
+    final_samples: Count = 512
+    """Held-out samples of the first and the last validation; 0: none."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Temperature of the sampled half."""
+    max_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of a worker's slots that validation may take in mid-run."""

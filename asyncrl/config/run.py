@@ -1,0 +1,200 @@
+"""Keys of a run as a whole, and how a mapping becomes a checked `RunConfig`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.config.base import Count, Positive, Seconds, Section, Text
+from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
+from asyncrl.config.training import (
+    AlgorithmConfig,
+    BufferConfig,
+    CriticConfig,
+    KLConfig,
+    TrainerConfig,
+)
+from asyncrl.errors import ConfigError
+
+BYTES_PER_TOKEN = 24  # worst case of an encoded token: id, log-prob, share of a span
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy, a Hugging Face causal language model with its tokenizer."""
+
+    path: Text
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter and compute type of the trainer and the embedded engine."""
+    fp32_head: bool = False
+    """Compute logits in float32 under bfloat16 (in trainer)."""
+    lora_rank: Count = 0
+    """Train low-rank adapters of this rank on the linear layers instead of the weights; 0: all weights."""
+    lora_alpha: Annotated[float, Meta(gt=0)] = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+
+
+class DataConfig(Section, frozen=True):
+    """Prompts, as parquet files with verl's columns."""
+
+    train: Text
+    """Parquet file of training samples."""
+    test: str = ""
+    """Parquet file of held-out samples; empty: no validation."""
+    shuffle: bool = True
+    """Shuffle the samples anew in each epoch, by `seed`."""
+    epochs: Count = 0
+    """Passes over the training samples; 0: as many as `total_steps` needs."""
+    at_end: Literal["flush", "drop"] = "flush"
+    """Data exhausted with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new versions reach the engines."""
+
+    every: Positive = 1
+    """Publish after every k-th step."""
+    directory: Text = "auto"
+    """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room; or an absolute
+    path, which other nodes may share: files in a directory of the run's own there."""
+    keep: Annotated[int, Meta(ge=2)] = 3
+    """Versions kept on disk."""
+    deadline: Seconds = 60.0
+    """An engine that has not loaded a version by then is reported and gets the latest one."""
+    transport: Literal["disk", "collective"] = "disk"
+    """`disk`: files. `collective` (sglang): broadcast through a process group of each server's own."""
+    delta: bool = False
+    """Publish only the bytes that changed, compressed, with a whole version every `full_every`."""
+    full_every: Positive = 16
+    """delta: versions from one that is published whole to the next."""
+    bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
+    """Tensors are gathered, written and broadcast in buckets of about this size."""
+    mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """sglang, requests under way at an update: keep their KV cache, recompute it, or end and resume them."""
+    rolling: bool = True
+    """Update servers one after another, so that generation never stops everywhere."""
+
+
+class ObserveConfig(Section, frozen=True):
+    """What a person sees."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """Live view on a terminal, plain lines elsewhere."""
+    trackers: list[Literal["wandb", "tensorboard", "swanlab"]] = []
+    """Trackers beside metrics.jsonl."""
+    project: Text = "asyncrl"
+    """Project name for trackers."""
+    plot: bool = True
+    """Draw run.png at the end."""
+    transcripts: Count = 8
+    """Validation episodes saved as text per validation."""
+
+
+class LaunchConfig(Section, frozen=True):
+    """Processes and their supervision."""
+
+    kind: Literal["local", "ray"] = "local"
+    """Local subprocesses, or Ray actors."""
+    ray_address: str = ""
+    """Ray cluster; empty: a local one is started."""
+    host: Text = "127.0.0.1"
+    """Address the coordinator binds to."""
+    port: Annotated[int, Meta(ge=0, le=65534)] = 0
+    """Control port; port + 1 is the bulk port. 0: free ones."""
+    restarts: Count = 5
+    """Restarts per role before the run is given up."""
+    lease: Seconds = 10.0
+    """A worker silent for this long loses its episodes."""
+    start_timeout: Seconds = 120.0
+    """Deadline for a role to report in."""
+    stop_timeout: Seconds = 10.0
+    """Deadline of a graceful stop, checkpoint included."""
+    stall_timeout: Seconds = 300.0
+    """The watchdog ends a run in which nothing has moved for this long, and says who waits on whom."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True):
+    """One run."""
+
+    name: Text
+    """Name of the run; its directory is `<run_dir>/<name>`."""
+    run_dir: Text = "runs"
+    """Parent of run directories; a local disk."""
+    seed: int = 0
+    """Seed of data order, sampling and initialisation."""
+    total_steps: Positive = 100
+    """Optimizer batches to train."""
+    resume: Literal["auto", "never", "must"] = "never"
+    """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    kl: KLConfig = KLConfig()
+    critic: CriticConfig = CriticConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    validation: ValidationConfig = ValidationConfig()
+    observe: ObserveConfig = ObserveConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def group_bytes(self) -> int:
+        """Worst-case payload of a group."""
+        episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN
+        return self.buffer.episodes_per_group * episode
+
+
+def parse(mapping: Any) -> RunConfig:
+    """Validate a plain mapping. Raises ConfigError with the path of the wrong key."""
+    try:
+        config = msgspec.convert(mapping, RunConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from None
+    _check_combinations(config)
+    return config
+
+
+def _check_combinations(config: RunConfig) -> None:
+    """Refuse what each key allows but together cannot work."""
+    buffer, algorithm = config.buffer, config.algorithm
+    refusals = {
+        f"$.buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
+        "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
+        f"$.buffer.min_group ({buffer.min_group}) exceeds episodes_per_group ({buffer.episodes_per_group}): "
+        "every group would be dropped; lower it": buffer.min_group > buffer.episodes_per_group,
+        f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
+        f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
+        > buffer.groups_per_batch,
+        f"$.weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
+        "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
+        f"$.engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
+            len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
+        ),
+        "$.weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
+            config.weights.transport == "collective" and not config.engine.remote
+        ),
+        "$.weights.delta is for files: a broadcast goes straight into a server, which knows no deltas; "
+        "use weights.transport=disk": config.weights.delta and config.weights.transport == "collective",
+        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens "
+        f"({config.group_bytes * buffer.groups_per_batch} bytes); raise it or lower max_tokens": (
+            buffer.max_bytes < config.group_bytes * buffer.groups_per_batch
+        ),
+        f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
+        f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
+        "$.rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
+        "rollout.tools, or the agent": bool(
+            config.rollout.agent and (config.rollout.environment or config.rollout.tools)
+        ),
+        f"$.trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
+        f"({config.rollout.max_tokens}): a long episode would not fit; raise it": (
+            config.trainer.micro_batch_tokens < config.rollout.max_tokens
+        ),
+    }
+    for message, refused in refusals.items():
+        if refused:
+            raise ConfigError(message)

@@ -1,0 +1,159 @@
+"""Keys of what is learned from episodes: the buffer, the algorithm, the optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from asyncrl.config.base import Count, Fraction, Options, Positive, Seconds, Section, Text
+
+
+class BufferConfig(Section, frozen=True):
+    """The replay buffer: batches, groups, staleness."""
+
+    groups_per_batch: Positive = 16
+    """Groups (samples) per optimizer batch."""
+    episodes_per_group: Positive = 8
+    """Episodes per sample."""
+    max_staleness: Count = 4
+    """Bound on the lag of every trained token, in optimizer batches. 0: synchronous."""
+    target_staleness: Count | None = None
+    """Admission pace: live groups <= (1 + target) * groups_per_batch. Default: min(1, max_staleness)."""
+    on_stale: Literal["mask", "hold", "drop"] = "mask"
+    """Tokens over the bound at take: weight zero; never let it happen (`hold`); drop the trajectory."""
+    group_policy: Literal["complete", "partial"] = "complete"
+    """Train whole groups, or the members landed by a deadline (late ones are still trained)."""
+    group_deadline: Seconds = 60.0
+    """`partial`: seconds from the issue of a group to the deadline of its baseline."""
+    min_group: Positive = 2
+    """Usable members under which a group is dropped (`group_short`)."""
+    filter_zero_variance: bool = True
+    """Filter groups whose rewards are all equal, and refill the batch."""
+    max_refill: Positive = 8
+    """Batches' worth of groups filtered while one batch fills; then it is trained with what there is."""
+    retire_pass_rate: Fraction = 1.0
+    """Samples whose share of positive rewards in a group reached this are not drawn again
+    (no-positive-resampling); 1: off."""
+    max_barren_batches: Positive = 50
+    """Abort the run after this many batches' worth of groups in a row that left untrained."""
+    max_bytes: Positive = 1 << 30
+    """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.groups_per_batch * self.episodes_per_group
+
+    @property
+    def target(self) -> int:
+        return min(1, self.max_staleness) if self.target_staleness is None else self.target_staleness
+
+    @property
+    def max_live_groups(self) -> int:
+        return (1 + self.target) * self.groups_per_batch
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
+
+    advantage: Text = "dr_grpo"
+    """How rewards become advantages: a registered name or `module:function`."""
+    advantage_args: Options = {}
+    """Options of the advantage, e.g. `{gamma: 0.99, lam: 0.95}`."""
+    normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
+    """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
+    loss: Text = "reinforce"
+    """Policy loss: a registered name or `module:function`."""
+    loss_args: Options = {}
+    """Options of the loss, e.g. `{clip_low: 0.2, clip_high: 0.28}`."""
+    correction: dict[str, Options] | None = None
+    """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
+    `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale
+    data."""
+    aggregation: Text = "token_mean"
+    """How token losses become one number; normalisers are exact over the whole batch."""
+    shaping: dict[str, Options] = {}
+    """Changes to the reward before advantages, by name, each with its options."""
+    mask_truncated: bool = False
+    """Keep episodes that hit a limit out of the loss (overlong filtering); their reward stays in the
+    baseline."""
+    entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of the bonus for entropy over the whole vocabulary."""
+    steps_per_batch: Positive = 1
+    """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole batch
+    is in hand before the first."""
+    epochs: Positive = 1
+    """Passes over a batch; more than one needs the barrier, too."""
+    prox: Literal["auto", "recompute", "loglinear", "current"] = "auto"
+    """log prox: recomputed at the start of the batch, interpolated between mu and pi, or pi itself. `auto`:
+    `current` for one optimizer step per batch, where that is exact, else `recompute`."""
+    ess_lr: bool = False
+    """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
+
+
+class KLConfig(Section, frozen=True):
+    """Distance to a reference policy."""
+
+    where: Literal["none", "reward", "loss"] = "none"
+    """Subtract coef * KL from the token rewards, or add it to the loss."""
+    estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through"] = "auto"
+    """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward,
+    k2 in the loss, whose gradients are those of the KL."""
+    coef: Annotated[float, Meta(ge=0)] = 1e-3
+    """Initial coefficient."""
+    target: Annotated[float, Meta(ge=0)] = 0.0
+    """KL per token that the coefficient is adapted to; 0: it is fixed."""
+    horizon: Positive = 10_000
+    """target: episodes over which the coefficient adapts."""
+    reference: str = ""
+    """Model directory of the reference; empty: the initial policy (with LoRA: the base of the adapter)."""
+    offload: bool = False
+    """Keep the reference's shards in main memory between its forwards."""
+
+
+class CriticConfig(Section, frozen=True):
+    """Value function, trained where the advantage wants one (gae)."""
+
+    backbone: Literal["own", "shared"] = "own"
+    """A model of its own, or a value head on the policy's last hidden states."""
+    path: str = ""
+    """own: model directory it starts from; empty: model.path."""
+    lr: Annotated[float, Meta(gt=0)] = 1e-5
+    """own: peak learning rate of its AdamW; the schedule is the policy's."""
+    warmup_steps: Count = 0
+    """First batches that train the critic only."""
+    clip: Annotated[float, Meta(ge=0)] = 0.2
+    """Range of the value clip around the value at the start of the batch; 0: off."""
+    coef: Annotated[float, Meta(gt=0)] = 0.5
+    """shared: weight of the value loss beside the policy loss."""
+
+
+class TrainerConfig(Section, frozen=True):
+    """FSDP2 ranks and the optimizer."""
+
+    ranks: Positive = 1
+    """Trainer processes."""
+    lr: Annotated[float, Meta(gt=0)] = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    lr_end: Fraction = 0.1
+    """Final learning rate as a share of the peak."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's moments."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: Annotated[float, Meta(ge=0)] = 1.0
+    """Gradient norm limit; 0: off."""
+    micro_batch_tokens: Positive = 8192
+    """Padded tokens of one forward/backward on one rank."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints kept."""
+    threads: Positive = 1
+    """OpenMP threads of a rank."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the ranks compute."""
