@@ -1,16 +1,28 @@
 """Rewards of finished episodes."""
 
-from asyncrl.rewards.base import RewardFunction, final_number, load_reward, rewards, score
+from asyncrl.rewards.answers import final_number
+from asyncrl.rewards.base import RewardError, RewardFunction, RewardInput, rewards, runs
+from asyncrl.rewards.loading import Reward, Source, in_loop, load_reward, load_rewards
 from asyncrl.rewards.shaping import ShapingInput, select_shapings, shape, shapings
+from asyncrl.rewards.verdicts import combine, evaluate, told
 
 __all__ = [
+    "Reward",
+    "RewardError",
     "RewardFunction",
+    "RewardInput",
     "ShapingInput",
+    "Source",
+    "combine",
+    "evaluate",
     "final_number",
+    "in_loop",
     "load_reward",
+    "load_rewards",
     "rewards",
-    "score",
+    "runs",
     "select_shapings",
     "shape",
     "shapings",
+    "told",
 ]

@@ -1,54 +1,51 @@
-"""One reward call and its shaping: foreign code, bounded in time and kept off the event loop."""
+"""The reward of one episode: all its parts at once, each with a deadline, and its shaping.
+
+    RewardInput ──┬─► in the loop (async, or quick) ─────┐
+                  └─► Pool: child processes (sync) ──────┴──► combine ──► Verdict
+
+Foreign code ends here: whatever it does becomes a Verdict or a RewardError of one line.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from asyncrl.errors import AsyncrlError, one_line
-from asyncrl.rewards import RewardFunction, ShapingInput, shape
-from asyncrl.rewards import score as score_with
+from asyncrl.errors import one_line
+from asyncrl.remote import close_sessions
+from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
+from asyncrl.rewards.process import SIZE, Pool
 from asyncrl.rewards.shaping import Shaping
-from asyncrl.tools.base import in_thread
-from asyncrl.types import Sample, Verdict
+from asyncrl.types import Verdict
 
-THREADS = 8  # reward calls of one worker that run at once
-
-
-class RewardError(AsyncrlError):
-    """The reward function or a shaping raised, ran out of time or gave back no number."""
+__all__ = ["RewardError", "Scorer"]
 
 
 class Scorer:
-    """Calls a reward function with a deadline; `shapings` are applied to the episodes that train.
+    """Calls rewards, each within `timeout` s; `shapings` are applied to the episodes that train. It belongs
+    to one event loop."""
 
-    A sync function runs in a daemon thread: one that never returns costs its thread, not the worker. The
-    functions of asyncrl.rewards are known to be quick and run at once.
-    """
+    def __init__(self, rewards: Sequence[Reward], timeout: float, shapings: Sequence[Shaping] = ()) -> None:
+        self._rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
+        self._pools = [_pool(reward) for reward in rewards]
 
-    def __init__(self, reward: RewardFunction, timeout: float, shapings: Sequence[Shaping] = ()) -> None:
-        self._reward, self._timeout, self._shapings = reward, timeout, shapings
-        package = getattr(reward, "__module__", "").startswith("asyncrl.rewards")
-        self._inline = package or inspect.iscoroutinefunction(reward)
-        self._threads = asyncio.Semaphore(THREADS)
-
-    async def score(self, sample: Sample, answer: str, extra: Mapping[str, Any]) -> Verdict:
-        """The verdict on one episode; `extra` is added to the sample's extra_info. Raises RewardError."""
-
-        async def call(*, extra_info: dict[str, Any], **arguments: Any) -> Any:
-            result = await self._call(extra_info={**extra_info, **extra}, **arguments)
-            return await result if inspect.isawaitable(result) else result
-
-        deadline = asyncio.timeout(self._timeout)
+    async def score(self, given: RewardInput) -> Verdict:
+        """The verdict on one episode. One part that fails fails it: RewardError, which names that part where
+        there are several."""
+        pairs = zip(self._rewards, self._pools, strict=True)
+        parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
+        failed = [
+            f"{reward.name}: {part}" if len(parts) > 1 else part
+            for reward, part in zip(self._rewards, parts, strict=True)
+            if isinstance(part, str)
+        ]
+        if failed:
+            raise RewardError("; ".join(failed))
+        named = zip(self._rewards, parts, strict=True)
         try:
-            async with deadline:
-                return await score_with(call, sample, answer)
-        except Exception as error:
-            late = isinstance(error, TimeoutError) and deadline.expired()
-            why = f"no reward within {self._timeout:g} s" if late else one_line(error)
-            raise RewardError(why) from error
+            return combine([(r.name, r.weight, part) for r, part in named if isinstance(part, Verdict)])
+        except ValueError as error:
+            raise RewardError(one_line(error)) from error
 
     def shape(self, given: ShapingInput) -> float:
         """What is added to the reward of an episode. Raises RewardError."""
@@ -57,8 +54,27 @@ class Scorer:
         except Exception as error:
             raise RewardError(f"algorithm.shaping: {one_line(error)}") from error
 
-    async def _call(self, **arguments: Any) -> Any:
-        if self._inline:
-            return self._reward(**arguments)
-        await self._threads.acquire()
-        return await in_thread(lambda: self._reward(**arguments), "reward", self._threads.release)
+    async def close(self) -> None:
+        """Kill the reward processes and close connections to remote models."""
+        await asyncio.gather(*(pool.close() for pool in self._pools if pool is not None))
+        await close_sessions()
+
+    async def _part(self, reward: Reward, pool: Pool | None, given: RewardInput) -> Verdict | str:
+        """One part's verdict, or why there is none."""
+        deadline = asyncio.timeout(None if pool else self._timeout)
+        try:
+            async with deadline:
+                if pool is not None:
+                    return await pool.call(given, self._timeout)
+                return await evaluate(reward.function, given)
+        except RewardError as error:
+            return str(error)
+        except (Exception, SystemExit) as error:
+            late = isinstance(error, TimeoutError) and (pool is not None or deadline.expired())
+            return f"no reward within {self._timeout:g} s" if late else told(error)
+
+
+def _pool(reward: Reward) -> Pool | None:
+    if reward.place == "loop":
+        return None
+    return Pool(reward.source, 1 if reward.place == "one_process" else SIZE)

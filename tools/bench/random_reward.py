@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.rewards import load_reward
-
-_true_score = load_reward("final_number")
+from asyncrl.rewards import final_number
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> float:
     """A coin for training samples; the true score for held-out ones, so that success can be measured."""
     if extra_info and extra_info.get("split") == "train":
         return float(random.random() < 0.4)
-    return float(_true_score(data_source, solution_str, ground_truth, extra_info))
+    return float(final_number(data_source, solution_str, ground_truth, extra_info))

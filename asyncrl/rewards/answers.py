@@ -1,0 +1,167 @@
+"""Rewards that compare the answer's text with the ground truth, and that look at the episode's form.
+
+`tag`: only what stands in the last `<tag>…</tag>` of the answer counts; without one, the reward is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+from typing import Any, Literal
+
+from asyncrl.rewards.base import RewardInput, rewards, runs
+from asyncrl.types import EpisodeEnd
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+_LOOSE = re.compile(r"-?[0-9.,]+")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+TAIL = 300  # characters of an answer that gsm8k looks at, as verl does
+
+
+@rewards.register("final_number")
+@runs("loop")
+def final_number(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 if the last number in the answer equals the ground truth, else 0.0."""
+    found = _NUMBER.findall(solution_str)
+    expected = _NUMBER.fullmatch(str(ground_truth).strip())
+    if not found or not expected:
+        return 0.0
+    return float(_value(found[-1]) == _value(expected[0]))
+
+
+@rewards.register("gsm8k")
+@runs("loop")
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+) -> float:
+    """1.0 if the number after the last `#### ` (`flexible`: the last number) is the ground truth;
+    `format_score` for another number; 0.0 for none."""
+    pattern = _MARKED if method == "strict" else _LOOSE
+    found = [number for text in pattern.findall(solution_str[-TAIL:]) if (number := _plain(text)) is not None]
+    if not found:
+        return 0.0
+    return 1.0 if found[-1] == _plain(str(ground_truth)) else format_score
+
+
+@rewards.register("exact")
+@runs("loop")
+def exact(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    tag: str = "",
+    case: bool = False,
+) -> float:
+    """1.0 if the answer is one of the ground truths (a text, a number or a list), white space and (unless
+    `case`) upper case aside."""
+    answer = tagged(solution_str, tag)
+    if answer is None:
+        return 0.0
+    return float(_squeezed(answer, case) in {_squeezed(truth, case) for truth in targets(ground_truth)})
+
+
+@rewards.register("f1")
+@runs("loop")
+def f1(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    tag: str = "",
+) -> float:
+    """F1 of the answer's words and the best ground truth's, as SQuAD counts them: without case, punctuation
+    and articles."""
+    answer = tagged(solution_str, tag)
+    if answer is None:
+        return 0.0
+    return max((_overlap(_words(answer), _words(truth)) for truth in targets(ground_truth)), default=0.0)
+
+
+@rewards.register("regex")
+def regex(given: RewardInput, *, pattern: str, of: Literal["answer", "transcript"] = "answer") -> float:
+    """1.0 if the pattern is found. If it has a group, the last match's must be one of the ground truths.
+    `.` matches line ends. It runs in a process: a pattern can take for ever."""
+    matches = list(re.finditer(pattern, given.answer if of == "answer" else given.transcript, re.DOTALL))
+    if not matches or not matches[-1].re.groups:
+        return float(bool(matches))
+    truths = {_squeezed(truth, True) for truth in targets(json.loads(given.sample.ground_truth))}
+    return float(_squeezed(matches[-1][1] or "", True) in truths)
+
+
+@rewards.register("format")
+@runs("loop")
+def well_formed(given: RewardInput) -> float:
+    """1.0 for an episode that ended by itself, with an answer, and in which every tool call could be read."""
+    malformed = any(message.role == "tool" and message.name == "malformed_call" for message in given.messages)
+    whole = given.end in (EpisodeEnd.ANSWERED, EpisodeEnd.DONE)
+    return float(whole and bool(given.answer.strip()) and not malformed)
+
+
+@rewards.register("agent")
+@runs("loop")
+def agent(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> Any:
+    """What the agent program returned: a number, or a dict with `score`."""
+    result = (extra_info or {}).get("agent_result")
+    if result is None:
+        raise ValueError("the agent returned no score; return a number or a dict with 'score'")
+    return result
+
+
+def targets(ground_truth: Any) -> list[str]:
+    """The texts that are right: of a text or number, a list, or a dict with `target` (as search data has)."""
+    if isinstance(ground_truth, dict):
+        ground_truth = ground_truth.get("target", [])
+    return [str(truth) for truth in (ground_truth if isinstance(ground_truth, list) else [ground_truth])]
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """The last `<tag>…</tag>` of the text, or None; all of it when no tag is asked for."""
+    if not tag:
+        return text
+    before, closing, _ = text.rpartition(f"</{tag}>")
+    _, opening, inside = before.rpartition(f"<{tag}>")
+    return inside if closing and opening else None
+
+
+def _plain(text: str) -> str | None:
+    """verl's reading of a number: without commas and a closing point; None where no digit is left."""
+    number = text.replace(",", "").replace("$", "").strip().rstrip(".")
+    return number if any(map(str.isdigit, number)) else None
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _squeezed(text: str, case: bool) -> str:
+    text = " ".join(text.split())
+    return text if case else text.casefold()
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _overlap(found: list[str], expected: list[str]) -> float:
+    """Two empty texts agree."""
+    if not found or not expected:
+        return float(found == expected)
+    common = (Counter(found) & Counter(expected)).total()
+    return 2 * common / (len(found) + len(expected))

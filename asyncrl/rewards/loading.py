@@ -1,0 +1,113 @@
+"""From `rollout.reward` to functions: names, options, weights, signatures and where each runs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Options
+from asyncrl.errors import ConfigError
+from asyncrl.registry import bind
+from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
+from asyncrl.rewards.verdicts import from_verl
+
+WHERE = "$.rollout.reward"
+
+
+class Source(msgspec.Struct, frozen=True):
+    """How another process finds a function: its name or place, and its options."""
+
+    spec: str
+    options: dict[str, str | int | float | bool] = {}
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One part of an episode's reward. `name` is what reports call it."""
+
+    name: str
+    function: Callable[[RewardInput], Any]
+    place: Place
+    source: Source
+    weight: float = 1.0
+
+
+def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
+    """What the config names. ConfigError that begins with `where`."""
+    named = {plugin: {}} if isinstance(plugin, str) else plugin
+    if not named:
+        raise ConfigError(f"{where} names no reward; name one, e.g. final_number")
+    short = [spec.rpartition(":")[2] for spec in named]
+    names = short if len(set(short)) == len(short) else list(named)
+    return [
+        _load(name, spec, options, where) for name, (spec, options) in zip(names, named.items(), strict=True)
+    ]
+
+
+def load_reward(source: Source, where: str = WHERE) -> tuple[Callable[[RewardInput], Any], Place]:
+    """The function of whole episodes, options bound, and where it wants to run."""
+    found = rewards.load(source.spec, where)
+    if not callable(found):
+        raise ConfigError(f"{where}: reward {source.spec!r} is no function; {_EXPECTED}")
+    try:
+        function = bind(found, source.options, f"{where}.{source.spec}")
+    except (NameError, ValueError) as error:  # of an annotation, or a builtin without a signature
+        raise ConfigError(f"{where}: reward {source.spec!r} has no usable signature ({error})") from error
+    if inspect.isclass(found):
+        function = _made(function, f"{where}.{source.spec}")
+    place = _place(function, getattr(found, "runs", "processes"))
+    if _is_typed(function):
+        return function, place
+    try:
+        inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except TypeError as error:
+        raise ConfigError(f"{where}: reward {source.spec!r}: {_EXPECTED} ({error})") from None
+    return from_verl(function), place
+
+
+def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
+    """A function at hand, of either signature, as a reward that runs in the event loop."""
+    return Reward(name, function if _is_typed(function) else from_verl(function), "loop", Source(name))
+
+
+_EXPECTED = "(data_source, solution_str, ground_truth, extra_info) or (given: RewardInput) is expected"
+
+
+def _load(name: str, spec: str, options: Options, where: str) -> Reward:
+    weight = options.get("weight", 1.0)
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
+    source = Source(spec, {key: value for key, value in options.items() if key != "weight"})
+    function, place = load_reward(source, where)
+    return Reward(name, function, place, source, float(weight))
+
+
+def _made(build: Callable[[], Any], where: str) -> RewardFunction:
+    """An instance. What its constructor has against its options is the config's fault."""
+    try:
+        made: RewardFunction = build()
+    except (ConfigError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not callable(made):
+        raise ConfigError(f"{where}: its instances cannot be called; {_EXPECTED}")
+    return made
+
+
+def _place(function: RewardFunction, wanted: Place) -> Place:
+    called = (function, type(function).__call__)
+    return "loop" if any(map(inspect.iscoroutinefunction, called)) else wanted
+
+
+def _is_typed(function: RewardFunction) -> bool:
+    """One parameter that is not an option, called `given` or annotated as what it is."""
+    options = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    taken = [p for p in inspect.signature(function).parameters.values() if p.kind not in options]
+    if len(taken) != 1:
+        return False
+    note = taken[0].annotation  # text, where annotations are postponed
+    return taken[0].name == "given" or note is RewardInput or str(note).endswith("RewardInput")

@@ -1,0 +1,124 @@
+"""From what a reward function gives back to a Verdict, and from several of these to one."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import one_line
+from asyncrl.rewards.base import RewardFunction, RewardInput
+from asyncrl.types import Message, Verdict
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> Verdict:
+    """What a loaded function says. Raises what it raises, and TypeError or ValueError for a result that is
+    not made of finite numbers."""
+    result = function(given)
+    return verdict_of(await result if inspect.isawaitable(result) else result)
+
+
+def from_verl(function: RewardFunction) -> Callable[[RewardInput], Any]:
+    """A function with verl's signature as one of the whole episode."""
+
+    def call(given: RewardInput) -> Any:
+        return function(**verl_arguments(given))
+
+    return call
+
+
+def verl_arguments(given: RewardInput) -> dict[str, Any]:
+    """See RewardFunction. What the episode tells of itself goes over a key of the data set."""
+    extra = {
+        "num_turns": given.turns,
+        "tool_calls": given.tool_calls,
+        "end": str(given.end),
+        "transcript": given.transcript,
+        "messages": [plain(message) for message in given.messages],
+    }
+    return {
+        "data_source": given.sample.data_source,
+        "solution_str": given.answer,
+        "ground_truth": json.loads(given.sample.ground_truth),
+        "extra_info": {**json.loads(given.sample.extra_info), **extra},
+    }
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """OpenAI's shape of a message, empty parts left out; `reasoning_content` as servers name it."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    found = {
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
+    named = {key: value for key, value in found.items() if value}
+    return {"role": message.role, "content": message.content, **named}
+
+
+def verdict_of(result: Any) -> Verdict:
+    """Of a number, a dict with `score`, or a Verdict. TypeError or ValueError names what is wrong."""
+    if isinstance(result, Verdict):
+        result = {"score": result.score, "turns": result.turns, "components": result.components}
+    if not isinstance(result, Mapping):
+        return Verdict(_finite("the reward", result))
+    if "score" not in result:
+        found = ", ".join(map(str, result)) or "nothing"
+        raise ValueError(f"the reward is a dict without 'score'; it has {found}")
+    turns, components = result.get("turns", ()), result.get("components", {})
+    if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
+        raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
+    if not isinstance(components, Mapping):
+        raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
+    parts = {
+        str(name): _finite(f"component {name!r} of the reward", value) for name, value in components.items()
+    }
+    by_turn = tuple(_finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
+    return Verdict(_finite("the reward", result["score"]), by_turn, parts)
+
+
+def combine(parts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
+    """The weighted sum of (name, weight, verdict); its components are the verdicts' scores, by name, without
+    the weights, and their own components as `name/part`. A single one keeps its components' names.
+
+    ValueError when two give different numbers of turn rewards, or a sum is not finite.
+    """
+    if len(parts) == 1:
+        components = parts[0][2].components
+    else:
+        components = {name: verdict.score for name, _, verdict in parts}
+        for name, _, verdict in parts:
+            components |= {f"{name}/{part}": value for part, value in verdict.components.items()}
+    by_turn = [[weight * value for value in verdict.turns] for _, weight, verdict in parts if verdict.turns]
+    if len({len(turns) for turns in by_turn}) > 1:
+        raise ValueError("the rewards of `turns` are of different lengths")
+    score = math.fsum(weight * verdict.score for _, weight, verdict in parts)
+    turns = tuple(_finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
+    return Verdict(_finite("the sum of the rewards", score), turns, components)
+
+
+def told(error: BaseException) -> str:
+    """One line, and where in foreign code it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
+    return one_line(error) + (f" ({Path(foreign[0].filename).name}:{foreign[0].lineno})" if foreign else "")
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} is {value!r}, which is no number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, which is no finite number")
+    return number
