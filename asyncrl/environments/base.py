@@ -42,12 +42,20 @@ class Environment(Protocol):
     async def step(self, message: Message) -> Observation:
         """Answer a turn of the model (role `assistant`, with its parsed tool calls)."""
 
+    async def cut_short(self, unheard: Message | None) -> float:
+        """A limit ended the episode before it was done: what the last turn earns. `unheard`: that turn, where
+        it was cut and `step` was not told of it."""
+        return 0.0
+
     async def close(self) -> None:
         """The episode is over, however it ended."""
 
 
 environments: Registry[Callable[..., Environment]] = Registry("environment")
 """Classes, or functions that make an environment. Keyword-only parameters are the options."""
+
+
+_PARTS = ("reset", "step", "cut_short", "close", "tools", "replay")
 
 
 def load_environment(
@@ -70,7 +78,7 @@ def load_environment(
         raise ConfigError(f"{where}.{spec}: {error}") from None
     except Exception as error:
         raise ConfigError(f"{where}.{spec}: it cannot be made ({one_line(error)})") from error
-    if missing := [name for name in ("reset", "step", "close", "tools", "replay") if not hasattr(made, name)]:
+    if missing := [name for name in _PARTS if not hasattr(made, name)]:
         raise ConfigError(
             f"{where}.{spec}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
             "derive it from asyncrl.environments.Environment"

@@ -30,6 +30,7 @@ class RewardInput(msgspec.Struct, frozen=True):
 
     `answer` is the last turn's text outside tool calls and reasoning, `messages` the whole conversation,
     prompt and tool replies included, `transcript` the same as the model read it: the decoded tokens.
+    `result`: what an agent program returned, a JSON value.
     """
 
     sample: Sample
@@ -39,13 +40,15 @@ class RewardInput(msgspec.Struct, frozen=True):
     tool_calls: int = 0
     end: EpisodeEnd = EpisodeEnd.ANSWERED
     transcript: str = ""
+    result: Any = None
 
 
 RewardFunction = Callable[..., Any]
 """`(data_source, solution_str, ground_truth, extra_info)` or `(given: RewardInput)`, and options by keyword.
 
 `solution_str` is the text of the model's last turn; `ground_truth` and `extra_info` are the decoded values of
-the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape) and `transcript`.
+the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape), `transcript` and,
+where an agent program led the episode, `agent_result`.
 Of a dict that is given back, `score`, `turns` (a number for each turn, beside the score, which falls on the
 last) and `components` (named parts, by name) are read; other keys are ignored."""
 

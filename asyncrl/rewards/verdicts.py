@@ -42,6 +42,8 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
         "transcript": given.transcript,
         "messages": [plain(message) for message in given.messages],
     }
+    if given.result is not None:
+        extra["agent_result"] = given.result
     return {
         "data_source": given.sample.data_source,
         "solution_str": given.answer,

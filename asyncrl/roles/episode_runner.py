@@ -1,6 +1,6 @@
 """Runs attempts at episodes, each within its deadline, whoever leads them.
 
-    Assign ──► Job ──► Player: the machine over tools and an environment, or an agent program ──► Finished | Failed
+    Assign ──► Job ──► Player (the machine over tools and an environment, or an agent) ──► Finished | Failed
 
 Whatever goes wrong in there becomes a Failed record with one line; a cancelled episode says nothing more.
 """

@@ -1,6 +1,6 @@
 """One attempt at one episode, as all ways to lead it share it: sample a turn, make it durable, reward, end.
 
-Generated(turn) ──► durable ──► tools, environment, agent ──► Replied(what they said) ──► … ──► Finished | Failed
+Generated(turn) ──► durable ──► tools, environment, agent ──► Replied ──► … ──► Finished | Failed
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from asyncrl.rollout.episode import Episode, Rules
 from asyncrl.tools import Session, Toolbox
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
+T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
 CLOSE = 5.0  # seconds that an environment may take to close
@@ -98,7 +100,9 @@ class TurnPlayer:
                 return machine.Observed(await self._step(message))
             case machine.Score(answer=answer, end=end):
                 said = machine.conversation(self._rules, msgspec.structs.replace(episode, folded=0))
-                return machine.Scored(await self.job.verdict(episode.turns, answer, end, said))
+                verdict = await self.job.verdict(episode.turns, answer, end, said)
+                earned = verdict.score + await self._cut_short(episode)
+                return machine.Scored(msgspec.structs.replace(verdict, score=earned))
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 
@@ -107,18 +111,13 @@ class TurnPlayer:
         await self._tools.open()
         if self.world.environment is None:
             return machine.Opened(self._tools.schemas)
-        with self.job.desk.waits.named("the environment"):
-            try:
-                self._environment = self.world.environment()
-                async with asyncio.timeout(self.job.desk.config.tool_timeout):
-                    first = await self._environment.reset(self.job.assign.sample)
-                own = [msgspec.json.encode(schema).decode() for schema in self._environment.tools]
-                names = frozenset(schema["function"]["name"] for schema in self._environment.tools)
-            except Exception as error:
-                raise WorldError(f"the environment could not begin: {one_line(error)}") from error
+        self._environment = self.world.environment()
+        first = await self._asked(self._environment.reset(self.job.assign.sample))
         if first.done:
             raise WorldError("the environment was over before the first turn")
-        return machine.Opened((*self._tools.schemas, *own), names, first.messages)
+        own = self._environment.tools
+        schemas = (*self._tools.schemas, *(msgspec.json.encode(schema).decode() for schema in own))
+        return machine.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
 
     async def _call(self, calls: tuple[ToolCall, ...]) -> tuple[ToolReply, ...]:
         """All calls of a turn, side by side; each has its own deadline and none raises."""
@@ -129,13 +128,25 @@ class TurnPlayer:
         assert self._environment is not None
         clock = asyncio.get_running_loop().time
         started = clock()
+        observation = await self._asked(self._environment.step(message))
+        return msgspec.structs.replace(observation, seconds=clock() - started)
+
+    async def _cut_short(self, episode: Episode) -> float:
+        """What the environment gives for an episode that it did not end itself."""
+        last = episode.turns[-1].observation
+        if self._environment is None or (last is not None and last.done):
+            return 0.0
+        unheard = machine.spoken(self._rules, episode.turns[-1]) if last is None else None
+        return await self._asked(self._environment.cut_short(unheard))
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """What the environment says, within the deadline of a tool. WorldError."""
         with self.job.desk.waits.named("the environment"):
             try:
                 async with asyncio.timeout(self.job.desk.config.tool_timeout):
-                    observation = await self._environment.step(message)
+                    return await answer
             except Exception as error:
                 raise WorldError(f"the environment failed: {one_line(error)}") from error
-        return msgspec.structs.replace(observation, seconds=clock() - started)
 
     async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
         """Redo what recorded turns did to tools and the environment on the worker that made them, and post

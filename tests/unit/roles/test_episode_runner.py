@@ -12,6 +12,7 @@ import pytest
 from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
+from asyncrl.rewards import in_loop
 from asyncrl.roles.episode_runner import EpisodeRunner
 from asyncrl.roles.job import Desk, generated, turns_of
 from asyncrl.roles.lanes import OwnLane
@@ -51,7 +52,7 @@ class Bench:
         self.outbox = Outbox(self.send)
         config = RolloutConfig(**{"episode_timeout": 60.0, "reward_timeout": 60.0, **options})
         self.tools = {"look": self.looker()}
-        scorer = Scorer(reward, config.reward_timeout)
+        scorer = Scorer([in_loop(reward)], config.reward_timeout)
         made = rules(environment=environment is not None)
         desk = Desk(config, made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
         self.runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, self.world(config, environment)))

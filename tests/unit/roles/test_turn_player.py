@@ -1,4 +1,4 @@
-"""An episode with an environment: what it says is recorded, repeated after a crash, and it is always closed."""
+"""An episode with an environment: what it says is recorded, repeated after a crash; it is always closed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from asyncrl.environments import Environment
 from asyncrl.transport.messages import Failed, Finished, Generated, Replied
 from asyncrl.types import EpisodeEnd, FailReason, Heard, Message, Observation, Sample
 from tests.fakes.chat import call
@@ -17,7 +18,7 @@ from tests.unit.roles.test_episode_runner import BAD, Bench, look, recorded
 MOVE = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
 
 
-class Game:
+class Game(Environment):
     """Says higher until it is told 42; the test sees all that happens."""
 
     replay: Literal["reapply", "no"] = "reapply"
@@ -89,6 +90,28 @@ def test_a_turn_that_was_not_answered_yet_is_stepped() -> None:
     rest = Bench(["42"], nothing, Game)
     rest.play([recorded(whole)[0], b""])
     assert [type(record) for record in rest.sent] == [Replied, Generated, Replied, Finished]
+
+
+class Generous(Game):
+    async def cut_short(self, unheard: Message | None) -> float:
+        self.log.append(f"cut short: {unheard.content if unheard else 'heard'}")
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "said"),
+    [({"max_turns": 1}, ["7"], "heard"), ({"max_bad_calls": 1}, ["7", "so " + BAD], "so " + BAD)],
+)
+def test_an_environment_that_a_limit_ends_is_asked_what_it_gives(
+    limits: dict[str, Any], turns: list[str], said: str
+) -> None:
+    bench = Bench(turns, nothing, Generous)
+    made = bench.runner.desk.rules
+    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, **limits))
+    end = bench.play()
+    assert isinstance(end, Finished)
+    assert end.turn_rewards[-1] == (0.75 if len(turns) == 1 else 0.5)
+    assert Generous.log[-2:] == [f"cut short: {said}", "close"]
 
 
 class Moody(Game):
