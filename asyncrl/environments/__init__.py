@@ -3,12 +3,14 @@
 from asyncrl.environments.base import Environment, environments, extra_info, load_environment, said
 from asyncrl.environments.gym import Gymnasium
 from asyncrl.environments.user import ScriptedUser, SimulatedUser
+from asyncrl.environments.verifiers import Verifiers
 
 __all__ = [
     "Environment",
     "Gymnasium",
     "ScriptedUser",
     "SimulatedUser",
+    "Verifiers",
     "environments",
     "extra_info",
     "load_environment",

@@ -1,0 +1,172 @@
+"""Environments of the package `verifiers`, played by the trained model.
+
+Its `Env.run` is a program that asks for the next turn where ours is asked to answer one: it runs as a task
+beside the episode, which stands still until the model's turn is there.
+
+    reset ──► run(task, agents) … turn(text) ──► Observation(text)      step(message) ──► … turn's Segment
+                                                                        run is over ──► reward, done
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from asyncrl.environments.base import Environment, environments, extra_info
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.types import Message, Observation, Sample, ToolCall
+
+KEY = "verifiers"  # of extra_info
+
+
+@environments.register("verifiers")
+class Verifiers(Environment):
+    """An environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
+
+    `taskset`, `env`: ids, the names of installed modules; `arguments`: the task set's config, a JSON object;
+    `role`: the agent that is trained, where there are several (the others have no model, so an `Env` that
+    asks them fails). The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/
+    prepare_verifiers.py` writes such rows. The weighted rewards of the task fall on the last turn; an
+    episode that is cut before the environment is done has none. Tools of the task run in the worker.
+    """
+
+    def __init__(self, *, taskset: str, env: str = "", arguments: str = "{}", role: str = "") -> None:
+        self._env = load(taskset, env, arguments)
+        roles = list(self._env.config.agent_harnesses())
+        if not role and len(roles) > 1:
+            raise ConfigError(f"several agents ({', '.join(roles)}); name the trained one with role")
+        if role and role not in roles:
+            raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
+        self._role = role or roles[0]
+        self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: nobody asks any more
+        self._reply: asyncio.Future[Any] | None = None
+        self._playing: asyncio.Task[float] | None = None
+
+    async def reset(self, sample: Sample) -> Observation:
+        self._playing = asyncio.create_task(self._play(self._task(sample)))
+        first = await self._next()
+        shown = len(sample.prompt)
+        if [(m.role, m.content) for m in first.messages[:shown]] != [
+            (m.role, m.content) for m in sample.prompt
+        ]:
+            raise ValueError(
+                f"the prompt of row {sample.row} is not how its task begins; prepare the data anew"
+            )
+        return Observation(first.messages[shown:])
+
+    async def step(self, message: Message) -> Observation:
+        assert self._reply is not None
+        self._reply.set_result(message)
+        return await self._next()
+
+    async def close(self) -> None:
+        if self._playing is not None:
+            self._playing.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._playing
+
+    def _task(self, sample: Sample) -> Any:
+        data = extra_info(sample).get(KEY)
+        if data is None:
+            raise ValueError(
+                f"extra_info.{KEY} of row {sample.row} is missing: the task's data, as JSON text"
+            )
+        kind = type(self._env.taskset).task_type()
+        read = (
+            kind.data_type().model_validate_json if isinstance(data, str) else kind.data_type().model_validate
+        )
+        return kind(read(data), self._env.taskset.config.task)
+
+    async def _next(self) -> Observation:
+        news = await self._asked.get()
+        if news is None:
+            assert self._playing is not None
+            return Observation(reward=await self._playing, done=True)
+        return Observation(tuple(map(ours, news)))
+
+    async def _play(self, task: Any) -> float:
+        """One episode of theirs; the reward of the trained agent."""
+        import verifiers.v1 as vf
+
+        from asyncrl.environments.verifiers_seat import Desk, Seat
+
+        desk = Desk()
+        self.tools = desk.schemas
+        seats = {
+            name: Seat(name, getattr(self._env.config, name), self._ask if name == self._role else None, desk)
+            for name in self._env.config.agent_harnesses()
+        }
+        record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        episode = vf.Episode(task=record)
+        try:
+            agents = SimpleNamespace(**seats)
+            await self._env.setup(agents)
+            await self._env.run(task, agents)
+            episode.traces += seats[self._role].traces
+            await self._env.finalize(task, episode)
+            return float(sum(trace.reward for trace in episode.traces))
+        finally:
+            self._asked.put_nowait(None)
+
+    async def _ask(self, news: list[Any]) -> Any:
+        if self._reply is not None and not self._reply.done():
+            raise RuntimeError("the environment asks for two turns at once")
+        self._reply = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(news)
+        return theirs(await self._reply)
+
+
+def ours(message: Any) -> Message:
+    """A message of verifiers'. ValueError: one that is not text."""
+    content = message.content or ""
+    if not isinstance(content, str):
+        if any(part.type != "text" for part in content):
+            raise ValueError("the environment shows an image; only text can be read")
+        content = "\n".join(part.text for part in content)
+    calls = tuple(
+        ToolCall(call.name, call.arguments, call.id) for call in getattr(message, "tool_calls", None) or ()
+    )
+    return Message(
+        message.role,
+        content,
+        calls,
+        tool_call_id=getattr(message, "tool_call_id", ""),
+        name=getattr(message, "name", None) or "",
+    )
+
+
+def theirs(message: Message) -> Any:
+    """A turn of the model."""
+    from verifiers.v1.types import AssistantMessage
+    from verifiers.v1.types import ToolCall as Call
+
+    calls = [Call(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    return AssistantMessage(
+        content=message.content, reasoning_content=message.reasoning or None, tool_calls=calls or None
+    )
+
+
+@functools.cache
+def load(taskset: str, env: str, arguments: str) -> Any:
+    """The `Env`, once per process: it may read a data set. ConfigError."""
+    try:
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    except ImportError:
+        raise ConfigError("verifiers is not installed; pip install 'asyncrl[verifiers]'") from None
+    try:
+        options = json.loads(arguments)
+        found = load_environment(resolve_env_config({"id": env, "taskset": {"id": taskset, **options}}))
+        shared = found.taskset.toolsets(found.taskset.config)
+    except Exception as error:
+        raise ConfigError(f"no environment of taskset {taskset!r} ({one_line(error)})") from error
+    if shared or type(found).start is not vf.Env.start:
+        raise ConfigError(
+            f"taskset {taskset!r} has servers that its episodes share; let verifiers lead the episode, as an "
+            "agent (rollout.agent)"
+        )
+    return found

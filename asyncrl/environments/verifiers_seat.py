@@ -1,0 +1,185 @@
+"""The trained agent, as an environment of the package `verifiers` sees it. Imported only where it is used.
+
+Env.run(task, agents) ─► agents.NAME.interaction(task).turn(text) ─► ask ─► the model's turn ─► Segment
+                                      └► the task's tools, in this process, until a turn calls none
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from verifiers.v1.agent import Segment
+from verifiers.v1.dialects import parse_message
+from verifiers.v1.runtimes import provision_runtime
+from verifiers.v1.session import call_hook, hook_boundary
+from verifiers.v1.state import State, state_cls
+from verifiers.v1.types import Messages, SystemMessage, ToolCall, UserMessage
+from verifiers.v1.utils.decorators import discover_decorated, invoke
+
+from asyncrl.errors import one_line
+
+Ask = Callable[[Messages], Awaitable[vf.AssistantMessage]]
+"""What was said since the model's last turn -> its next turn."""
+
+
+class Unsupported(Exception):
+    """The environment wants what only verifiers' own runner has."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}; let verifiers lead the episode, as an agent (rollout.agent)")
+
+
+class Desk:
+    """The tools of one task. A toolset is an MCP server, but it answers here as well as over HTTP."""
+
+    def __init__(self) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._servers: dict[str, tuple[MCPServer, str]] = {}
+
+    async def add(self, toolset: vf.Toolset, task: vf.Task) -> None:
+        if state_cls(type(toolset)) is not State:
+            raise Unsupported(f"{type(toolset).__name__} shares a state with its task")
+        await toolset.setup()
+        await toolset.setup_task(task.data)
+        prefix = toolset.server_name
+        server = MCPServer(prefix or type(toolset).__name__)
+        toolset.register(server)
+        for tool in await server.list_tools():
+            name = f"{prefix}_{tool.name}" if prefix else tool.name
+            body = {
+                "name": name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            self.schemas.append({"type": "function", "function": body})
+            self._servers[name] = (server, tool.name)
+
+    async def call(self, call: ToolCall) -> vf.ToolMessage:
+        """The reply; what went wrong is one that the model reads."""
+        try:
+            server, name = self._servers[call.name]
+            result: Any = await server.call_tool(name, json.loads(call.arguments or "{}"))
+            text = "\n".join(part.text for part in result.content if part.type == "text")
+        except KeyError:
+            text = f"error: unknown tool {call.name!r}; there are: {', '.join(self._servers)}"
+        except (ToolError, ValueError) as error:
+            text = f"error: {one_line(error)}"
+        return vf.ToolMessage(tool_call_id=call.id, content=text, name=call.name)
+
+
+class Talk:
+    """What `Agent.interaction` yields: `turn` hands on what the environment says, and runs the task's tools
+    until the model calls none."""
+
+    def __init__(self, task: vf.Task, trace: vf.Trace, desk: Desk, ask: Ask) -> None:
+        self.trace = trace
+        self._task, self._desk, self._ask = task, desk, ask
+        self._stops = [hook for hook in task.hooks("stop") if _of_traces(hook)]
+        self._over = False
+
+    async def turn(self, message: str | Messages | None = None) -> Segment:
+        """As `Interaction.turn`: bare for the reply to the task's prompt."""
+        if self._over:
+            raise RuntimeError("the exchange is over")
+        news = self._opening(message) if not self.trace.nodes else _said(message)
+        answers: Messages = []
+        while not await self._stopped():
+            reply = await self._ask(news)
+            self._note(*news)
+            self._note(reply, sampled=True)
+            answers.append(reply)
+            if not reply.tool_calls:
+                return Segment(messages=answers)
+            news = [await self._desk.call(call) for call in reply.tool_calls]
+            answers += news
+        self._over = not answers
+        return Segment(messages=answers, terminated=self._over)
+
+    def _opening(self, message: str | Messages | None) -> Messages:
+        data = self._task.data
+        if (data.prompt is None) == (message is None):
+            raise ValueError("a task with a prompt is opened by a bare turn(), any other by a message")
+        system = [SystemMessage(content=data.system_prompt)] if data.system_prompt is not None else []
+        return [*system, *_said(data.prompt if message is None else message)]
+
+    def _note(self, *messages: Any, sampled: bool = False) -> None:
+        for message in messages:
+            before = len(self.trace.nodes) - 1
+            node = vf.MessageNode(parent=before if before >= 0 else None, message=message, sampled=sampled)
+            self.trace.nodes.append(node)
+
+    async def _stopped(self) -> bool:
+        for hook in self._stops:
+            if await call_hook(hook, {vf.Trace: self.trace}):
+                self.trace.stop(hook.__name__)
+                return True
+        return False
+
+
+class Seat:
+    """An agent of the environment. The trained one asks the model; the others are not there."""
+
+    trainable = True
+
+    def __init__(self, name: str, config: vf.AgentConfig, ask: Ask | None, desk: Desk) -> None:
+        self._name, self._config, self._ask, self._desk = name, config, ask, desk
+        self.traces: list[vf.Trace] = []
+
+    async def run(self, task: vf.Task, **others: Any) -> vf.Trace:
+        async with self.interaction(task, **others) as talk:
+            await talk.turn()
+        return talk.trace
+
+    @asynccontextmanager
+    async def interaction(self, task: vf.Task, **others: Any) -> AsyncIterator[Talk]:
+        if self._ask is None:
+            raise Unsupported(f"agent {self._name!r} needs a model of its own")
+        if given := [name for name, value in others.items() if value]:
+            raise Unsupported(f"agent {self._name!r} is given {', '.join(given)}")
+        check(task)
+        trace = self._trace(task)
+        async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as opened:
+            await invoke(task.setup, {"trace": trace, "runtime": runtime})
+            for toolset in task.toolsets(task.config):
+                opened.push_async_callback(toolset._exit_stack.aclose)  # its own place for what it opens
+                await self._desk.add(toolset, task)
+            yield Talk(task, trace, self._desk, self._ask)
+            trace.stop("agent_completed")
+            await invoke(task.finalize, {"trace": trace, "runtime": runtime})
+            await task.score(trace, runtime)
+        trace.ok = True
+        self.traces.append(trace)
+
+    def _trace(self, task: vf.Task) -> vf.Trace:
+        record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        agent = vf.AgentInfo(config=self._config, name=self._name, trainable=self.trainable)
+        return vf.Trace(task=record, agent=agent, state=state_cls(type(task))())
+
+
+def check(task: vf.Task) -> None:
+    """Unsupported, with what the task wants."""
+    if task.NEEDS_CONTAINER or task.data.image is not None:
+        raise Unsupported("the task runs in a container")
+    if discover_decorated(task, "intercept"):
+        raise Unsupported("the task intercepts requests")
+
+
+def _of_traces(hook: Callable[..., Any]) -> bool:
+    if hook_boundary(hook, allow_trace=True) is not vf.Trace:
+        raise Unsupported(f"the task's stop {hook.__name__!r} reads requests or responses")
+    return True
+
+
+def _said(message: str | Sequence[Any] | None) -> Messages:
+    """A user's turn, in whatever form the environment gives it."""
+    if message is None:
+        raise ValueError("nothing to run a turn on: the next one answers a message")
+    if isinstance(message, str):
+        return [UserMessage(content=message)]
+    return [parse_message(part) if isinstance(part, dict) else part for part in message]

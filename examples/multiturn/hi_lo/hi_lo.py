@@ -1,0 +1,39 @@
+"""Hi-lo: guess a number; after each guess the game says whether it is higher or lower."""
+
+import re
+
+from asyncrl.environments import Environment, extra_info, said
+from asyncrl.types import Message, Observation, Sample
+
+
+class HiLo(Environment):
+    """The game ends with the right guess, or after `guesses` of them. The right one earns 1; `hint` is taken
+    off for each guess that what was said before had ruled out."""
+
+    def __init__(self, *, guesses: int = 6, hint: float = 0.1) -> None:
+        if guesses < 1:
+            raise ValueError("guesses must be at least 1")
+        self.left, self.hint = guesses, hint
+
+    async def reset(self, sample: Sample) -> Observation:
+        game = extra_info(sample)
+        self.low, self.high, self.secret = game["low"], game["high"], game["secret"]
+        return said(f"My number is between {self.low} and {self.high}. You have {self.left} guesses.")
+
+    async def step(self, message: Message) -> Observation:
+        self.left -= 1
+        numbers = re.findall(r"\d{1,9}", message.content)
+        if not numbers:
+            return self._go_on("Say a number.", -self.hint)
+        guess = int(numbers[-1])
+        if guess == self.secret:
+            return said("Right!", reward=1.0, done=True)
+        penalty = 0.0 if self.low <= guess <= self.high else -self.hint
+        if guess < self.secret:
+            self.low = max(self.low, guess + 1)
+            return self._go_on("Higher.", penalty)
+        self.high = min(self.high, guess - 1)
+        return self._go_on("Lower.", penalty)
+
+    def _go_on(self, text: str, reward: float) -> Observation:
+        return said(text, reward, done=self.left == 0)
