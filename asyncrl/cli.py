@@ -21,8 +21,12 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
+ROOT = "${asyncrl_root:}"
 OPEN_KEYS = (  # mappings with keys of the user's choice
-    "rollout.tool_args.",
+    "rollout.tool_args",
+    "rollout.environment",
+    "rollout.agent",
+    "rollout.reward",
     "algorithm.advantage_args",
     "algorithm.loss_args",
     "algorithm.correction",
@@ -134,7 +138,8 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     try:
         with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
             composed = hydra.compose("config", [*_search_path(base, config_dir), *map(_open, overrides)])
-            return parse(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+            found = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            return parse(_with_root(found, str(base.parent)))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"configuration: {_explain(error)}") from None
 
@@ -174,9 +179,21 @@ def _search_path(base: Path, config_dir: Path | None) -> list[str]:
     return [f"hydra.searchpath=[file://{own.resolve()}]"]
 
 
+def _with_root(tree: Any, root: str) -> Any:
+    """Keys that name a file, resolved: OmegaConf resolves values only."""
+    if not isinstance(tree, dict):
+        return tree
+    return {key.replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
+
+
 def _open(override: str) -> str:
     """Keys of the user's choice may be set without Hydra's plus sign."""
-    return f"++{override}" if override.startswith(OPEN_KEYS) else override
+    key = override.partition("=")[0]
+    return (
+        f"++{override}"
+        if key.startswith(tuple(f"{name}." for name in OPEN_KEYS)) or key in OPEN_KEYS
+        else override
+    )
 
 
 def _explain(error: Exception) -> str:

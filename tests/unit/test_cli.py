@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,31 @@ def test_overrides_win_over_an_experiment() -> None:
 def test_arguments_of_tools_need_no_plus_sign() -> None:
     config = cli.compose([*NAMED, "rollout.tool_args.calculator.latency_mean=0.3"])
     assert config.rollout.tool_args == {"calculator": {"latency_mean": 0.3}}
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("rollout.reward={gsm8k: {}, exact: {weight: 0.2}}", {"gsm8k": {}, "exact": {"weight": 0.2}}),
+        ("rollout.reward='my file.py:score'", "my file.py:score"),
+        ("rollout.environment={gymnasium: {id: FrozenLake-v1}}", {"gymnasium": {"id": "FrozenLake-v1"}}),
+        ("rollout.agent={command: {line: python agent.py}}", {"command": {"line": "python agent.py --fast"}}),
+    ],
+)  # fmt: skip
+def test_what_may_have_options_is_a_name_or_a_mapping(override: str, found: Any) -> None:
+    config = cli.compose([*NAMED, override, "rollout.tools=[]"])
+    assert getattr(config.rollout, override.partition("=")[0].rpartition(".")[2]) == found
+
+
+def test_keys_that_name_files_of_the_checkout_are_resolved(tmp_path: Path) -> None:
+    experiment = tmp_path / "experiment" / "mine.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text(
+        "# @package _global_\nname: mine\nmodel: {path: m}\ndata: {train: t}\n"
+        "rollout: {environment: {'${asyncrl_root:}/x.py:Game': {guesses: 6}}}\n"
+    )
+    config = cli.compose(["experiment=mine"], tmp_path)
+    assert config.rollout.environment == {f"{cli.config_root()}/x.py:Game": {"guesses": 6}}
 
 
 @pytest.mark.parametrize("flag", [True, False])
