@@ -1,0 +1,49 @@
+"""What leads an episode through the endpoint: a function of the user, or any program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Plugin
+from asyncrl.errors import ConfigError
+from asyncrl.registry import Registry, bind
+
+MAX_RESULT = 1 << 20  # bytes of a result, as JSON
+
+Agent = Callable[..., Any]
+"""`(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine of that. What it returns is
+the `result` that reward functions see. Keyword-only parameters are its options."""
+
+agents: Registry[Agent] = Registry("agent")
+
+
+def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
+    """By registered name, `module:function` or `file.py:function`, with its options. ConfigError that begins
+    with `where`."""
+    named = {plugin: {}} if isinstance(plugin, str) else plugin
+    if len(named) != 1:
+        raise ConfigError(f"{where}: one agent is expected, with its options; there are {len(named)}")
+    ((spec, options),) = named.items()
+    found = agents.load(spec, where)
+    if not callable(found):
+        raise ConfigError(f"{where}: {spec!r} is no function; (sample, endpoint) is expected")
+    return bind(found, options, f"{where}.{spec}")
+
+
+def result_of(value: Any) -> Any:
+    """What an agent returned, as a JSON value. TypeError or ValueError where it is none, or no result."""
+    if isinstance(value, Real):
+        value = float(value)
+        if not math.isfinite(value):
+            raise ValueError(f"the agent returned {value}, which is no finite number")
+    elif value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"the agent returned a {type(value).__name__}; None, a number or a dict is expected")
+    encoded = msgspec.json.encode(value)
+    if len(encoded) > MAX_RESULT:
+        raise ValueError(f"the agent returned {len(encoded)} bytes, {MAX_RESULT} are allowed")
+    return msgspec.json.decode(encoded)

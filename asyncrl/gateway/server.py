@@ -1,0 +1,179 @@
+"""The endpoint: one HTTP server per worker, on 127.0.0.1, for the agents of the episodes that it runs.
+
+    agent program ──key──► guest ──Ask──► its episode ──Reply | Refusal──► JSON, or a stream of events
+
+A key is random and names one episode, as long as that runs. Whatever a request does wrong is answered in
+OpenAI's shape; nothing that it does ends the server. A stream is sent when the whole turn is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.gateway import wire
+from asyncrl.gateway.wire import ApiError, ChatRequest, Reply
+from asyncrl.rollout.branches import Ask, Refusal
+
+log = logging.getLogger("asyncrl.gateway")
+
+MAX_BODY = 16 << 20  # bytes of a request
+READ_SECONDS = 60.0  # for a request to arrive
+STOP_SECONDS = 2.0  # for connections to end when the server does
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where an agent finds its model, as any OpenAI client wants to know it. `base_url` ends with /v1."""
+
+    base_url: str
+    api_key: str
+    model: str = wire.MODEL
+
+
+class Host(Protocol):
+    """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
+
+    async def answer(self, ask: Ask) -> Reply | Refusal:
+        """ConfigError: the template cannot write the messages. Anything else it raises ends the episode."""
+
+
+@dataclass(eq=False)
+class _Guest:
+    host: Host
+    running: set[asyncio.Task[Reply | Refusal]] = field(default_factory=set)
+
+
+class Gateway:
+    """`decode` gives the text of ids, for clients that ask for log-probs."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._guests: dict[str, _Guest] = {}  # by key
+        self._told: set[str] = set()  # ignored parameters that were logged
+        self._url = ""
+        app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS
+        )
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self._url = f"http://{host}:{port}/v1"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    @asynccontextmanager
+    async def admit(self, host: Host) -> AsyncIterator[Endpoint]:
+        """The body is the time in which an agent is served. Requests under way at its end are cancelled."""
+        key, guest = secrets.token_urlsafe(32), _Guest(host)
+        self._guests[key] = guest
+        try:
+            yield Endpoint(self._url, key)
+        finally:
+            del self._guests[key]
+            for task in guest.running:
+                task.cancel()
+            await asyncio.gather(*guest.running, return_exceptions=True)
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._guest(request)
+        return _json(wire.models())
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        guest = self._guest(request)  # strangers are not listened to
+        async with asyncio.timeout(READ_SECONDS):
+            body = await request.read()
+        asked = wire.request_of(body)
+        self._tell(asked.ignored)
+        reply = await _answer(guest, wire.ask_of(asked))
+        texts = [self._decode((token,)) for token in reply.turn.ids] if asked.logprobs else []
+        if asked.stream:
+            return await _stream(request, asked, reply, texts)
+        return _json(wire.completion(asked, reply, texts))
+
+    def _guest(self, request: web.Request) -> _Guest:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        guest = self._guests.get(key.strip())
+        if guest is None or scheme.lower() != "bearer":
+            raise ApiError(401, "this API key names no running episode", "invalid_api_key")
+        return guest
+
+    def _tell(self, ignored: list[str]) -> None:
+        """Once per parameter."""
+        for name in [name for name in ignored if name not in self._told]:
+            self._told.add(name)
+            log.warning("agents set %s, which is ignored: sampling is the run's (rollout.temperature)", name)
+
+
+async def _answer(guest: _Guest, ask: Ask) -> Reply:
+    """The turn of a request; it is given up when the client leaves or the episode ends."""
+    task = asyncio.ensure_future(guest.host.answer(ask))
+    guest.running.add(task)
+    try:
+        await asyncio.wait([task])
+    finally:
+        guest.running.discard(task)
+        task.cancel()
+    if task.cancelled():
+        raise ApiError(410, "the episode is over", "episode_over")
+    try:
+        found = task.result()
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from error
+    if isinstance(found, Refusal):
+        raise wire.refused(found)
+    return found
+
+
+async def _stream(
+    request: web.Request, asked: ChatRequest, reply: Reply, texts: Sequence[str]
+) -> web.StreamResponse:
+    """Server-sent events."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in wire.chunks(asked, reply, texts):
+        await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Everything that goes wrong is an answer."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _json(error.body, error.status)
+    except web.HTTPException as error:  # no such path, no such method, a body that is too large
+        return _json(ApiError(error.status, error.reason).body, error.status)
+    except TimeoutError:
+        return _json(ApiError(408, f"no request within {READ_SECONDS:g} s").body, 408)
+    except ConnectionError:
+        raise  # the client has left
+    except Exception as error:
+        log.warning("a request failed: %s", one_line(error))
+        return _json(ApiError(500, one_line(error), kind="server_error").body, 500)
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

@@ -1,0 +1,148 @@
+"""Leads an episode by an agent program: its requests become turns, token by token what the engine wrote.
+
+    agent ──request──► Gateway ──Ask──► AgentHost: place ─► engine ─► turn, durable ─► Reply ──► agent
+                                                                                  its end ──► reward
+
+A turn is durable before the agent hears it: what it does next may change the world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.errors import EngineError, ProtocolError, one_line
+from asyncrl.gateway import Agent, Gateway, result_of
+from asyncrl.gateway.wire import Reply
+from asyncrl.roles.agent_threads import AgentThreads
+from asyncrl.roles.episode_runner import AgentError
+from asyncrl.roles.job import Ended, Job
+from asyncrl.roles.waits import Changed
+from asyncrl.rollout.branches import Ask, Branches, Place, Refusal
+from asyncrl.rollout.episode import Fail, problem, scored
+from asyncrl.types import EpisodeEnd, FailReason, Turn
+
+
+@dataclass(frozen=True)
+class Agents:
+    """What the agents of all episodes of a worker share."""
+
+    agent: Agent
+    gateway: Gateway
+    threads: AgentThreads = field(default_factory=AgentThreads)
+
+    async def close(self) -> None:
+        self.threads.close()
+        await self.gateway.close()
+
+
+class AgentHost:
+    """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
+
+    def __init__(self, job: Job, branches: Branches) -> None:
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._job, self._branches = job, branches
+        self._keeping = asyncio.Lock()  # turns are posted in the order of their numbers
+        self._changed = Changed()  # there is one more turn
+
+    async def answer(self, ask: Ask) -> Reply | Refusal:
+        place = self._branches.place(ask)
+        if isinstance(place, Refusal):
+            return place
+        try:
+            return await self._recall(place) or await self._sample(place)
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise
+        finally:
+            self._branches.forget(place)
+
+    async def _recall(self, place: Place) -> Reply | None:
+        """The answer that an earlier attempt got, in the order in which it got them."""
+        while (turn := self._branches.recalled(place)) is not None:
+            if turn.index == len(self._branches.turns):
+                return self._add(place, turn)
+            await self._changed.wait()
+        return None
+
+    async def _sample(self, place: Place) -> Reply:
+        generation = await self._job.generate(place.ids, place.max_new_tokens, place.session)
+        if trouble := problem(self._job.desk.rules.chat.stop_ids, place.max_new_tokens, generation):
+            raise EngineError(trouble)
+        async with self._keeping:
+            turn = self._branches.turn(place, generation)
+            await self._job.keep(turn)
+            reply = self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
+        await self._job.until_durable()
+        return reply
+
+    def _add(self, place: Place, turn: Turn) -> Reply:
+        message = self._branches.add(place, turn)
+        self._changed.fire()
+        return Reply(message, turn, len(place.ids))
+
+
+@dataclass
+class AgentPlayer:
+    """See `Player`."""
+
+    job: Job
+    shared: Agents
+    _branches: Branches = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._branches = Branches(self.job.desk.rules)
+
+    async def play(self, recorded: Sequence[Turn]) -> Ended:
+        self._branches = Branches(self.job.desk.rules, recorded)
+        result = await self._led()
+        self._check_recalled()
+        if not self._branches.turns:
+            raise AgentError("the agent ended without asking the model")
+        return await self._scored(self._branches.end, result)
+
+    async def expire(self) -> Ended:
+        self._check_recalled()
+        if not self._branches.turns:
+            return Ended(
+                Fail(FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout"), ()
+            )
+        return await self._scored(EpisodeEnd.TIMEOUT, None)
+
+    async def close(self) -> None:
+        """The agent has ended with `play`."""
+
+    async def _led(self) -> Any:
+        """What the agent returned; None from one that gave up because a limit refused its request."""
+        host = AgentHost(self.job, self._branches)
+        async with self.shared.gateway.admit(host) as endpoint:
+            agent = asyncio.ensure_future(
+                self.shared.threads.run(self.shared.agent, self.job.assign.sample, endpoint)
+            )
+            try:
+                with self.job.desk.waits.named("the agent program"):
+                    await asyncio.wait([agent, host.failed], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                agent.cancel()
+                await asyncio.gather(agent, return_exceptions=True)
+        if host.failed.done():
+            raise host.failed.result()
+        try:
+            return result_of(agent.result())
+        except Exception as error:
+            if self._branches.refused is None:
+                raise AgentError(one_line(error)) from error
+            return None
+
+    async def _scored(self, end: EpisodeEnd, result: Any) -> Ended:
+        turns, rules = tuple(self._branches.turns), self.job.desk.rules
+        answer = rules.parse(rules.chat.decode(turns[-1].ids)).content
+        verdict = await self.job.verdict(turns, answer, end, self._branches.shown, result)
+        return Ended(scored(turns, end, verdict), turns, self._branches.calls)
+
+    def _check_recalled(self) -> None:
+        if self._branches.recalling:
+            raise ProtocolError("the agent did not repeat its recorded turns, so the episode starts again")

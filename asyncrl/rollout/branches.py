@@ -1,0 +1,250 @@
+"""The rows of an agent's episode: where a request of the agent belongs, and what its answer makes of it.
+
+    Ask ──place──► Place ──(engine)──► Generation ──turn──► Turn ──add──► a row is longer, or one more
+             └───► Refusal: a limit of the run
+
+A request that repeats what a row shows and adds news to it extends that row: the template writes the news
+after the very ids of the model. Everything else begins a new row, whose prompt is rendered as a whole: an
+edited history, a second conversation, the same prompt again, a row that another request extends right now, a
+template that rewrites. No awaits and no clocks; requests of one agent may overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from asyncrl.errors import ProtocolError
+from asyncrl.rollout.episode import Rules, spoken
+from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
+
+NEWS = ("system", "tool", "user")  # roles that can follow what the model said
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an answer will go. Sample at most `max_new_tokens` after `ids`, of which `context` is new.
+
+    `said` are the messages that `ids` show. A row gets its number when its first turn is done (None: it has
+    none yet); `session` names it from the start.
+    """
+
+    session: int
+    row: int | None
+    ids: tuple[int, ...]
+    context: tuple[int, ...]
+    max_new_tokens: int
+    said: tuple[Message, ...]
+    tools: tuple[str, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A request that a limit forbids. An agent that gives up after it has ended so."""
+
+    end: EpisodeEnd
+    detail: str
+
+
+class Row(msgspec.Struct, frozen=True):
+    """`said` ends with what the model said last, as `ids` do. `taken`: a request extends it right now."""
+
+    session: int
+    said: tuple[Message, ...]
+    tools: tuple[str, ...]
+    ids: tuple[int, ...]
+    taken: bool = False
+
+
+class Branches:
+    """Owner of the rows and turns of one episode. Every `place` is followed by `add`, or by `forget`.
+
+    `recorded`: the turns of an earlier attempt, which are answered from before anything is sampled.
+    """
+
+    def __init__(self, rules: Rules, recorded: Sequence[Turn] = ()) -> None:
+        self.rows: list[Row] = []
+        self.turns: list[Turn] = []
+        self.refused: Refusal | None = None  # since the last turn
+        self._rules, self._recorded = rules, recorded
+        self._prefixes = _prefixes(recorded)
+        self._begun = 0  # rows, those that were forgotten included
+        self._open: dict[int, Place] = {}  # by session
+
+    @property
+    def recalling(self) -> bool:
+        """Some recorded turn was not asked for again, yet."""
+        return len(self.turns) < len(self._recorded)
+
+    @property
+    def end(self) -> EpisodeEnd:
+        """How the episode ends if the agent ends now. There is a turn."""
+        if self.refused is not None:
+            return self.refused.end
+        return EpisodeEnd.LENGTH if self.turns[-1].stop is StopReason.LENGTH else EpisodeEnd.DONE
+
+    @property
+    def shown(self) -> tuple[Message, ...]:
+        """The conversation that the last turn belongs to."""
+        return self.rows[self.turns[-1].row].said
+
+    @property
+    def calls(self) -> int:
+        """Well-formed tool calls of the model."""
+        return sum(len(spoken(self._rules, turn).tool_calls) for turn in self.turns)
+
+    # -- a request -----------------------------------------------------------------------------------
+
+    def place(self, ask: Ask) -> Place | Refusal:
+        """Where the answer to a request belongs. ConfigError when the template cannot write its messages."""
+        found = self._place(ask)
+        if isinstance(found, Refusal):
+            self.refused = found
+            return found
+        self._open[found.session] = found
+        if found.row is None:
+            self._begun += 1
+        else:
+            self._take(found.row, True)
+        return found
+
+    def recalled(self, place: Place) -> Turn | None:
+        """The recorded turn that answers it; it can be added once all before it are. None: sample it.
+        ProtocolError when none does, though some are left: the agent does not repeat itself."""
+        if not self.recalling:
+            return None
+        for turn in self._recorded[len(self.turns) :]:
+            begins = len(turn.context) == len(self._prefixes[turn.index])
+            if self._prefixes[turn.index] == place.ids and (
+                place.row == turn.row or (place.row is None and begins)
+            ):
+                return turn
+        raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
+
+    def turn(self, place: Place, generation: Generation) -> Turn:
+        """The next turn of the episode, to be added before anything else happens."""
+        return Turn(
+            index=len(self.turns),
+            context=place.context,
+            ids=generation.ids,
+            logprobs=generation.logprobs,
+            spans=generation.spans,
+            stop=generation.stop,
+            seconds=generation.seconds,
+            row=len(self.rows) if place.row is None else place.row,
+        )
+
+    def add(self, place: Place, turn: Turn) -> Message:
+        """What the model said in it. ProtocolError, changing nothing, if it is not the next turn there."""
+        row = len(self.rows) if place.row is None else place.row
+        before = () if place.row is None else self.rows[row].ids
+        if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
+            raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
+        message = spoken(self._rules, turn)
+        said, ids = (*place.said, message), place.ids + turn.ids
+        self.rows[row : row + 1] = [Row(place.session, said, place.tools, ids)]
+        self.turns.append(turn)
+        self.refused = None
+        del self._open[place.session]
+        return message
+
+    def forget(self, place: Place) -> None:
+        """Nobody will answer it."""
+        if self._open.pop(place.session, None) is not None and place.row is not None:
+            self._take(place.row, False)
+
+    # -- finding the row -----------------------------------------------------------------------------
+
+    def _place(self, ask: Ask) -> Place | Refusal:
+        if len(self.turns) + len(self._open) >= (most := self._rules.limits.max_turns):
+            return Refusal(EpisodeEnd.MAX_TURNS, f"the episode has had its {most} turns (rollout.max_turns)")
+        row = self._continued(ask)
+        if row is not None:
+            tip = self.rows[row]
+            news = ask.messages[len(tip.said) :]
+            delta = self._rules.chat.delta_ids(news, tip.ids[-1])
+            if delta is not None:
+                return self._roomy(
+                    ask, Place(tip.session, row, tip.ids + delta, delta, 0, tip.said + news, tip.tools)
+                )
+        begun = len(self.rows) + sum(place.row is None for place in self._open.values())
+        if begun >= (most := self._rules.limits.max_rows):
+            return Refusal(EpisodeEnd.MAX_ROWS, f"the episode has had its {most} rows (rollout.max_rows)")
+        said = self._as_written(ask.messages)
+        prompt = self._rules.chat.prompt_ids(said, ask.tools)
+        return self._roomy(ask, Place(self._begun, None, prompt, prompt, 0, said, ask.tools))
+
+    def _roomy(self, ask: Ask, place: Place) -> Place | Refusal:
+        """The place with its token limit, or what says that its row is full."""
+        limits = self._rules.limits
+        room = limits.max_tokens - len(place.ids)
+        if room < 1:
+            detail = f"the messages have {len(place.ids)} tokens, rollout.max_tokens is {limits.max_tokens}"
+            return Refusal(EpisodeEnd.LENGTH, detail)
+        wanted = limits.max_new_tokens if ask.max_new_tokens is None else ask.max_new_tokens
+        return msgspec.structs.replace(place, max_new_tokens=min(room, wanted, limits.max_new_tokens))
+
+    def _continued(self, ask: Ask) -> int | None:
+        """The free row that the request extends: the longest, and of equal ones the first."""
+        fit = [
+            number
+            for number, row in enumerate(self.rows)
+            if not row.taken and row.tools == ask.tools and self._extends(row, ask.messages)
+        ]
+        return max(fit, key=lambda number: len(self.rows[number].said), default=None)
+
+    def _extends(self, row: Row, messages: tuple[Message, ...]) -> bool:
+        news = messages[len(row.said) :]
+        ended = row.ids[-1] in self._rules.chat.stop_ids  # else the template's delta does not fit its tip
+        answers = bool(news) and all(message.role in NEWS for message in news)
+        return ended and answers and _shared(row.said, messages) == len(row.said)
+
+    def _as_written(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The messages, with the model's own in its own spelling, as far as some row shows them."""
+        best = max((row.said[: _shared(row.said, messages)] for row in self.rows), key=len, default=())
+        return best + messages[len(best) :]
+
+    def _take(self, row: int, taken: bool) -> None:
+        self.rows[row] = msgspec.structs.replace(self.rows[row], taken=taken)
+
+
+def same(ours: Message, theirs: Message) -> bool:
+    """Whether an agent's message is the one that we know. What the model said comes back through a client:
+    with other whitespace around it, arguments spelled anew, the reasoning left out."""
+    if ours.role != "assistant":
+        return ours == theirs
+    return (
+        theirs.role == ours.role
+        and theirs.content.strip() == ours.content.strip()
+        and theirs.reasoning.strip() in ("", ours.reasoning.strip())
+        and len(theirs.tool_calls) == len(ours.tool_calls)
+        and all(
+            a.name == b.name
+            and (a.arguments == b.arguments or json.loads(a.arguments) == json.loads(b.arguments))
+            for a, b in zip(ours.tool_calls, theirs.tool_calls, strict=True)
+        )
+    )
+
+
+def _shared(said: tuple[Message, ...], messages: tuple[Message, ...]) -> int:
+    """How many messages both begin with."""
+    pairs = zip(said, messages, strict=False)
+    return next((count for count, pair in enumerate(pairs) if not same(*pair)), min(len(said), len(messages)))
+
+
+def _prefixes(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
+    """What the engine was shown for each turn."""
+    rows: dict[int, tuple[int, ...]] = {}
+    shown = []
+    for turn in turns:
+        shown.append(rows.get(turn.row, ()) + turn.context)
+        rows[turn.row] = shown[-1] + turn.ids
+    return shown
