@@ -1,0 +1,140 @@
+"""The interpreter that keeps its variables: one cell after the other, as a notebook does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import sys
+import types
+from typing import Any
+
+ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, whose module is slow to import
+SHOWN_FRAMES = 6
+RAN, RAISED = b"0", b"1"
+SOURCES: dict[str, str] = {}
+"""What was run, by the name that tracebacks give it."""
+
+
+def serve_cells(requests: int, done: int, output: int) -> None:
+    """Run what comes from `requests` (length, then source) until it closes; one byte to `done` for each."""
+    main, process, number = fresh_main(), os.getpid(), 0
+    while header := os.read(requests, 4):
+        source = _read(requests, struct.unpack("!I", header)[0])
+        number += 1
+        open_streams(output)
+        raised = _guarded(source, f"<cell {number}>", main)
+        _flush()
+        if os.getpid() != process:
+            os._exit(0)  # the cell forked, and this is the copy
+        os.write(done, RAISED if raised else RAN)
+
+
+def run_program(source: bytes, name: str = "<program>") -> int:
+    """Run a whole program as `python FILE` would, threads and exit handlers included; its exit status."""
+    open_streams(1)
+    main = fresh_main()
+    status = 0
+    try:
+        exec(_compiled(source, name), main.__dict__)
+    except SystemExit as end:
+        status = _exit_status(end)
+    except BaseException as error:
+        status = 1
+        show(error)
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    if "atexit" in sys.modules:
+        sys.modules["atexit"]._run_exitfuncs()
+    _flush()
+    return status
+
+
+def fresh_main() -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    return main
+
+
+def open_streams(output: int) -> None:
+    """Standard streams as new, whatever the cell before did to them. Lines leave at once, so that those of
+    child processes come in their order."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        setattr(sys, name, stream)
+
+
+def _guarded(source: bytes, name: str, main: types.ModuleType) -> bool:
+    """Whether it raised. An interrupt that comes too late for the cell is swallowed."""
+    try:
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _cell(source, name, main)
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except BaseException as error:
+        show(error)
+        return True
+    return False
+
+
+def _cell(source: bytes, name: str, main: types.ModuleType) -> None:
+    """Run the statements; the value of a last expression is printed, as at a prompt."""
+    tree = _compiled(source, name, ONLY_TREE)
+    last = tree.body[-1:] if tree.body and type(tree.body[-1]).__name__ == "Expr" else []
+    tree.body = tree.body[: len(tree.body) - len(last)]
+    exec(compile(tree, name, "exec"), main.__dict__)
+    if last:
+        from _ast import Interactive
+
+        exec(compile(Interactive(last), name, "single"), main.__dict__)
+
+
+def _compiled(source: bytes, name: str, flags: int = 0) -> Any:
+    text = source.decode("utf-8", "replace")
+    SOURCES[name] = text
+    return compile(text, name, "exec", flags, dont_inherit=True)
+
+
+def show(error: BaseException) -> None:
+    """The traceback, without the frames of this file, and with the lines of the cells."""
+    if isinstance(error, MemoryError):
+        os.write(2, b"MemoryError\n")  # there may be no room to say more
+        return
+    import linecache
+    import traceback
+
+    for name, text in SOURCES.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    traceback.print_exception(type(error), error.with_traceback(frame), frame, limit=-SHOWN_FRAMES)
+    sys.stderr.flush()
+
+
+def _exit_status(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # the code may have closed or replaced it
+            continue
+
+
+def _read(fd: int, size: int) -> bytes:
+    parts = []
+    while size > 0 and (part := os.read(fd, size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,62 @@
+"""The child's main program: the guard forks the warden, waits for it, and leaves nothing behind.
+
+python -I -S -B -c START <root of this package> memory=512 … show=/usr … path=/…/site-packages fallback=/tmp/…
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from asyncrl.sandbox import confine
+from asyncrl.sandbox.confine import Limits, Plan
+from asyncrl.sandbox.warden import Warden
+
+START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from asyncrl.sandbox.jail import main; main()"
+
+
+def main() -> None:
+    given = [argument.partition("=")[::2] for argument in sys.argv[1:]]
+    words = dict(given)
+    plan = Plan(
+        Limits(**{name: int(words[name]) for name in Limits._fields}),
+        [value for name, value in given if name == "show"],
+        words["fallback"],
+        os.getpid(),
+    )
+    notes: list[str] = []
+    spaces = confine.split_off(notes)
+    pid = os.fork()
+    if pid == 0:
+        work(plan, spaces, notes, [value for name, value in given if name == "path"])
+    wait(pid, plan)
+
+
+def work(plan: Plan, spaces: set[str], notes: list[str], path: list[str]) -> None:
+    """The warden's life. It ends when the owner does, and the kernel ends all others of its namespace then."""
+    try:
+        ground = confine.settle(plan, spaces, notes)
+        os.environ.update(HOME=ground.home, TMPDIR=ground.home)
+        sys.path[:] = [ground.home, *sys.path[1:], *path]
+        sys.argv[:] = [""]
+        Warden(plan.limits, ground).serve()
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def wait(warden: int, plan: Plan) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        os.kill(warden, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.close(0)  # the owner sees the end of the warden, not ours
+    os.waitpid(warden, 0)
+    if os.path.exists(plan.fallback):
+        import shutil  # slow to import, and rarely needed
+
+        shutil.rmtree(plan.fallback, ignore_errors=True)

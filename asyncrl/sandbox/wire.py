@@ -1,0 +1,73 @@
+"""What a sandbox and its owner say to each other: frames of one header and raw bytes, bounded on both sides.
+
+Shared by the owner and the child, so it imports nothing that is slow to start.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+CELL, PROGRAM, SHELL = b"c", b"p", b"s"
+DONE, FAILED, LATE, DIED = b"d", b"f", b"l", b"x"
+
+REQUEST = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
+REPLY = struct.Struct("!ci?QI")  # ending, status, state lost, bytes left out, bytes of the output
+HELLO = struct.Struct("!BI")  # which isolations hold (bits, see HOLDS), bytes of the notes
+
+HOLDS = ("network", "files", "processes", "orphans")
+"""What a sandbox can keep from its code, in the order of their bits: any network but its own empty one; every
+file but those it was shown; more processes than allowed; processes that outlive it."""
+
+MAX_SOURCE = 4 << 20
+MAX_CELL = 60_000
+"""A cell travels through a pipe (64 KiB) without waiting for its reader."""
+
+
+class Request(NamedTuple):
+    """`source` and `stdin` are UTF-8."""
+
+    kind: bytes
+    seconds: float
+    source: bytes
+    stdin: bytes = b""
+
+    def frame(self) -> bytes:
+        return REQUEST.pack(self.kind, self.seconds, len(self.source), len(self.stdin)) + self[2] + self[3]
+
+
+class Reply(NamedTuple):
+    """`status`: exit status, or minus the signal that ended the process; 0 for a cell that ran."""
+
+    ending: bytes
+    status: int
+    lost: bool
+    omitted: int
+    output: bytes
+
+    def frame(self) -> bytes:
+        return REPLY.pack(*self[:4], len(self.output)) + self.output
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """Blocks. EOFError when the other end closed."""
+    parts = []
+    while size > 0:
+        part = os.read(fd, min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_request(fd: int) -> Request:
+    kind, seconds, source, stdin = REQUEST.unpack(read_exactly(fd, REQUEST.size))
+    return Request(kind, seconds, read_exactly(fd, source), read_exactly(fd, stdin))
