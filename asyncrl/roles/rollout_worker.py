@@ -158,6 +158,7 @@ class Worker:
         await asyncio.gather(*services, return_exceptions=True)
         for name in ("train", "eval"):
             await self._lane(name).close()
+        await self.runner.desk.scorer.close()
         self.meter.flush()
         self.timeline.close()
         self._control.close()
