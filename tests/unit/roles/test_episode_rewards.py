@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.records import Episode
-from asyncrl.rewards import select_shapings
+from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.roles.scoring import Scorer
 from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.transport.messages import Assign, Failed, Finished
@@ -29,11 +29,13 @@ def paying() -> Tool:
     return pay
 
 
-def bench(turns: list[str], result: Any, shaping: dict[str, dict[str, Any]] | None = None) -> Bench:
-    made = Bench(turns, lambda **_: result)
+def bench(
+    turns: list[str], result: Any, shaping: dict[str, dict[str, Any]] | None = None, **options: Any
+) -> Bench:
+    made = Bench(turns, lambda **_: result, **options)
     made.tools["look"] = paying()
-    scorer = Scorer(lambda **_: result, 60.0, select_shapings(shaping or {}, "x"))
-    object.__setattr__(made.runner, "scorer", scorer)
+    scorer = Scorer([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
+    object.__setattr__(made.runner.desk, "scorer", scorer)
     return made
 
 
@@ -85,9 +87,7 @@ def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
 
 
 def test_the_limit_of_an_episode_is_what_its_turns_can_hold() -> None:
-    limits = msgspec.structs.replace(Bench([]).runner.rules.limits, max_turns=2, max_new_tokens=5)
-    made = bench(["42"], 1.0, {"overlong": {"buffer": 10}})  # 3 tokens of 10
-    object.__setattr__(made.runner.rules, "limits", limits)
+    made = bench(["42"], 1.0, {"overlong": {"buffer": 10}}, max_turns=2, max_new_tokens=5)  # 3 tokens of 10
     assert finished(made.play()).shaping == pytest.approx(-0.3)
 
 
@@ -98,7 +98,8 @@ def test_validation_is_not_shaped() -> None:
 
 def test_a_shaping_that_fails_is_a_reward_error() -> None:
     made = bench(["42"], 1.0)
-    object.__setattr__(made.runner, "scorer", Scorer(lambda **_: 1.0, 60.0, [lambda given: 1 / 0]))
+    scorer = Scorer([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
+    object.__setattr__(made.runner.desk, "scorer", scorer)
     end = made.play()
     assert isinstance(end, Failed)
     assert end.reason is FailReason.REWARD_ERROR and "algorithm.shaping" in end.detail

@@ -1,12 +1,10 @@
-"""Lease, waits, meter, lanes and scoring of a rollout worker."""
+"""Lease, waits, meter and lanes of a rollout worker."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +14,10 @@ from asyncrl.errors import EngineError
 from asyncrl.roles.lanes import BROKEN, OwnLane
 from asyncrl.roles.lease import Contact, Lease
 from asyncrl.roles.meter import Meter
-from asyncrl.roles.scoring import RewardError, Scorer
 from asyncrl.roles.waits import Changed, Waits
 from asyncrl.transport.messages import Loaded
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import Probe, WeightsRef
-from tests.fakes.chat import sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 
@@ -250,56 +246,3 @@ def test_an_engine_that_only_fails_ends_the_lane() -> None:
             await asyncio.wait_for(f.task, 60)
 
     asyncio.run(main())
-
-
-# -- scoring -----------------------------------------------------------------------------------------
-
-
-def scored(reward: Any, timeout: float = 60.0) -> float:
-    return asyncio.run(Scorer(reward, timeout).score(sample(), "42", {"num_turns": 2})).score
-
-
-def test_rewards_get_verls_arguments_and_the_episodes_own() -> None:
-    seen: dict[str, Any] = {}
-
-    def reward(**arguments: Any) -> dict[str, float]:
-        seen.update(arguments, thread=threading.current_thread().name)
-        return {"score": 0.5}
-
-    assert scored(reward) == 0.5
-    assert seen.pop("thread") == "reward"
-    assert seen == {
-        "data_source": "test",
-        "solution_str": "42",
-        "ground_truth": 42,
-        "extra_info": {"num_turns": 2},
-    }
-
-
-def test_async_rewards_run_in_the_loop() -> None:
-    async def reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-        assert threading.current_thread() is threading.main_thread()
-        return float(solution_str)
-
-    assert scored(reward) == 42.0
-
-
-@pytest.mark.parametrize("result", [float("nan"), "text", None, {}])
-def test_no_number_is_a_reward_error(result: Any) -> None:
-    with pytest.raises(RewardError):
-        scored(lambda **arguments: result)
-
-
-def test_an_exception_is_a_reward_error() -> None:
-    def reward(**arguments: Any) -> float:
-        raise SystemExit(3)
-
-    with pytest.raises(RewardError, match="SystemExit"):
-        scored(reward)
-
-
-def test_a_reward_that_never_returns_costs_its_deadline_only() -> None:
-    release = threading.Event()
-    with pytest.raises(RewardError, match="no reward within"):
-        scored(lambda **arguments: release.wait(), timeout=0.05)
-    release.set()

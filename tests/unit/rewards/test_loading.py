@@ -1,0 +1,128 @@
+"""Which functions are rewards, how options and weights reach them, and where they run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards import RewardInput, Source, evaluate, in_loop, load_rewards
+from asyncrl.types import Message, Sample, Verdict
+
+GIVEN = RewardInput(Sample(0, "s", (Message("user", "?"),), '"5"'), "it is 5", turns=3)
+
+FILE = """
+from __future__ import annotations
+import asyncio
+from asyncrl.errors import ConfigError
+from asyncrl.rewards import RewardInput, runs
+
+def verl(data_source, solution_str, ground_truth, extra_info=None, *, scale: float = 1.0):
+    return scale * (ground_truth in solution_str)
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def typed(given):
+    return given.turns
+
+@runs("loop")
+def annotated(episode: RewardInput, *, plus: int):
+    return episode.turns + plus
+
+class Judge:
+    def __init__(self, *, strict: bool = False):
+        if strict:
+            raise ConfigError("strict is not built")
+        self.calls = 0
+
+    async def __call__(self, given: RewardInput):
+        self.calls += 1
+        return self.calls
+
+@runs("one_process")
+class Model:
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return 0.25
+
+class Dumb:
+    pass
+
+def short(answer): return 1.0
+def twice(a, b): return 1.0
+def vague(given: Nowhere, *, option: int = 1): return 1.0
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "place", "score"),
+    [
+        ("verl", {}, "processes", 1.0),
+        ("verl", {"scale": "2.5"}, "processes", 2.5),
+        ("verl_async", {}, "loop", 1.0),
+        ("typed", {}, "processes", 3.0),
+        ("annotated", {"plus": 4}, "loop", 7.0),
+        ("Judge", {}, "loop", 1.0),
+        ("Model", {}, "one_process", 0.25),
+    ],
+)
+def test_what_is_a_reward(file: Path, name: str, options: dict[str, Any], place: str, score: float) -> None:
+    (reward,) = load_rewards({f"{file}:{name}": options})
+    assert (reward.name, reward.place, reward.source) == (name, place, Source(f"{file}:{name}", options))
+    assert asyncio.run(evaluate(reward.function, GIVEN)) == Verdict(score)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("short", {}, r"short.*\(given: RewardInput\) is expected"),
+        ("twice", {}, r"is expected \("),
+        ("number", {}, "is no function"),
+        ("Dumb", {}, "cannot be called"),
+        ("vague", {}, "no usable signature .*Nowhere"),
+        ("Judge", {"strict": True}, r"mine.py:Judge: strict is not built"),
+        ("Judge", {"strength": 1}, "unknown option 'strength'; options: strict"),
+        ("annotated", {}, "option 'plus' is missing"),
+        ("verl", {"scale": "much"}, r"\.scale: Expected `float`"),
+        ("verl", {"weight": "much"}, "weight is 'much'; a finite number"),
+        ("verl", {"weight": float("nan")}, "weight is nan"),
+        ("gone", {}, "has no 'gone'"),
+    ],
+)
+def test_what_is_none_is_told(file: Path, name: str, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_rewards({f"{file}:{name}": options})
+    assert str(caught.value).startswith("$.rollout.reward")
+
+
+def test_names_and_weights(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("def f(given): return 1.0\n")
+    two = load_rewards({"final_number": {}, "asyncrl.rewards:final_number": {"weight": 0.5}})
+    assert [(reward.name, reward.weight) for reward in two] == [
+        ("final_number", 1.0),
+        ("asyncrl.rewards:final_number", 0.5),
+    ]
+    files = load_rewards({"gsm8k": {}, f"{tmp_path}/a.py:f": {"weight": 2}})
+    assert [reward.name for reward in files] == ["gsm8k", "f"]
+    assert files[1].source.options == {}
+    with pytest.raises(ConfigError, match="did you mean final_number"):
+        load_rewards("final_numbr")
+    with pytest.raises(ConfigError, match="names no reward"):
+        load_rewards({})
+
+
+def test_a_function_at_hand() -> None:
+    assert asyncio.run(evaluate(in_loop(lambda given: given.turns).function, GIVEN)) == Verdict(3.0)
+    assert asyncio.run(evaluate(in_loop(lambda **_: 2).function, GIVEN)) == Verdict(2.0)

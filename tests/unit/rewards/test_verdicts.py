@@ -1,0 +1,137 @@
+"""From what a function gives back to a Verdict, and from several to one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncrl.rewards import RewardInput, combine, evaluate
+from asyncrl.rewards.verdicts import from_verl, plain, told, verdict_of
+from asyncrl.types import EpisodeEnd, Message, Sample, ToolCall, Verdict
+
+SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')
+GIVEN = RewardInput(
+    SAMPLE,
+    "text",
+    (Message("user", "?"), Message("assistant", "text")),
+    turns=2,
+    tool_calls=1,
+    end=EpisodeEnd.MAX_TURNS,
+    transcript="<user>?<assistant>text",
+)
+
+
+def test_verls_arguments_and_what_the_episode_tells_of_itself() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def compute_score(**arguments: Any) -> dict[str, float]:
+        seen.append(arguments)
+        return {"score": 0.5, "bonus": 1.0}
+
+    assert asyncio.run(evaluate(from_verl(compute_score), GIVEN)) == Verdict(0.5)
+    assert seen == [
+        {
+            "data_source": "chain_math",
+            "solution_str": "text",
+            "ground_truth": "1234",
+            "extra_info": {
+                "hard": True,
+                "num_turns": 2,
+                "tool_calls": 1,
+                "end": "max_turns",
+                "transcript": "<user>?<assistant>text",
+                "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "text"}],
+            },
+        }
+    ]
+
+
+def test_messages_have_openais_shape() -> None:
+    call = ToolCall("add", '{"a": 1}', "c1")
+    assert plain(Message("assistant", "", (call,), reasoning="hm")) == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        ],
+        "reasoning_content": "hm",
+    }
+    reply = {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
+    assert plain(Message("tool", "2", tool_call_id="c1", name="add")) == reply
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        (1, Verdict(1.0)),
+        (True, Verdict(1.0)),
+        ("0.5", Verdict(0.5)),
+        (Verdict(0.5, (1.0,), {"a": 2.0}, shaping=9.0), Verdict(0.5, (1.0,), {"a": 2.0})),
+        (
+            {"score": 1, "turns": [0, 0.5], "components": {"format": True, "right": 0.5}, "acc": "ignored"},
+            Verdict(1.0, (0.0, 0.5), {"format": 1.0, "right": 0.5}),
+        ),
+    ],
+)
+def test_results(result: Any, verdict: Verdict) -> None:
+    assert verdict_of(result) == verdict
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        ({"points": 1, "x": 2}, "without 'score'; it has points, x"),
+        ({}, "it has nothing"),
+        ({"score": 1, "turns": [0.0, float("nan")]}, "reward of turn 1 is nan"),
+        ({"score": 1, "turns": [0.0, "much"]}, "reward of turn 1 is 'much', which is no number"),
+        ({"score": 1, "turns": 3}, "'turns' of the reward is a int"),
+        ({"score": 1, "components": {"format": float("inf")}}, "component 'format' of the reward is inf"),
+        ({"score": 1, "components": [1]}, "'components' of the reward is a list"),
+        (Verdict(float("nan")), "the reward is nan"),
+        ("much", "the reward is 'much'"),
+        (None, "the reward is None"),
+        (float("-inf"), "no finite number"),
+    ],
+)
+def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=complaint):
+        verdict_of(result)
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        ([("a", 1.0, Verdict(0.5, (), {"x": 1.0}))], Verdict(0.5, (), {"x": 1.0})),
+        ([("a", 2.0, Verdict(0.5, (1.0, 0.0)))], Verdict(1.0, (2.0, 0.0))),
+        (
+            [("right", 1.0, Verdict(1.0)), ("format", -0.5, Verdict(0.5, (), {"tags": 1.0}))],
+            Verdict(0.75, (), {"right": 1.0, "format": 0.5, "format/tags": 1.0}),
+        ),
+        (
+            [
+                ("a", 1.0, Verdict(0.0, (1.0, 2.0))),
+                ("b", 0.5, Verdict(0.0, (2.0, 4.0))),
+                ("c", 1.0, Verdict(0.0)),
+            ],
+            Verdict(0.0, (2.0, 4.0), {"a": 0.0, "b": 0.0, "c": 0.0}),
+        ),
+        ([("a", 0.0, Verdict(1.0)), ("b", 1.0, Verdict(2.0))], Verdict(2.0, (), {"a": 1.0, "b": 2.0})),
+    ],
+)
+def test_a_weighted_sum(parts: list[tuple[str, float, Verdict]], verdict: Verdict) -> None:
+    assert combine(parts) == verdict
+
+
+def test_sums_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="different lengths"):
+        combine([("a", 1.0, Verdict(0.0, (1.0,))), ("b", 1.0, Verdict(0.0, (1.0, 2.0)))])
+    with pytest.raises(ValueError, match="no finite number"):
+        combine([("a", 1e308, Verdict(1e308))])
+
+
+def test_an_error_tells_where_it_came_from() -> None:
+    with pytest.raises(ValueError, match="it has nothing") as caught:
+        verdict_of({})
+    assert told(caught.value).endswith(f"(test_verdicts.py:{caught.tb.tb_lineno})")
