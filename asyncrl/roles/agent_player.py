@@ -100,16 +100,17 @@ class AgentPlayer:
         self._branches = Branches(self.job.desk.rules, recorded)
         result = await self._led()
         self._check_recalled()
-        if not self._branches.turns:
-            raise AgentError("the agent ended without asking the model")
-        return await self._scored(self._branches.end, result)
+        if self._branches.turns:
+            return await self._scored(self._branches.end, result)
+        if self._branches.refused is not None:
+            return Ended(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
+        raise AgentError("the agent ended without asking the model")
 
     async def expire(self) -> Ended:
         self._check_recalled()
         if not self._branches.turns:
-            return Ended(
-                Fail(FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout"), ()
-            )
+            detail = "not one turn was done within rollout.episode_timeout"
+            return Ended(Fail(FailReason.DEADLINE, detail), ())
         return await self._scored(EpisodeEnd.TIMEOUT, None)
 
     async def close(self) -> None:
