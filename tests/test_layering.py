@@ -43,6 +43,7 @@ EXCEPTIONS = {
     ("trainer", "weights"),  # an export is written as a published version is
     ("trainer", "transport"),  # rows of a plan are messages
     ("tools", "sandbox"),  # python and shell run in it
+    ("tools", "remote"),  # a retrieval server is asked as any other
     ("rewards", "sandbox"),  # so does the code that a reward tests
     ("rewards", "remote"),  # a judge is a model behind a URL
     ("environments", "remote"),  # so is a simulated user

@@ -1,0 +1,131 @@
+"""Search tools: BM25 over a corpus of this machine, or a retrieval server. Both reply in the same way:
+
+[1] Title of the best passage
+its text
+
+[2] …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.remote import post
+from asyncrl.tools.base import Tool, tool, tools
+from asyncrl.tools.corpus import Passage, open_corpus, passage
+
+NOTHING = "no passage was found"
+HEAD = 256  # characters of a title that are shown
+THREADS = 4  # searches of one worker at once
+
+
+class SearchError(AsyncrlError):
+    """The retrieval server did not keep its contract."""
+
+
+class _Hit(msgspec.Struct, frozen=True):
+    document: dict[str, Any]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    result: tuple[tuple[_Hit, ...], ...]
+
+
+@tools.register("search")
+def search(
+    *,
+    corpus: str,
+    k: int = 3,
+    max_chars: int = 1000,
+    stopwords: str = "english",
+    cache: str = "",
+    name: str = "search",
+    description: str = "Search the corpus.",
+) -> Tool:
+    """BM25 over `corpus`, a .parquet or .jsonl file with `text` or `contents`, and perhaps `title`.
+
+    `k` passages of at most `max_chars` characters are given. `stopwords`: the language whose commonest words
+    do not count; empty: all do. The index is kept in the directory `cache` (default: ~/.cache/asyncrl/search)
+    and mapped into memory. ConfigError for what cannot be used.
+    """
+    _check(k, max_chars)
+    try:
+        found = open_corpus(corpus, cache, stopwords)
+    except ImportError:
+        raise ConfigError("the tool search needs bm25s: pip install 'asyncrl[search]'") from None
+
+    def look_up(query: str) -> str:
+        return reply(found.search(query, k), max_chars)
+
+    return _search_tool(look_up, name, description, k, max_chars, blocking=True, concurrency=THREADS)
+
+
+@tools.register("search_remote")
+def search_remote(
+    *,
+    url: str,
+    k: int = 3,
+    max_chars: int = 1000,
+    timeout: float = 20.0,
+    retries: int = 2,
+    name: str = "search",
+    description: str = "Search the corpus.",
+) -> Tool:
+    """A retrieval server at `url` that speaks Search-R1's contract:
+
+        POST {"queries": [...], "topk": k, "return_scores": true}
+        {"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}
+
+    `timeout` (seconds) covers the repetitions after a refused connection, 429 or 5xx.
+    """
+    _check(k, max_chars)
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"search_remote: url {url!r} must begin with http:// or https://")
+
+    async def look_up(query: str) -> str:
+        body = {"queries": [query], "topk": k, "return_scores": True}
+        return reply(_passages(await post(url, body, seconds=timeout, retries=retries))[:k], max_chars)
+
+    return _search_tool(look_up, name, description, k, max_chars, timeout=timeout + 1)
+
+
+def reply(passages: Iterable[Passage], max_chars: int) -> str:
+    """What the model reads; every passage is cut at `max_chars` characters."""
+    shown = [_shown(number, found, max_chars) for number, found in enumerate(passages, start=1)]
+    return "\n\n".join(shown) or NOTHING
+
+
+def _shown(number: int, found: Passage, max_chars: int) -> str:
+    text = found.text if len(found.text) <= max_chars else f"{found.text[:max_chars]}…"
+    return f"[{number}] {found.title[:HEAD]}\n{text}" if found.title else f"[{number}] {text}"
+
+
+def _passages(answer: bytes) -> list[Passage]:
+    """Those of the one query. SearchError for an answer of another shape."""
+    try:
+        (hits,) = msgspec.json.decode(answer, type=_Answer).result
+        return [passage(hit.document) for hit in hits]
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SearchError(f"the retrieval server's answer is not Search-R1's: {one_line(error)}") from error
+
+
+def _search_tool(
+    look_up: Callable[[str], str | Awaitable[str]],
+    name: str,
+    description: str,
+    k: int,
+    max_chars: int,
+    **options: Any,
+) -> Tool:
+    look_up.__doc__ = f"{description}\n\nArgs:\n    query: what to look for, in a few words\n"
+    room = k * (max_chars + HEAD + 16)
+    return tool(name=name, max_chars=room, **options)(look_up)
+
+
+def _check(k: int, max_chars: int) -> None:
+    if k < 1 or max_chars < 1:
+        raise ConfigError(f"search: k and max_chars must be at least 1, not {k} and {max_chars}")

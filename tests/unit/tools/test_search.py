@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from aiohttp import web
+
+from asyncrl.errors import ConfigError
+from asyncrl.remote import RemoteError, close_sessions
+from asyncrl.tools import corpus as corpus_module
+from asyncrl.tools.base import Tool
+from asyncrl.tools.corpus import Passage, open_corpus, passage
+from asyncrl.tools.search import SearchError, reply, search, search_remote
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "0", "title": "Otters", "text": "Otters hold hands while they sleep in the kelp."},
+    {"id": "1", "title": "Badgers", "text": "A badger digs a sett of many chambers."},
+    {"id": "2", "title": "Kelp", "text": "Kelp grows half a metre a day."},
+    {"id": "3", "title": "The number 7", "text": "Seven is 7."},
+]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "animals.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def look_up(subject: Tool, query: str) -> str:
+    found: str = subject.function(**subject.decode(json.dumps({"query": query})))
+    return found
+
+
+def titles(found: list[Passage]) -> list[str]:
+    return [one.title for one in found]
+
+
+@pytest.mark.parametrize(
+    ("query", "best"),
+    [
+        ("how do otters sleep?", "Otters"),
+        ("KELP growth a day", "Kelp"),
+        ("sett", "Badgers"),
+        ("7", "The number 7"),
+    ],
+)
+def test_the_best_passage_comes_first(jsonl: Path, tmp_path: Path, query: str, best: str) -> None:
+    assert open_corpus(str(jsonl), str(tmp_path / "cache")).search(query, 3)[0].title == best
+
+
+def test_passages_that_share_no_word_are_left_out(jsonl: Path, tmp_path: Path) -> None:
+    corpus = open_corpus(str(jsonl), str(tmp_path / "cache"))
+    assert set(titles(corpus.search("kelp", 10))) == {"Otters", "Kelp"}
+    assert corpus.search("xylophone", 10) == corpus.search("", 10) == corpus.search("the", 10) == []
+
+
+def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
+    parquet = tmp_path / "animals.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), parquet)
+    cache = str(tmp_path / "cache")
+    one, other = open_corpus(str(jsonl), cache), open_corpus(str(parquet), cache)
+    assert one.search("otters in kelp", 3) == other.search("otters in kelp", 3)
+    assert len(one) == len(other) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"title": "T", "text": "body"}, Passage("T", "body")),
+        ({"contents": '"T"\nbody\nmore'}, Passage("T", "body\nmore")),
+        ({"contents": "first\nsecond"}, Passage("", "first\nsecond")),
+        ({"contents": '"only a quotation"'}, Passage("", '"only a quotation"')),
+        ({"text": "body", "title": None}, Passage("", "body")),
+    ],
+)
+def test_shapes_of_a_document(document: dict[str, Any], expected: Passage) -> None:
+    assert passage(document) == expected
+
+
+def test_replies_are_numbered_and_bounded() -> None:
+    found = [Passage("Otters", "x" * 9), Passage("", "short")]
+    assert reply(found, 4) == "[1] Otters\nxxxx…\n\n[2] shor…"
+    assert reply([], 4) == "no passage was found"
+
+
+def test_the_tool(jsonl: Path, tmp_path: Path) -> None:
+    tool = search(
+        corpus=str(jsonl), k=1, max_chars=6, cache=str(tmp_path), name="animals", description="Find animals."
+    )
+    assert look_up(tool, "otters") == "[1] Otters\nOtters…"
+    function = tool.schema["function"]
+    assert (function["name"], function["description"]) == ("animals", "Find animals.")
+    assert function["parameters"]["required"] == ["query"]
+    with pytest.raises(msgspec.ValidationError, match="queries"):
+        tool.decode('{"queries": ["otters"]}')
+
+
+# -- the index on disk -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Every index that is built from here on."""
+    made: list[Path] = []
+    build = corpus_module._build
+
+    def counted(path: Path, home: Path, stopwords: str) -> None:
+        made.append(home)
+        build(path, home, stopwords)
+
+    monkeypatch.setattr(corpus_module, "_build", counted)
+    return made
+
+
+def test_the_index_is_built_once_by_whoever_comes_first(
+    jsonl: Path, tmp_path: Path, builds: list[Path]
+) -> None:
+    found: list[list[Passage]] = []
+    workers = [
+        threading.Thread(
+            target=lambda: found.append(open_corpus(str(jsonl), str(tmp_path / "c")).search("sett", 1))
+        )
+        for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert [titles(one) for one in found] == [["Badgers"]] * 4
+    assert len(builds) == 1
+
+
+def test_a_changed_corpus_is_indexed_again(jsonl: Path, tmp_path: Path, builds: list[Path]) -> None:
+    cache = str(tmp_path / "cache")
+    before = open_corpus(str(jsonl), cache)
+    jsonl.write_text('{"text": "a new passage of voles"}\n')
+    assert len(open_corpus(str(jsonl), cache).search("voles", 1)) == 1
+    assert before.search("voles", 1) == []
+    assert titles(before.search("sett", 1)) == ["Badgers"]  # what it has mapped stays
+    assert len(builds) == 2
+
+
+def test_a_damaged_index_is_built_again(jsonl: Path, tmp_path: Path, builds: list[Path]) -> None:
+    open_corpus(str(jsonl), str(tmp_path / "cache"))
+    (home,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    for name in ("passages.arrow", "indptr.csc.index.npy", "vocab.index.json"):
+        os.truncate(home / name, 10)
+        assert titles(open_corpus(str(jsonl), str(tmp_path / "cache")).search("sett", 1)) == ["Badgers"]
+    assert len(builds) == 4
+
+
+def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"words": 1}\n')
+    with pytest.raises(ConfigError, match=r"bad.jsonl, row 2: no text or contents, only words"):
+        open_corpus(str(bad), str(tmp_path / "cache"))
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("missing.jsonl", None, "there is no corpus"),
+        ("corpus.csv", "a,b", "must be a .parquet or a .jsonl file"),
+        ("broken.jsonl", '{"text": "a"}\n{oops\n', "line 2"),
+        ("list.jsonl", "[1]\n", "line 1"),
+        ("empty.jsonl", "", "no words to search"),
+        ("fake.parquet", "PAR?", "is no parquet file"),
+        ("other.parquet", [{"question": "?"}], "row 1: no text or contents"),
+    ],
+)
+def test_what_is_no_corpus(tmp_path: Path, name: str, content: Any, complaint: str) -> None:
+    path = tmp_path / name
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        pq.write_table(pa.Table.from_pylist(content), path)
+    with pytest.raises(ConfigError, match=complaint):
+        search(corpus=str(path), cache=str(tmp_path / "cache"))
+
+
+def test_options_are_checked(jsonl: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="k and max_chars must be at least 1"):
+        search(corpus=str(jsonl), k=0, cache=str(tmp_path))
+    with pytest.raises(ConfigError, match="stopwords 'klingon'"):
+        search(corpus=str(jsonl), stopwords="klingon", cache=str(tmp_path))
+    with pytest.raises(ConfigError, match="set cache"):
+        search(corpus=str(jsonl), cache=str(jsonl / "no-directory"))
+    with pytest.raises(ConfigError, match="must begin with http"):
+        search_remote(url="localhost:8000/retrieve")
+
+
+# -- a retrieval server ----------------------------------------------------------------------------------
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def ask(handler: Handler, **options: Any) -> str:
+    """The tool's reply to one query, from a server that answers with `handler`."""
+
+    async def main() -> str:
+        app = web.Application()
+        app.router.add_post("/retrieve", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            tool = search_remote(url=f"http://127.0.0.1:{port}/retrieve", **options)
+            found: str = await tool.function(query="otters")
+            return found
+        finally:
+            await close_sessions()
+            await runner.cleanup()
+
+    return asyncio.run(main())
+
+
+def hit(contents: str) -> dict[str, Any]:
+    return {"document": {"id": "1", "contents": contents}, "score": 2.5}
+
+
+def test_search_r1s_contract() -> None:
+    asked: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"result": [[hit('"Otters"\nThey sleep.'), hit("plain"), hit("too many")]]})
+
+    assert ask(handler, k=2) == "[1] Otters\nThey sleep.\n\n[2] plain"
+    assert asked == [{"queries": ["otters"], "topk": 2, "return_scores": True}]
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    answers = [
+        web.Response(status=503, headers={"Retry-After": "0.01"}),
+        web.json_response({"result": [[hit("late")]]}),
+    ]
+
+    async def handler(_: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    assert ask(handler) == "[1] late"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{}",
+        '{"result": []}',
+        '{"result": [[], []]}',
+        '{"result": [[{"document": {"title": "x"}}]]}',
+        "no JSON",
+        "[1]",
+    ],
+)
+def test_another_contract_is_told(answer: str) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    with pytest.raises(SearchError, match="is not Search-R1's"):
+        ask(handler)
+
+
+def test_an_answer_without_end_is_cut_off() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * (1 << 20))
+
+    with pytest.raises(RemoteError, match="larger than"):
+        ask(handler)
+
+
+def test_a_silent_server_costs_the_timeout() -> None:
+    async def handler(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(RemoteError, match=r"no answer within 0.2 s"):
+        ask(handler, timeout=0.2)
