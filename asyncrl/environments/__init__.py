@@ -2,12 +2,14 @@
 
 from asyncrl.environments.base import Environment, environments, extra_info, load_environment, said
 from asyncrl.environments.gym import Gymnasium
+from asyncrl.environments.openenv import OpenEnv
 from asyncrl.environments.user import ScriptedUser, SimulatedUser
 from asyncrl.environments.verifiers import Verifiers
 
 __all__ = [
     "Environment",
     "Gymnasium",
+    "OpenEnv",
     "ScriptedUser",
     "SimulatedUser",
     "Verifiers",

@@ -1,0 +1,228 @@
+"""A real OpenEnv server in a process of its own, and what it does wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncrl.config import Options
+from asyncrl.environments import load_environment
+from asyncrl.environments.openenv import OpenEnvError
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, Observation, Sample
+
+SERVER = """
+import random
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+class Guess(Action):
+    number: int
+
+class Answer(Observation):
+    text: str
+    span: list[int]
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, high=9):
+        self._secret, self._span = random.Random(seed).randint(1, high), [1, high]
+        return Answer(text=f"Guess 1 to {high}.", span=self._span)
+
+    def step(self, action):
+        if action.number < 0:
+            raise RuntimeError("negative")
+        if action.number == self._secret:
+            return Answer(text="Right!", span=self._span, reward=1, done=True)
+        word = "Higher." if action.number < self._secret else "Lower."
+        return Answer(text=word, span=self._span, reward=-0.25)
+
+    @property
+    def state(self):
+        return State()
+
+app = create_fastapi_app(Game, Guess, Answer, max_concurrent_envs=2)
+uvicorn.run(app, host="127.0.0.1", port=0, log_level="info", ws="websockets")
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its URL."""
+    path: Path = tmp_path_factory.mktemp("openenv") / "server.py"
+    path.write_text(SERVER)
+    quiet = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen([sys.executable, str(path)], stderr=subprocess.PIPE, text=True, env=quiet)
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:  # it ends when the process does; pytest's timeout is the deadline
+            lines.append(line)
+            if found := re.search(r"running on (http://[\d.:]+)", line):
+                yield found[1]
+                return
+        raise AssertionError("the server did not start:\n" + "".join(lines))
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def sample(row: int = 0, **extra: Any) -> Sample:
+    return Sample(row, "game", (), "null", extra_info=json.dumps({"openenv": extra}))
+
+
+async def talk(options: Options, sample: Sample, turns: Sequence[str]) -> list[Observation]:
+    world = load_environment({"openenv": options})()
+    try:
+        heard = [await world.reset(sample)]
+        heard += [await world.step(Message("assistant", turn)) for turn in turns]
+        return heard
+    finally:
+        await world.close()
+
+
+def told(observation: Observation) -> tuple[str, float, bool]:
+    (message,) = observation.messages
+    return message.content, observation.reward, observation.done
+
+
+def test_an_episode(server: str) -> None:
+    turns = ['{"number": 9}', 'I say\n```json\n{"number": 1}\n```', '{"number": 7}']
+    heard = asyncio.run(talk({"url": server, "show": "text"}, sample(0), turns))
+    assert list(map(told, heard)) == [
+        ("Guess 1 to 9.", 0.0, False),
+        ("Lower.", -0.25, False),
+        ("Higher.", -0.25, False),
+        ("Right!", 1.0, True),
+    ]
+    assert asyncio.run(talk({"url": server, "show": "text"}, sample(0), turns)) == heard  # as after a crash
+
+
+def test_seeds_arguments_and_what_is_shown(server: str) -> None:
+    heard = asyncio.run(talk({"url": server + "/"}, sample(high=1), ['{"number": 1}']))
+    assert [json.loads(told(observation)[0]) for observation in heard] == [
+        {"text": "Guess 1 to 1.", "span": [1, 1]},
+        {"text": "Right!", "span": [1, 1]},
+    ]
+    (seen,) = asyncio.run(talk({"url": server, "show": "span"}, sample(3, seed=5), []))
+    assert told(seen)[0] == "[1, 9]"
+
+
+def test_an_action_may_be_one_field(server: str) -> None:
+    heard = asyncio.run(talk({"url": server, "show": "text", "action": "number"}, sample(0), ["7"]))
+    assert told(heard[1]) == ("Right!", 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("turn", "complaint"),
+    [
+        ("seven", "error: write the action as one JSON object."),
+        ("[7]", "error: write the action as one JSON object."),
+        ('{"number": "x"}', "error: number: Input should be a valid integer"),
+        ('{"nubmer": 7}', "error: number: Field required; nubmer: Extra inputs are not permitted"),
+    ],
+)
+def test_an_invalid_action_is_told_so(server: str, turn: str, complaint: str) -> None:
+    options: Options = {"url": server, "show": "text", "unreadable": -1.0}
+    heard = asyncio.run(talk(options, sample(0), [turn, '{"number": 7}']))
+    text, reward, done = told(heard[1])
+    assert text.startswith(complaint) and (reward, done) == (-1.0, False)
+    assert told(heard[2]) == ("Right!", 1.0, True)
+
+
+def test_what_the_server_refuses_fails_the_episode(server: str) -> None:
+    with pytest.raises(OpenEnvError, match="EXECUTION_ERROR: negative"):
+        asyncio.run(talk({"url": server}, sample(), ['{"number": -1}']))
+    with pytest.raises(OpenEnvError, match="no field 'txt'; the observation has text, span"):
+        asyncio.run(talk({"url": server, "show": "txt"}, sample(), []))
+
+
+def test_more_episodes_than_sessions(server: str) -> None:
+    async def three() -> None:
+        worlds = [load_environment({"openenv": {"url": server}})() for _ in range(3)]
+        try:
+            for world in worlds:
+                await world.reset(sample())
+        finally:
+            for world in worlds:
+                await world.close()
+
+    with pytest.raises(OpenEnvError, match="CAPACITY_REACHED"):
+        asyncio.run(three())
+
+
+Handler = Callable[[web.WebSocketResponse], Awaitable[None]]
+
+
+def against(handler: Handler, **options: Any) -> None:
+    """One reset against a server that does as it likes."""
+
+    async def run() -> None:
+        async def serve(request: web.Request) -> web.WebSocketResponse:
+            socket = web.WebSocketResponse()
+            await socket.prepare(request)
+            await socket.receive()
+            await handler(socket)
+            return socket
+
+        app = web.Application()
+        app.router.add_get("/ws", serve)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            await talk({"url": f"http://127.0.0.1:{port}", **options}, sample(), [])
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+async def hangs(socket: web.WebSocketResponse) -> None:
+    await socket.receive()  # until the other side has gone
+
+
+async def leaves(socket: web.WebSocketResponse) -> None:
+    await socket.close()
+
+
+async def babbles(socket: web.WebSocketResponse) -> None:
+    await socket.send_str('{"type": 3}')
+
+
+async def floods(socket: web.WebSocketResponse) -> None:
+    await socket.send_str("x" * (5 << 20))
+
+
+@pytest.mark.parametrize(
+    ("handler", "complaint"),
+    [
+        (hangs, "no answer to reset within 0.2 s"),
+        (leaves, r"the connection ended \(CLOS"),
+        (babbles, "reset failed"),
+        (floods, r"the connection ended|reset failed"),
+    ],
+)
+def test_a_server_that_misbehaves(handler: Handler, complaint: str) -> None:
+    with pytest.raises(OpenEnvError, match=complaint):
+        against(handler, timeout=0.2 if handler is hangs else 10.0)
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(OpenEnvError, match="no connection"):
+        asyncio.run(talk({"url": "http://127.0.0.1:9"}, sample(), []))
+    with pytest.raises(ConfigError, match="must begin with http"):
+        load_environment({"openenv": {"url": "localhost:8000"}})
