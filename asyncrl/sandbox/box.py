@@ -1,4 +1,4 @@
-"""A sandbox, from its owner's side: start it, ask it, end it. Nothing it says is believed further than its size.
+"""A sandbox, from its owner's side: start it, ask it, end it. Nothing it says is taken for more than bytes.
 
 async with Sandbox(Limits(memory=256)) as box:
     result = await box.cell("x = 6 * 7\\nx", seconds=5)      # prints 42; x is there for the next cell
@@ -95,18 +95,10 @@ class Sandbox:
         await self.close()
 
     async def open(self) -> None:
-        """Start it, at most START_SECONDS. SandboxError when it does not start, or what must hold does not."""
+        """Start it within START_SECONDS. SandboxError if it does not start, or what must hold does not."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-c", START, str(ROOT), *self._arguments()],
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,
-            )
+            self._process = self._start(theirs.fileno())
         try:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             async with asyncio.timeout(START_SECONDS):
@@ -170,6 +162,17 @@ class Sandbox:
             result.lost,
             result.omitted,
             time.monotonic() - started,
+        )
+
+    def _start(self, link: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", "-c", START, str(ROOT), *self._arguments()],
+            stdin=link,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
         )
 
     async def _greet(self) -> None:

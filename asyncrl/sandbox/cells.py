@@ -11,23 +11,24 @@ from typing import Any
 
 ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, whose module is slow to import
 SHOWN_FRAMES = 6
-RAN, RAISED = b"0", b"1"
+CELL = struct.Struct("!I")  # bytes of the source
+DONE = struct.Struct("!I?")  # number of the cell, whether it raised
 SOURCES: dict[str, str] = {}
 """What was run, by the name that tracebacks give it."""
 
 
 def serve_cells(requests: int, done: int, output: int) -> None:
-    """Run what comes from `requests` (length, then source) until it closes; one byte to `done` for each."""
+    """Run what comes from `requests` until it closes; `done` is told of each."""
     main, process, number = fresh_main(), os.getpid(), 0
-    while header := os.read(requests, 4):
-        source = _read(requests, struct.unpack("!I", header)[0])
+    while header := _read(requests, CELL.size):
+        source = _read(requests, *CELL.unpack(header))
         number += 1
         open_streams(output)
         raised = _guarded(source, f"<cell {number}>", main)
         _flush()
         if os.getpid() != process:
             os._exit(0)  # the cell forked, and this is the copy
-        os.write(done, RAISED if raised else RAN)
+        os.write(done, DONE.pack(number, raised))
 
 
 def run_program(source: bytes, name: str = "<program>") -> int:
@@ -61,10 +62,12 @@ def open_streams(output: int) -> None:
     child processes come in their order."""
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        stream = open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        setattr(sys, name, stream)
+    sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
+
+
+def _stream(fd: int, mode: str) -> Any:
+    errors = "replace" if mode == "r" else "backslashreplace"
+    return open(fd, mode, 1, encoding="utf-8", errors=errors, closefd=False)
 
 
 def _guarded(source: bytes, name: str, main: types.ModuleType) -> bool:
@@ -112,7 +115,7 @@ def show(error: BaseException) -> None:
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = _stream(2, "w")
     traceback.print_exception(type(error), error.with_traceback(frame), frame, limit=-SHOWN_FRAMES)
     sys.stderr.flush()
 

@@ -9,6 +9,7 @@ Root needs no user namespace, and gives each sandbox a user of its own; others n
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS =
 CAPABILITY_VERSION = 0x20080522
 SIGKILL = 9
 
-OWN_USERS, NOBODY = 0x70000000, 65534
+OWN_USERS = 0x70000000
 """Root's sandboxes run as a user of this number plus the guard's process id, which no other process has."""
 HOME = "/sandbox"
 ASIDE = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
@@ -71,7 +72,7 @@ def split_off(notes: list[str]) -> set[str]:
     """The next child gets a process namespace (`pid`), where needed with a `user` namespace around it."""
     uid, gid = os.geteuid(), os.getegid()
     for names in ({"pid"}, {"pid", "user"}):
-        if attempt(lambda flags=_flags(names): unshare(flags), notes):
+        if attempt(functools.partial(unshare, _flags(names)), notes):
             if "user" in names:
                 _map_user(uid, gid)
             return names
@@ -91,8 +92,8 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     else:
         home = plan.fallback
         os.mkdir(home, 0o700)
-        uid = uid if _reachable() else os.getuid()
-        os.chown(home, uid, uid)
+        if not (_reachable() and attempt(lambda: os.chown(home, uid, uid), notes)):
+            uid = os.getuid()
     own = uid != os.getuid() and attempt(lambda: _become(uid), notes)
     os.chdir(home)
     drop_rights()
@@ -209,9 +210,13 @@ def _map_user(uid: int, gid: int) -> None:
 
 
 def _user(plan: Plan, spaces: set[str]) -> int:
-    """Who is to run the code: for real root another user, else the present one."""
-    real = os.geteuid() == 0 and "user" not in spaces
-    return OWN_USERS + plan.number if real else os.getuid()
+    """Who is to run the code: for root another user, where there are that many, else the present one."""
+    if os.geteuid() != 0 or "user" in spaces:
+        return os.getuid()
+    with open("/proc/self/uid_map") as file:
+        known = max(int(line.split()[0]) + int(line.split()[2]) for line in file)
+    uid = OWN_USERS + plan.number
+    return uid if uid < known else os.getuid()
 
 
 def _become(uid: int) -> None:

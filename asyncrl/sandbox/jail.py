@@ -10,7 +10,7 @@ import signal
 import sys
 from types import FrameType
 
-from asyncrl.sandbox import confine
+from asyncrl.sandbox import confine, processes
 from asyncrl.sandbox.confine import Limits, Plan
 from asyncrl.sandbox.warden import Warden
 
@@ -35,27 +35,30 @@ def main() -> None:
 
 
 def work(plan: Plan, spaces: set[str], notes: list[str], path: list[str]) -> None:
-    """The warden's life. It ends when the owner does, and the kernel ends all others of its namespace then."""
+    """The warden's life. It ends when the owner does, and the kernel then ends all of its namespace."""
     try:
         ground = confine.settle(plan, spaces, notes)
         os.environ.update(HOME=ground.home, TMPDIR=ground.home)
         sys.path[:] = [ground.home, *sys.path[1:], *path]
         sys.argv[:] = [""]
         Warden(plan.limits, ground).serve()
-    except (EOFError, ConnectionError):
-        os._exit(0)
     finally:
-        os._exit(1)
+        os._exit(0)
 
 
 def wait(warden: int, plan: Plan) -> None:
+    """Until the warden has ended, by itself or because the owner wants it (SIGTERM) or is dead."""
+
     def end(number: int, frame: FrameType | None) -> None:
-        os.kill(warden, signal.SIGKILL)
+        processes.kill(warden, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
+    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGTERM)
     os.close(0)  # the owner sees the end of the warden, not ours
     os.waitpid(warden, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.end_all(alone=False)  # what a killed warden left, where there is no process namespace
     if os.path.exists(plan.fallback):
         import shutil  # slow to import, and rarely needed
 

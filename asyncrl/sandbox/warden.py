@@ -1,6 +1,6 @@
 """The first process inside a sandbox: it forks what runs the code, watches it, and answers the owner.
 
-    owner ◄── fd 0: requests, replies ──► warden ── cell, over a pipe ──► interpreter, forked when first needed
+    owner ◄── fd 0: requests, replies ──► warden ── a cell, over a pipe ──► interpreter, forked when needed
                                                  └─ fork ──► a program or a shell, for one request
 
 Nothing but the warden runs between two requests. It waits for: output, the end of what it watches, its owner
@@ -14,12 +14,11 @@ import os
 import resource
 import select
 import signal
-import struct
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asyncrl.sandbox import cells, confine, wire
+from asyncrl.sandbox import cells, confine, processes, wire
 from asyncrl.sandbox.confine import Ground, Limits
 
 LINK = 0
@@ -75,26 +74,36 @@ class Warden:
         self._limits = limits
         self._ground = ground
         self._interpreter: Job | None = None
+        self._number = 0  # cells that this interpreter was given
         self._status: dict[int, int] = {}
 
     def serve(self) -> None:
-        """Answer requests until the owner goes."""
+        """Answer requests until the owner goes, then end all."""
+        try:
+            self._greet()
+            while True:
+                self._answer(wire.read_request(LINK))
+        except (EOFError, ConnectionError):
+            self._end_all()
+
+    def _greet(self) -> None:
         bits = sum(1 << bit for bit, name in enumerate(wire.HOLDS) if name in self._ground.holds)
         notes = self._ground.notes.encode()[:2000]
         wire.write_all(LINK, wire.HELLO.pack(bits, len(notes)) + notes)
-        while True:
-            request = wire.read_request(LINK)
-            self._freeze(False)
-            reply = self._cell(request) if request.kind == wire.CELL else self._program(request)
-            self._freeze(True)
-            self._reap()
-            wire.write_all(LINK, reply.frame())
+
+    def _answer(self, request: wire.Request) -> None:
+        self._freeze(False)
+        reply = self._cell(request) if request.kind == wire.CELL else self._program(request)
+        self._freeze(True)
+        self._reap()
+        wire.write_all(LINK, reply.frame())
 
     def _cell(self, request: wire.Request) -> wire.Reply:
         job = self._interpreter = self._interpreter or self._start_interpreter()
+        self._number += 1
         kept = Kept(self._limits.output)
         try:
-            os.write(job.cells, struct.pack("!I", len(request.source)) + request.source)
+            os.write(job.cells, cells.CELL.pack(len(request.source)) + request.source)
         except OSError:
             return self._lose(job, kept, wire.DIED)
         ending = wire.DONE
@@ -103,17 +112,17 @@ class Warden:
             self._signal_group(job, signal.SIGINT)
             if not self._watch(job, kept, GRACE):
                 return self._lose(job, kept, ending)
-        said = self._said(job)
-        if said not in (cells.RAN, cells.RAISED):
+        raised = self._said(job)
+        if raised is None:
             return self._lose(job, kept, wire.DIED)
         self._freeze(True)
         self._drain(job, kept)
-        if ending == wire.DONE and said == cells.RAISED:
+        if ending == wire.DONE and raised:
             ending = wire.FAILED
         return wire.Reply(ending, 0, False, *kept.cut())
 
     def _lose(self, job: Job, kept: Kept, ending: bytes) -> wire.Reply:
-        """The interpreter is gone, or no longer to be understood: end everything, and start anew next time."""
+        """The interpreter is gone, or makes no sense any more: end everything, start anew next time."""
         self._end_all()
         self._drain(job, kept)
         status = self._status.pop(job.pid, 0)
@@ -142,6 +151,7 @@ class Warden:
         return wire.Reply(ending, status, lost, *kept.cut())
 
     def _start_interpreter(self) -> Job:
+        self._number = 0
         cells_read, cells_write = os.pipe()
         done_read, done_write = os.pipe()
         fcntl.fcntl(cells_write, fcntl.F_SETFL, os.O_NONBLOCK)
@@ -213,33 +223,28 @@ class Warden:
         kept.add(data)
         return bool(data)
 
-    def _said(self, job: Job) -> bytes:
+    def _said(self, job: Job) -> bool | None:
+        """Whether the cell raised; None when what the interpreter says is not about this cell."""
         try:
-            return os.read(job.done, 16)
+            data = os.read(job.done, 16)
         except BlockingIOError:
-            return b""
+            return None
+        if len(data) != cells.DONE.size:
+            return None
+        number, raised = cells.DONE.unpack(data)
+        return raised if number == self._number else None
 
     def _freeze(self, stop: bool) -> None:
         """Stop, or wake, every process but this one: nothing computes while its model thinks."""
         if self._ground.alone:
-            _kill(-1, signal.SIGSTOP if stop else signal.SIGCONT)
+            processes.kill(-1, signal.SIGSTOP if stop else signal.SIGCONT)
 
     def _signal_group(self, job: Job, number: int) -> None:
-        _kill(-job.pid, number)
+        processes.kill(-job.pid, number)
 
     def _end_all(self) -> None:
-        """Kill every process but this one and wait until none is left; orphans have become its children."""
-        while True:
-            if self._ground.alone:
-                _kill(-1, signal.SIGKILL)
-            else:
-                for pid in descendants():
-                    _kill(pid, signal.SIGKILL)
-            try:
-                pid, status = os.waitpid(-1, 0)
-            except ChildProcessError:
-                return
-            self._status[pid] = os.waitstatus_to_exitcode(status)
+        """Kill every process but this one; what was watched leaves its status."""
+        self._status.update(processes.end_all(self._ground.alone))
 
     def _reap(self) -> None:
         """Bury what has ended; who watches a job finds its status in `_status`."""
@@ -261,35 +266,16 @@ class Warden:
         self._interpreter = None
 
 
-def set_limits(limits: Limits, processes: int) -> None:
+def set_limits(limits: Limits, count: int) -> None:
     for kind, value in (
         (resource.RLIMIT_AS, limits.memory << 20),
         (resource.RLIMIT_CPU, limits.cpu_seconds),
         (resource.RLIMIT_FSIZE, limits.file << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_NPROC, count),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (value, value))
-
-
-def descendants() -> list[int]:
-    """Where processes have no namespace of their own: all below this one, deepest last."""
-    parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # it ended meanwhile
-            parents.setdefault(parent, []).append(int(name))
-    found, ahead = [], [os.getpid()]
-    while ahead:
-        children = parents.get(ahead.pop(), [])
-        found += children
-        ahead += children
-    return found
 
 
 def _python(source: bytes) -> int:
@@ -307,13 +293,6 @@ def _file(data: bytes) -> int:
     wire.write_all(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _kill(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return  # nobody is left
 
 
 def _close(fd: int) -> None:

@@ -1,0 +1,468 @@
+"""The sandbox against code that attacks it: real processes, on whatever this machine allows.
+
+What a machine cannot isolate is skipped by name (`holds`), not passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.sandbox.box import Ending, Limits, Result, Sandbox, SandboxError
+
+SMALL = Limits(memory=200, processes=8, file=2, disk=4, output=2000, cpu_seconds=20)
+
+
+def in_box(body: Callable[[Sandbox], Awaitable[object]], needs: str = "", limits: Limits = SMALL) -> None:
+    async def main() -> None:
+        async with Sandbox(limits, require=()) as box:
+            if needs and needs not in box.holds:
+                pytest.skip(f"this machine does not isolate {needs}: {box.notes}")
+            await asyncio.wait_for(body(box), 20)
+
+    asyncio.run(main())
+
+
+def cells(*codes: str, seconds: float = 5.0, needs: str = "") -> list[Result]:
+    results: list[Result] = []
+
+    async def body(box: Sandbox) -> None:
+        for code in codes:
+            results.append(await box.cell(textwrap.dedent(code), seconds))
+
+    in_box(body, needs)
+    return results
+
+
+def program(code: str, needs: str = "", stdin: str = "", seconds: float = 5.0) -> Result:
+    results: list[Result] = []
+
+    async def body(box: Sandbox) -> None:
+        results.append(await box.program(textwrap.dedent(code), seconds, stdin))
+
+    in_box(body, needs)
+    return results[0]
+
+
+# What it is for
+
+
+def test_cells_keep_variables_and_print_the_last_value() -> None:
+    first, second, third = cells("import math\nx = 6", "print('hm')\nx * 7", "x = None\nx")
+    assert (first.ending, first.output) == (Ending.DONE, "")
+    assert second.output == "hm\n42\n"
+    assert third.output == ""
+
+
+def test_a_traceback_shows_the_cell_and_nothing_of_ours() -> None:
+    failed, after = cells("def f(n):\n    return 1 / n\nf(0)", "f(2)")
+    assert failed.ending == Ending.FAILED and not failed.lost
+    assert "return 1 / n" in failed.output and failed.output.endswith("ZeroDivisionError: division by zero\n")
+    assert "asyncrl" not in failed.output
+    assert after.output == "0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("1 +", "SyntaxError"),
+        ("def f(): return f()\nf()", "RecursionError"),
+        ("input()", "EOFError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("print('\\ud800 é')", "\\ud800 é"),
+        ("import subprocess\nsubprocess.run(['echo', 'child'])\nprint('then')", "child\nthen"),
+        (
+            "import os\nprint('before')\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait()",
+            "before",
+        ),
+    ],
+)
+def test_a_cell_that_fails_keeps_the_state(code: str, shown: str) -> None:
+    _, result, after = cells("kept = 1", code, "kept")
+    assert shown in result.output and not result.lost
+    assert after.output == "1\n"
+
+
+def test_programs_read_stdin_and_end_with_a_status() -> None:
+    result = program(
+        "import sys, threading\nprint(int(input()) + int(sys.stdin.read()))\nsys.exit(3)", stdin="1\n41"
+    )
+    assert (result.ending, result.status, result.output) == (Ending.FAILED, 3, "42\n")
+    threaded = program("import threading\nthreading.Thread(target=lambda: print('late')).start()")
+    assert (threaded.ending, threaded.output) == (Ending.DONE, "late\n")
+
+
+def test_a_shell_shares_the_directory_with_the_cells() -> None:
+    async def body(box: Sandbox) -> None:
+        await box.cell("open('a.txt', 'w').write('hello'); kept = 1", 5)
+        assert (await box.shell("cat a.txt; pwd | wc -l; exit 7", 5)).status == 7
+        assert (await box.shell("cat", 5, stdin="in")).output == "in"
+        assert (await box.cell("kept", 5)).output == "1\n"
+
+    in_box(body)
+
+
+# Attacks
+
+
+def test_an_infinite_loop_is_interrupted_and_keeps_its_variables() -> None:
+    _, late, after = cells("n = 7", "while True: pass", "n", seconds=0.4)
+    assert (late.ending, late.lost) == (Ending.LATE, False)
+    assert "KeyboardInterrupt" in late.output and after.output == "7\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
+        "while True:\n    try:\n        while True: sum(range(9))\n    except BaseException: pass",
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
+    ],
+)
+def test_a_loop_that_ignores_signals_is_killed_and_says_so(code: str) -> None:
+    _, late, after = cells("n = 7", code, "n", seconds=0.3)
+    assert (late.ending, late.lost, late.status) == (Ending.LATE, True, -signal.SIGKILL)
+    assert "NameError" in after.output
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), 9)"])
+def test_an_interpreter_that_ends_is_replaced(end: str) -> None:
+    _, died, after = cells("n = 7", end, "'n' in globals()")
+    assert (died.ending, died.lost) == (Ending.DIED, True)
+    assert after.output == "False\n"
+
+
+def test_a_stack_overflow_ends_only_the_interpreter() -> None:
+    deep = "class A:\n    def __repr__(self): return repr(self)\nrepr(A())"
+    died, after = cells(f"import sys\nsys.setrecursionlimit(10**9)\n{deep}", "1")
+    assert died.ending in (Ending.DIED, Ending.FAILED) and after.output == "1\n"
+
+
+def test_memory_is_bounded() -> None:
+    result, after = cells("held = []\nwhile True: held.append(bytearray(1 << 20))", "len(held) < 200")
+    assert "MemoryError" in result.output and after.output == "True\n"
+
+
+def test_a_fork_bomb_is_bounded_and_ended() -> None:
+    bomb = """
+        import os, time
+        count = 0
+        try:
+            while True:
+                if os.fork() == 0: time.sleep(1000)
+                count += 1
+        finally:
+            print(count)
+    """
+    result = program(bomb, needs="processes")
+    assert "BlockingIOError" in result.output
+    assert 1 <= int(result.output.partition("\n")[0]) <= 12
+
+
+def test_a_fork_bomb_of_a_shell_is_ended_in_time() -> None:
+    async def body(box: Sandbox) -> None:
+        started = time.monotonic()
+        await box.shell(":(){ :|:& };:", 1.0)
+        assert (await box.cell("1", 10)).output in ("1\n", "")  # it may be too crowded to start, once
+        await box.program("pass", 5)
+        assert (await box.cell("1", 5)).output == "1\n"
+        assert time.monotonic() - started < 15
+
+    in_box(body, "processes")
+
+
+def test_huge_output_is_cut_in_its_middle() -> None:
+    result, after = cells("print('HEAD')\nfor _ in range(200): print('x' * 10**5)\nprint('TAIL')", "1")
+    assert result.output.startswith("HEAD\n") and result.output.endswith("TAIL\n")
+    assert len(result.output) < 2100
+    assert f"[{result.omitted} bytes left out]" in result.output and result.omitted > 19_000_000
+    assert after.output == "1\n"
+
+
+def test_endless_output_ends_with_its_time() -> None:
+    async def body(box: Sandbox) -> None:
+        result = await box.shell("yes", 0.4)
+        assert result.ending == Ending.LATE and len(result.output) < 2100
+
+    in_box(body)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("open('f', 'wb').write(bytes(10 << 20))", "File too large"),
+        ("for n in range(9):\n    with open(str(n), 'wb') as f: f.write(bytes(1 << 20))", "No space left"),
+        ("held = [open('/dev/null') for _ in range(200)]", "Too many open files"),
+    ],
+)
+def test_disk_and_descriptors_are_bounded(code: str, error: str) -> None:
+    assert error in program(code, needs="files").output
+
+
+def test_files_outside_are_not_there_and_not_writable(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a key")
+    secret.chmod(0o644)
+    result = program(
+        f"""
+        import os
+        def no(action):
+            try: action()
+            except OSError: return
+            raise SystemExit(f"it could: {{action}}")
+        no(lambda: open({str(secret)!r}))
+        no(lambda: open("/etc/shadow"))
+        no(lambda: os.listdir({str(Path.home() / ".ssh")!r}))
+        no(lambda: open("/proc/1/environ"))
+        no(lambda: os.listdir("/proc/1/root"))
+        no(lambda: os.listdir("/proc/1/fd"))
+        no(lambda: os.kill({os.getpid()}, 0))
+        for place in ("/x", "/usr/x", "/usr/bin/x", "/etc/x", "/dev/x", {sys.prefix + "/x"!r}):
+            no(lambda: open(place, "w"))
+        no(lambda: os.mknod("disk", 0o600 | 0o060000, os.makedev(254, 0)))
+        no(lambda: os.chroot("."))
+        no(lambda: os.setuid(0))
+        print("nothing")
+        """,
+        needs="files",
+    )
+    assert result.output == "nothing\n"
+
+
+def test_links_lead_nowhere_outside(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a key")
+
+    async def body(box: Sandbox) -> None:
+        look = f"ln -s {tmp_path} link; cat link/secret; cat ../../../..{tmp_path}/secret"
+        result = await box.shell(f"{look}; mount -o remount,rw /usr", 5)
+        assert "a key" not in result.output and result.status != 0
+
+    in_box(body, "files")
+
+
+def test_the_network_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname()).close()  # it does listen
+        result = program(
+            f"""
+            import socket
+            for target in (("127.0.0.1", {server.getsockname()[1]}), ("1.1.1.1", 53)):
+                try: socket.create_connection(target, timeout=2)
+                except OSError as error: print("no:", error)
+            try: socket.getaddrinfo("example.com", 80)
+            except OSError as error: print("no:", error)
+            """,
+            needs="network",
+        )
+    assert result.output.count("no:") == 3, result.output
+
+
+def test_abstract_sockets_of_the_host_are_out_of_reach() -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("\0asyncrl-test-of-the-sandbox")
+        server.listen()
+        code = "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0asyncrl-test-of-the-sandbox')"
+        assert "refused" in program(code, needs="network").output
+
+
+def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "sesame")
+    result = program("import os\nprint(dict(os.environ))")
+    assert "sesame" not in result.output and "PATH" in result.output
+
+    async def body(box: Sandbox) -> None:
+        look = await box.shell("env; cat /proc/*/environ 2>/dev/null", 5)
+        assert "PATH" in look.output and "sesame" not in look.output
+
+    in_box(body)
+
+
+EACH = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, {data!r})\n    except OSError: pass\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        EACH.format(data=b"\xff" * 4000),
+        EACH.format(data=b"\0\0\0\1\0") + "while True: pass",  # "this cell is done", and it is not
+        EACH.format(data=b"\0\0\0\2\0"),  # "the next cell is done"
+        "import os\nos.closerange(0, 256)",
+    ],
+)
+def test_garbage_on_any_descriptor_harms_only_its_interpreter(code: str) -> None:
+    results = cells(code, "1", "2", "3", seconds=0.5)
+    assert [result.output for result in results[2:]] == ["2\n", "3\n"]
+
+
+def test_closed_streams_are_open_again_in_the_next_cell() -> None:
+    results = cells("import sys, os\nsys.stdout.close()\nos.close(1)", "print('back')")
+    assert results[1].output == "back\n"
+
+
+def test_nothing_runs_between_calls() -> None:
+    count = (
+        "import threading, time\nn = 0\ndef run():\n    global n\n    while True: n += 1; time.sleep(0.001)\n"
+    )
+
+    async def body(box: Sandbox) -> None:
+        await box.cell(count + "threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.05)", 5)
+        first = int((await box.cell("n", 5)).output)
+        await asyncio.sleep(0.3)
+        assert int((await box.cell("n", 5)).output) - first < 100
+
+    in_box(body, "orphans")
+
+
+def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    fifo.chmod(0o666)
+    tmp_path.chmod(0o755)
+
+    async def main() -> int:
+        box = Sandbox(SMALL, require=(), show=[str(tmp_path)])
+        await box.open()
+        # setsid and a double fork: neither the group nor the parent knows it any more
+        opened = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        result = await box.shell(f"(setsid sh -c 'exec 5<>{fifo}; echo up >&5; sleep 1000' &) ; sleep 0.2", 5)
+        assert result.ending == Ending.DONE, result
+        await box.close()
+        return opened
+
+    opened = asyncio.run(main())
+    data, until = b"", time.monotonic() + 5
+    while time.monotonic() < until:  # end-of-file comes when the last who holds it has gone
+        try:
+            part = os.read(opened, 100)
+        except BlockingIOError:
+            continue
+        if not part:
+            break
+        data += part
+    else:
+        pytest.fail("a background process outlived its sandbox")
+    os.close(opened)
+    assert data in (b"up\n", b"")
+
+
+# The owner
+
+
+def test_processes_end_with_a_killed_owner() -> None:
+    script = textwrap.dedent("""
+        import asyncio, sys
+        from asyncrl.sandbox.box import Sandbox
+        async def main():
+            box = Sandbox(require=())
+            await box.open()
+            print(box._process.pid, flush=True)
+            await box.cell("while True: pass", 1000)
+        asyncio.run(main())
+    """)
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guard = os.pidfd_open(int(owner.stdout.readline()))
+    owner.kill()
+    owner.wait(5)
+    owner.stdout.close()
+    import select
+
+    assert select.select([guard], [], [], 5)[0], "the sandbox outlived its owner"
+    os.close(guard)
+
+
+def test_a_cancelled_call_ends_everything_and_the_next_starts_anew() -> None:
+    async def body(box: Sandbox) -> None:
+        await box.cell("n = 1", 5)
+        task = asyncio.create_task(box.cell("while True: pass", 100))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await box.cell("'n' in globals()", 5)).output == "False\n"
+
+    in_box(body)
+
+
+def test_a_killed_sandbox_is_a_result() -> None:
+    async def body(box: Sandbox) -> None:
+        task = asyncio.create_task(box.cell("while True: pass", 100))
+        await asyncio.sleep(0.05)
+        assert box._process is not None
+        box._process.kill()
+        result = await task
+        assert (result.ending, result.lost) == (Ending.DIED, True)
+        assert (await box.cell("1", 5)).output == "1\n"
+
+    in_box(body)
+
+
+def test_too_much_code_is_refused() -> None:
+    async def body(box: Sandbox) -> None:
+        with pytest.raises(ValueError, match="at most 60000"):
+            await box.cell("#" * 60_001, 5)
+        assert (await box.cell("#" * 60_000, 5)).ending == Ending.DONE
+
+    in_box(body)
+
+
+def test_what_must_hold_is_demanded() -> None:
+    async def main() -> None:
+        box = Sandbox(require=["flight"])
+        with pytest.raises(SandboxError, match="no isolation of flight"):
+            await box.open()
+
+    asyncio.run(main())
+
+
+# Machines that allow less
+
+ROBBED = "--bounding-set=-all --inh-caps=-all --no-new-privs"
+KINDS = {
+    "user": ["unshare", "--user", "--map-user=1000", "--map-group=1000"],
+    "container": [
+        *("unshare", "--user", "--map-root-user", "sh", "-c"),
+        f'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv {ROBBED} "$@"',
+        "sh",
+    ],
+}
+TRY = """
+import asyncio, glob
+from asyncrl.sandbox.box import Limits, Sandbox
+async def main():
+    async with Sandbox(Limits(processes=8), require=()) as box:
+        print(sorted(box.holds))
+        print((await box.cell("n = 7", 5)).ending)
+        late = await box.cell("while True: pass", 0.2)
+        print(late.ending, late.lost, (await box.cell("n", 5)).output.strip())
+        print((await box.program("print(input())", 5, "in")).output.strip())
+        await box.shell("setsid sleep 987 & sleep 0.1", 5)
+        late = await box.shell("setsid sleep 987 & sleep 987", 0.2)
+        print((await box.shell("cat /proc/*/cmdline | tr '\\\\0' ' ' | grep -c '[s]leep 98'", 5)).output.strip())
+        print((await box.program("import os\\nos.environ['HOME'] == os.getcwd() and print('home')", 5)).output.strip())
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_works_with_fewer_rights(kind: str) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    command = [*KINDS[kind], sys.executable, "-c", TRY]
+    if subprocess.run([*KINDS[kind], "true"], capture_output=True).returncode != 0:
+        pytest.skip(f"this machine cannot play a {kind}")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=30, env=os.environ | {"PYTHONPATH": root}
+    )
+    holds, *rest = done.stdout.splitlines()
+    assert rest == ["done", "late False 7", "in", "0", "home"], done.stderr
+    assert holds == {"user": "['files', 'network', 'orphans', 'processes']", "container": "[]"}[kind]
