@@ -111,7 +111,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        self.chat = Chat(tokenizer, [CALCULATOR.schema])
+        self.chat = Chat(tokenizer)
 
     def prompt(self, chain: Chain) -> list[int]:
         return list(self.chat.prompt_ids((Message("user", chain.question),)))

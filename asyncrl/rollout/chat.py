@@ -1,147 +1,124 @@
 """From messages to tokens, by the tokenizer's own chat template, without ever re-tokenising history.
 
-An episode's tokens are `prompt_ids`, what the model wrote, `delta_ids` of the tool replies, what the model
-wrote, and so on. The delta is the template's text between the model's end of turn and its next turn.
+A row of an episode is `prompt_ids`, what the model wrote, `delta_ids` of what it was answered, what the model
+wrote, and so on. A delta is the template's text between the model's end of turn and its next turn; it exists
+where the template only appends. Where it rewrites earlier turns (most drop old reasoning once a user speaks)
+there is none, and a new row begins.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from typing import Any, Protocol
+import datetime
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Literal
 
-from asyncrl.errors import ConfigError, one_line
-from asyncrl.types import Message, ToolReply
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.chat_cut import shorten
+from asyncrl.rollout.chat_probe import Probe
+from asyncrl.rollout.chat_render import Renderer, Tokenizer, find_shape
+from asyncrl.rollout.episode import Cut
+from asyncrl.types import Message
 
-_Said = tuple[str, str, str]  # what a template sees of a tool reply: name, id of the call, content
-_TURN = "asyncrl-turn"  # stands for what the model wrote; any text that templates leave alone
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: Any
-    eos_token_id: int | None
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(
-        self, token_ids: Any, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> Any: ...
+__all__ = ["Chat", "Tokenizer"]
 
 
 class Chat:
-    """Token deltas of one tokenizer and one set of tools (OpenAI schemas)."""
+    """The token side of one tokenizer's chat template. Implements `episode.Template`.
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = ()) -> None:
-        """ConfigError if the template is missing, or rewrites what was already said."""
+    `today`: the date for templates that write it into the prompt; by default that of the construction.
+    ConfigError if there is no template, or none that shows where a turn ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, today: datetime.date | None = None) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template; use an instruct model, or add one to it")
+        today = today or datetime.date.today()
         self._tokenizer = tokenizer
-        self._tools = list(tools)
+        self._shape = find_shape(tokenizer, today)
+        self._render = Renderer(tokenizer, self._shape, today)
+        self._probe = Probe(self._render, {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens})
+        ends = [self._encode(token)[0] for token in self._probe.stops()]
+        eos = tokenizer.eos_token_id
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*ends, *([] if eos is None else [eos])]))
         # The episodes of a group share their prompt and most replies; a rendering costs 0.2 ms or more.
-        self._prompt_cached = lru_cache(maxsize=1024)(self._prompt)
-        self._delta_cached = lru_cache(maxsize=4096)(lambda said: self._encode(self._delta(said)))
-        self._check_append_only()
+        self._prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
+        self._delta = lru_cache(maxsize=1024)(self._delta_uncached)
+        self._rewrites = lru_cache(maxsize=64)(self._probe.rewrites)
 
-    def prompt_ids(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """The prompt with the tools and the opening of the model's turn."""
-        return self._prompt_cached(messages)
+    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
+        """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
+        if any(message.role == "assistant" for message in messages):  # nobody else's: not worth keeping
+            return self._prompt_uncached(messages, tools)
+        return self._prompt(messages, tools)
 
-    def delta_ids(self, replies: tuple[ToolReply, ...]) -> tuple[int, ...]:
-        """What the template writes between the model's end of turn and its next turn."""
-        return self._delta_cached(tuple(_said(reply) for reply in replies))
+    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
+        """What the template writes between a turn that ended with the token `after` and the next one. None
+        if it rewrites earlier turns when these messages follow; ConfigError if it refuses their roles.
 
-    @cached_property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn: the template's end of turn first, then the tokenizer's eos."""
-        turn_end = self._encode(self._turn_end)[0]
-        eos = self._tokenizer.eos_token_id
-        return (turn_end,) if eos is None or eos == turn_end else (turn_end, eos)
+        Another stop token than the template's own ends the turn as well. After a token that is none, the end
+        of the turn comes first.
+        """
+        if self._rewrites(_runs(messages)):
+            return None
+        ids = self._delta(messages)
+        ended = bool(self._probe.end(messages).token) and after in self.stop_ids
+        return ids[1:] if ended or ids[:1] == (after,) else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a turn without its stop id; tags of tool calls stay, even as special tokens."""
         body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        return self._tokenizer.decode(
+        text: str = self._tokenizer.decode(
             list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-    def _prompt(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._encode(self._render([_plain(message) for message in messages], opening=True))
-
-    def _delta(self, replies: tuple[_Said, ...]) -> str:
-        messages = [_USER, _ASSISTANT, *(_tool_message(reply) for reply in replies)]
-        after_turn = self._render(messages, opening=True).partition(_TURN)[2]
-        return after_turn.removeprefix(self._turn_end)
-
-    @cached_property
-    def _turn_end(self) -> str:
-        """The text of the token that follows the model's words, e.g. `<|im_end|>`."""
-        rest = self._render([_USER, _ASSISTANT], opening=False).partition(_TURN)[2]
-        if not rest:
-            raise ConfigError("the chat template writes no end of turn after the assistant; use another one")
-        first = self._encode(rest)[:1]
-        text = self._tokenizer.decode(
-            list(first), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        if not rest.startswith(text):
-            raise ConfigError(f"the chat template's end of turn {rest!r} is no single token of the tokenizer")
         return text
 
-    def _check_append_only(self) -> None:
-        """Two turns with tools, rendered at once, must equal the prompt plus the deltas."""
-        one, two = ("tool", "call_1", "reply 1"), ("tool", "call_2", "reply 2")
-        whole = [_USER, _ASSISTANT, _tool_message(one), _ASSISTANT, _tool_message(two), _tool_message(one)]
-        turn = _TURN + self._turn_end
-        prompt = self._render([_USER], opening=True)
-        pieces = prompt + turn + self._delta((one,)) + turn + self._delta((two, one))
-        if pieces != self._render(whole, opening=True):
-            raise ConfigError(
-                "the chat template rewrites earlier turns when tool replies are added, so token-exact "
-                "episodes are impossible; use one that only appends (e.g. without stripping of reasoning)"
-            )
+    def shorten(self, text: str, limit: int, where: Cut) -> str:
+        """At most `limit` tokens of the text, without its head, middle or tail, and a note."""
+        return shorten(self._tokenizer, text, limit, where)
 
-    def _render(self, messages: list[dict[str, Any]], *, opening: bool) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=self._tools or None, tokenize=False, add_generation_prompt=opening
+    def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
+        """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
+        ConfigError if not. Warnings about what works, but perhaps not as meant."""
+        roles = tuple(dict.fromkeys(roles))
+        said = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
+        if "tool" not in roles:
+            return said
+        if self._shape.user_replies:
+            said.append("the chat template has no tool role: replies are shown as a user's words")
+        if not self._probe.shows_tools():
+            said.append(
+                "the chat template does not show the tools to the model: describe them in the prompts"
             )
-        except Exception as error:  # templates raise what they like
-            roles = ", ".join(message["role"] for message in messages)
-            raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
+        if history != "append" and not self._probe.shows_calls():
+            said.append(
+                "the chat template shows no tool calls: a row that begins anew misses the earlier ones"
+            )
+        return said
+
+    def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
+        return self._encode(self._render(messages, tools))
+
+    def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        """With the end of the turn in front, so that what follows is tokenised as it is in the whole."""
+        return self._encode(self._probe.end(messages).token + self._probe.rest(messages))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-_USER = {"role": "user", "content": "asyncrl-question"}
-_ASSISTANT = {"role": "assistant", "content": _TURN}
+def _runs(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The roles, each run of equal ones as one."""
+    return tuple(role for role, _ in itertools.groupby(message.role for message in messages))
 
 
-def _said(reply: ToolReply) -> _Said:
-    return reply.call.name, reply.call.id, reply.content
-
-
-def _tool_message(said: _Said) -> dict[str, Any]:
-    name, call_id, content = said
-    return {"role": "tool", "content": content, "name": name, "tool_call_id": call_id}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """OpenAI's shape, with the arguments of tool calls as objects, which is what templates expect."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.name:
-        plain["name"] = message.name
-    return plain
+def _rewriting(history: str, role: str, why: str) -> str:
+    """The warning; ConfigError where that cannot be."""
+    if history == "append":
+        raise ConfigError(
+            f"$.rollout.history is append, but the model's chat template {why} when a {role} message "
+            "follows, so a row of tokens cannot just grow; set rollout.history=fork (a new row begins there, "
+            "see rollout.max_rows), or use a chat template that keeps earlier turns as they are"
+        )
+    return f"the chat template {why} when a {role} message follows: each one begins a new row of tokens"

@@ -1,0 +1,214 @@
+"""Chat templates of real model families, each with a tokenizer of one token per byte and the family's control
+tokens, and what its models write."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.types import Message, ToolCall
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures/chat"
+
+
+@dataclass(frozen=True)
+class Family:
+    """`writes`: the model's tokens, as text, for what a message says, without the token that ends the turn;
+    `ends`: that token, after a turn without calls and after one with calls. `appends`: after which roles the
+    template leaves earlier turns alone."""
+
+    writes: Callable[[Message], str]
+    ends: tuple[str, str]
+    controls: tuple[str, ...]
+    eos: str
+    stops: tuple[str, ...]
+    appends: tuple[str, ...]
+    refuses: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # added tokens that are not special: tags
+
+
+def hermes_call(call: ToolCall) -> str:
+    return f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(filter(None, parts))
+
+
+def _qwen(message: Message) -> str:
+    return _lines(message.content, *map(hermes_call, message.tool_calls))
+
+
+def _qwen3(message: Message) -> str:
+    thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+    return thought + _qwen(message)
+
+
+def _llama(message: Message) -> str:
+    calls = [f'{{"name": "{c.name}", "parameters": {c.arguments}}}' for c in message.tool_calls]
+    return calls[0] if calls else message.content
+
+
+def _glm(message: Message) -> str:
+    def call(made: ToolCall) -> str:
+        pairs = [
+            f"\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>"
+            for key, value in json.loads(made.arguments).items()
+        ]
+        return f"\n<tool_call>{made.name}{''.join(pairs)}\n</tool_call>"
+
+    content = f"\n{message.content}" if message.content else ""
+    return f"\n<think>{message.reasoning}</think>{content}" + "".join(map(call, message.tool_calls))
+
+
+def _deepseek(message: Message) -> str:
+    calls = [
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{c.arguments}\n```<｜tool▁call▁end｜>"
+        for c in message.tool_calls
+    ]
+    return message.content + (
+        f"<｜tool▁calls▁begin｜>{_lines(*calls)}<｜tool▁calls▁end｜>" if message.tool_calls else ""
+    )
+
+
+def _gpt_oss(message: Message) -> str:
+    thought = f"<|channel|>analysis<|message|>{message.reasoning}<|end|>" if message.reasoning else ""
+    start = "<|start|>assistant" if thought else ""
+    if not message.tool_calls:
+        return f"{thought}{start}<|channel|>final<|message|>{message.content}"
+    call = message.tool_calls[0]
+    return f"{thought}{start} to=functions.{call.name}<|channel|>commentary json<|message|>{call.arguments}"
+
+
+def _mistral(message: Message) -> str:
+    calls = [
+        f'{{"name": "{c.name}", "arguments": {c.arguments}, "id": "{c.id}"}}' for c in message.tool_calls
+    ]
+    return f"[TOOL_CALLS] [{', '.join(calls)}]" if calls else f" {message.content}"
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+_DEEPSEEK = (
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *(
+        f"<｜tool▁{what}▁{edge}｜>"
+        for what in ("calls", "call", "outputs", "output")
+        for edge in ("begin", "end")
+    ),
+    "<｜tool▁sep｜>",
+)
+_LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+_GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|startoftext|>")
+_GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+_MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
+_RESULTS = ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+_BOS = {"<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<|startoftext|>"}
+
+FAMILIES = {
+    "qwen2.5": Family(
+        _qwen,
+        ("<|im_end|>", "<|im_end|>"),
+        _CHATML,
+        eos="<|im_end|>",
+        stops=("<|im_end|>",),
+        appends=("tool", "user", "system"),
+        words=_TAGS,
+    ),
+    "qwen3": Family(
+        _qwen3,
+        ("<|im_end|>", "<|im_end|>"),
+        _CHATML,
+        eos="<|im_end|>",
+        stops=("<|im_end|>",),
+        appends=("tool", "system"),
+        words=_TAGS,
+    ),
+    "llama3.1": Family(
+        _llama,
+        ("<|eot_id|>", "<|eot_id|>"),
+        (*_LLAMA, "<|python_tag|>", "<|end_of_text|>"),
+        eos="<|eot_id|>",
+        stops=("<|eot_id|>", "<|eom_id|>"),
+        appends=("tool", "user", "system"),
+    ),
+    "glm4.5": Family(
+        _glm,
+        ("<|user|>", "<|observation|>"),
+        _GLM,
+        eos="<|endoftext|>",
+        stops=("<|user|>", "<|observation|>", "<|endoftext|>"),
+        appends=("tool",),
+        words=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "deepseek-v3": Family(
+        _deepseek,
+        ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        _DEEPSEEK,
+        eos="<｜end▁of▁sentence｜>",
+        stops=("<｜end▁of▁sentence｜>",),
+        appends=("tool", "user"),
+    ),
+    "deepseek-r1": Family(
+        _deepseek,
+        ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        _DEEPSEEK,
+        eos="<｜end▁of▁sentence｜>",
+        stops=("<｜end▁of▁sentence｜>",),
+        appends=(),
+        words=_TAGS[2:],
+    ),
+    "gpt-oss": Family(
+        _gpt_oss,
+        ("<|return|>", "<|call|>"),
+        _HARMONY,
+        eos="<|return|>",
+        stops=("<|return|>", "<|call|>"),
+        appends=("tool",),
+    ),
+    "gemma3": Family(
+        lambda message: message.content,
+        ("<end_of_turn>", "<end_of_turn>"),
+        _GEMMA,
+        eos="<eos>",
+        stops=("<end_of_turn>", "<eos>"),
+        appends=("tool", "user"),
+        refuses=("system",),
+    ),
+    "mistral-v3": Family(
+        _mistral,
+        ("</s>", "</s>"),
+        (*_MISTRAL, *_RESULTS),
+        eos="</s>",
+        stops=("</s>",),
+        appends=("tool",),
+        refuses=("system",),
+    ),
+}
+
+
+@functools.cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A real tokenizer with the family's template."""
+    family = FAMILIES[name]
+    wrapped = byte_tokenizer(family.controls, family.words, family.eos)
+    wrapped.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    return wrapped
+
+
+def byte_tokenizer(controls: tuple[str, ...], words: tuple[str, ...], eos: str) -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(controls))
+    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
+    bos = next((token for token in controls if token in _BOS), None)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos)
