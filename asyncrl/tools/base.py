@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -27,7 +27,8 @@ Replay = Literal["pure", "reapply", "no"]
 
 
 class ToolError(AsyncrlError):
-    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`."""
+    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A call that raises it is answered
+    with its text alone."""
 
 
 class Options(TypedDict, total=False):
@@ -124,3 +125,8 @@ def _of_class(make: Callable[[], Any], kind: Any, name: str, options: dict[str, 
         raise ConfigError(f"tool {label!r}: class {kind.__name__} has no method `call`; add it")
     found = signature_of(kind.call, label, kind if kind.__doc__ else kind.call)
     return Tool(label, found.schema, kind.call, found.decode, make, **{"replay": "reapply", **options})
+
+
+def names(known: Iterable[str]) -> str:
+    """For messages that tell what there is."""
+    return ", ".join(sorted(known)) or "none"

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import bind, load_object
 from asyncrl.tools.base import Tool, tools
+from asyncrl.tools.process import origin
 
 Arguments = Mapping[str, Any]
 
@@ -33,6 +34,8 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
                     f"$.rollout.tools: {origins[tool.name]!r} and {spec!r} both give a tool {tool.name!r}; "
                     f"leave one out, or rename it: @tool(name=...)"
                 )
+            if tool.process:
+                origin(tool)  # raises where no process could find it
             found[tool.name], origins[tool.name] = tool, spec
     return found
 

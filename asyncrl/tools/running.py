@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.errors import AsyncrlError
 
 log = logging.getLogger("asyncrl.tools")
 
+GRACE = 1.0  # seconds for cancelled work to end
 SLOW = 0.1  # seconds that a sync tool may hold the event loop before the log says so
 _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
 
@@ -22,19 +24,17 @@ class Late(AsyncrlError):
     """A deadline passed."""
 
 
-async def bounded(work: Awaitable[Any], seconds: float, running: set[asyncio.Task[Any]]) -> Any:
-    """The result of `work`. After `seconds` it is cancelled, and not waited for: Late. It is in `running`
-    until it really ends. What it raises is an Exception, whatever it was."""
-    task = asyncio.ensure_future(_tame(work))
-    for keep in (running, _abandoned):
-        keep.add(task)
-        task.add_done_callback(keep.discard)
+async def bounded(work: Coroutine[Any, Any, Any], seconds: float, running: set[asyncio.Task[Any]]) -> Any:
+    """The result of `work`. After `seconds` it is cancelled, and not waited for: Late. It is in `running` as
+    long as it is waited for. What it raises is an Exception, whatever it was."""
+    task = asyncio.get_running_loop().create_task(_tame(work))
+    running.add(task)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
+        running.discard(task)
         if not task.done():
-            task.cancel()
-            task.add_done_callback(_hush)
+            _abandon(task)
     if not task.done():
         raise Late(f"no reply within {seconds:g} s")
     if task.cancelled():
@@ -42,7 +42,29 @@ async def bounded(work: Awaitable[Any], seconds: float, running: set[asyncio.Tas
     return task.result()
 
 
-async def _tame(work: Awaitable[Any]) -> Any:
+def _abandon(task: asyncio.Task[Any]) -> None:
+    """Cancel it; what ignores that is closed after a while. It would keep the loop from ending."""
+    _abandoned.add(task)
+    task.add_done_callback(_forget)
+    task.cancel()
+    task.get_loop().call_later(GRACE, _force, task)
+
+
+def _force(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        with contextlib.suppress(Exception):  # what it does at its end is foreign code, too
+            task.get_coro().close()  # type: ignore[union-attr]
+        task.cancel()
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    """Nobody asks any more how it ended; asyncio would complain."""
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()
+
+
+async def _tame(work: Coroutine[Any, Any, Any]) -> Any:
     """A SystemExit would end the event loop."""
     try:
         return await work
@@ -50,22 +72,26 @@ async def _tame(work: Awaitable[Any]) -> Any:
         raise RuntimeError(line(problem)) from None
 
 
-def _hush(task: asyncio.Task[Any]) -> None:
-    """Nobody asks any more how an abandoned task ended; asyncio would complain."""
-    if not task.cancelled():
-        task.exception()
+async def finish(function: Callable[[], Any], blocking: bool = False, live: set[object] | None = None) -> Any:
+    """Call a sync or async function; `blocking`: in a thread of its own. Something is in `live` until
+    it really ends."""
+    live = set() if live is None else live
+    token = object()
+    live.add(token)
+    if blocking:
+        return await in_thread(function, "tool", lambda: live.discard(token))
+    try:
+        return await _inline(function)
+    finally:
+        live.discard(token)
 
 
-async def finish(
-    function: Callable[..., Any], *arguments: Any, blocking: bool = False, **keywords: Any
-) -> Any:
-    """Call a sync or async function; `blocking`: in a thread of its own."""
-    if blocking and not inspect.iscoroutinefunction(function):
-        return await in_thread(lambda: function(*arguments, **keywords), "tool")
+async def _inline(function: Callable[[], Any]) -> Any:
     started = time.perf_counter()
-    result = function(*arguments, **keywords)
+    result = function()
     if (held := time.perf_counter() - started) > SLOW:
-        name = getattr(function, "__qualname__", repr(function))
+        what = getattr(function, "func", function)
+        name = getattr(what, "__qualname__", repr(what))
         log.warning(
             "%s held up all episodes of the worker for %.1f s; make it async, or blocking", name, held
         )

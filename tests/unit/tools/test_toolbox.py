@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from asyncrl.errors import ProtocolError
-from asyncrl.tools import Tool, Toolbox, ToolError, tool
+from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.tools import Tool, Toolbox, ToolError, load_tool, tool
+from asyncrl.tools.toolbox import CLOSE_SECONDS
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 
@@ -104,3 +110,314 @@ def test_what_has_to_be_repeated_is_repeated(log: list[str]) -> None:
         await session.close()
 
     asyncio.run(main())
+
+
+# -- bad tools -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sentence", "error"),
+    [
+        ({"text": 3}, "bad arguments for echo: .*Expected `str`.*; it takes text: string"),
+        ({}, "missing required field `text`"),
+        ({"text": "a", "txet": "b"}, "unknown field `txet`"),
+    ],
+)
+def test_a_bad_call_is_told_what_is_wrong_and_what_is_allowed(sentence: dict[str, Any], error: str) -> None:
+    assert re.search(error, play([echo], sample(), call("echo", **sentence))[0].error or "")
+
+
+def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the end of the event loop."""
+    monkeypatch.setattr("asyncrl.tools.running.GRACE", 0.01)
+
+    @tool(timeout=0.05)
+    async def stubborn() -> str:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    began = time.monotonic()
+    replies = play([stubborn, echo], sample(), call("stubborn"), call("echo", text="x"))
+    assert [reply.error for reply in replies] == ["no reply within 0.05 s", None]
+    assert time.monotonic() - began < CLOSE_SECONDS / 2
+
+
+def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.tools.gates.MOST_STRAYS", 2)
+    release = threading.Event()
+    ended = threading.Semaphore(0)
+
+    @tool(timeout=0.02, blocking=True)
+    def stuck() -> str:
+        release.wait(30)
+        ended.release()
+        return "late"
+
+    async def main() -> list[str | None]:
+        box = Toolbox({"stuck": stuck})
+        errors = [(await one_call(box, sample(), call("stuck")))[0].error for _ in range(3)]
+        release.set()
+        assert all(ended.acquire(timeout=10) for _ in range(2))
+        while box.gates["stuck"].live:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return [*errors, (await one_call(box, sample(), call("stuck")))[0].error]
+
+    late = "no reply within 0.02 s"
+    assert asyncio.run(main()) == [
+        late,
+        late,
+        "the tool is out of order: 2 earlier calls have not ended",
+        None,
+    ]
+
+
+@pytest.mark.parametrize("failure", [SystemExit(3), asyncio.CancelledError(), RuntimeError("x" * 10**7)])
+def test_no_exception_gets_out(failure: BaseException) -> None:
+    @tool
+    async def bomb() -> str:
+        raise failure
+
+    reply = play([bomb], sample(), call("bomb"))[0]
+    assert reply.error and len(reply.content) < 400
+
+
+def test_what_a_tool_says_itself_is_not_dressed_up() -> None:
+    @tool
+    async def polite() -> str:
+        raise ToolError("no such city")
+
+    assert play([polite], sample(), call("polite"))[0].content == "error: no such city"
+
+
+@pytest.mark.parametrize("value", ["x" * 10**7, ["x" * 100] * 10**5, {"a": ["é" * 10**7]}])
+def test_large_replies_are_cut(value: Any) -> None:
+    @tool
+    async def large() -> Any:
+        return value
+
+    reply = play([large], sample(), call("large"))[0]
+    assert len(reply.content) <= large.max_chars and "[cut" in reply.content
+
+
+# -- options -------------------------------------------------------------------------------------------
+
+
+def test_calls_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.tools.toolbox.PAUSES", (0.0,))
+    tries: list[int] = []
+
+    @tool(retries=2)
+    async def flaky(until: int) -> str:
+        tries.append(1)
+        if len(tries) < until:
+            raise ConnectionError("no route")
+        return "there"
+
+    assert play([flaky], sample(), call("flaky", until=3))[0].content == "there"
+    tries.clear()
+    assert play([flaky], sample(), call("flaky", until=4))[0].error == "ConnectionError: no route"
+    assert len(tries) == 3
+    tries.clear()
+    play([flaky], sample(), ToolCall("flaky", "{}"))
+    assert not tries  # bad arguments stay bad
+
+
+def test_retries_end_with_the_deadline() -> None:
+    @tool(retries=1000, timeout=0.05)
+    async def broken() -> str:
+        raise ConnectionError
+
+    assert play([broken], sample(), call("broken"))[0].error == "no reply within 0.05 s"
+
+
+def test_concurrency_holds_over_all_episodes() -> None:
+    async def main() -> None:
+        inside: list[int] = []
+        gate = asyncio.Event()
+
+        @tool(concurrency=2)
+        async def narrow() -> int:
+            inside.append(1)
+            if len(inside) == 2:
+                asyncio.get_running_loop().call_later(0.01, gate.set)
+            await gate.wait()
+            now = len(inside)
+            inside.pop()
+            return now
+
+        box = Toolbox({"narrow": narrow})
+        replies = await asyncio.gather(*(one_call(box, sample(), call("narrow")) for _ in range(8)))
+        assert max(int(reply[0].content) for reply in replies) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 1}, {"rate": 0.1}])
+def test_a_call_waits_for_its_place_no_longer_than_for_its_reply(options: dict[str, Any]) -> None:
+    async def main() -> list[ToolReply]:
+        @tool(timeout=0.05, **options)
+        async def slow(wait: bool) -> str:
+            if wait:
+                await asyncio.Event().wait()
+            return "done"
+
+        return await one_call(
+            Toolbox({"slow": slow}),
+            sample(),
+            call("slow", wait="rate" not in options),
+            *[call("slow", wait=False)] * 2,
+        )
+
+    errors = [reply.error or "" for reply in asyncio.run(main())]
+    assert any("could not begin within 0.05 s" in error for error in errors[1:])
+
+
+def test_calls_are_spaced_at_the_rate() -> None:
+    begun: list[float] = []
+
+    @tool(rate=200)
+    async def paced() -> str:
+        begun.append(time.monotonic())
+        return ""
+
+    play([paced], sample(), *[call("paced")] * 5)
+    assert begun[-1] - begun[0] >= 4 / 200 - 0.002
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": 0}, {"retries": -1}, {"concurrency": 0}, {"rate": -1.0}, {"max_chars": 10}],
+)
+def test_options_have_bounds(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"tool 'f': {next(iter(options))} must be above"):
+
+        @tool(**options)
+        def f() -> str:
+            return ""
+
+
+@pytest.mark.parametrize("options", [{"blocking": True}, {"process": True}])
+def test_async_tools_need_no_thread(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is async"):
+
+        @tool(**options)
+        async def f() -> str:
+            return ""
+
+
+# -- opening and closing -------------------------------------------------------------------------------
+
+
+def stateful(open: Callable[[], Any], close: Callable[[], Any], **options: Any) -> Tool:
+    class Thing:
+        def open(self, sample: Sample) -> Any:
+            return open()
+
+        def call(self) -> str:
+            return "called"
+
+        def close(self) -> Any:
+            return close()
+
+    return tool(name="thing", **options)(Thing)
+
+
+def fail() -> None:
+    raise OSError("no such display")
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_what_could_not_be_opened_is_closed(blocking: bool) -> None:
+    closed: list[int] = []
+    thing = stateful(fail, lambda: closed.append(1), blocking=blocking)
+    with pytest.raises(ToolError, match="'thing' could not be opened: OSError: no such display"):
+        play([thing], sample())
+    assert closed == [1]
+
+
+def test_opening_has_a_deadline() -> None:
+    thing = stateful(lambda: asyncio.Event().wait(), lambda: None, timeout=0.01)
+    with pytest.raises(ToolError, match=r"could not be opened: no reply within 0.01 s"):
+        play([thing], sample())
+
+
+def test_closing_has_a_deadline_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.tools.toolbox.CLOSE_SECONDS", 0.02)
+    assert play([stateful(lambda: None, fail)], sample(), call("thing"))[0].content == "called"
+    hangs = stateful(lambda: None, lambda: asyncio.Event().wait())
+    assert play([hangs], sample(), call("thing"))[0].content == "called"
+
+
+def test_close_cancels_calls_that_run() -> None:
+    async def main() -> None:
+        began, cancelled = asyncio.Event(), asyncio.Event()
+
+        @tool
+        async def endless() -> str:
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            return ""
+
+        session = Toolbox({"endless": endless}).session(sample())
+        await session.open()
+        running = asyncio.create_task(session.call(call("endless")))
+        await began.wait()
+        await session.close()
+        assert (await running).error == "RuntimeError: it was cancelled"
+        assert cancelled.is_set()
+
+    asyncio.run(main())
+
+
+def test_tools_of_one_state_share_an_object() -> None:
+    made: list[list[str]] = []
+
+    def state() -> list[str]:
+        made.append([])
+        return made[-1]
+
+    def say(said: list[str], text: str) -> str:
+        said.append(text)
+        return " ".join(said)
+
+    first, second = (replace(echo, name=name, function=say, state=state) for name in ("first", "second"))
+    replies = play([first, second], sample(), call("first", text="a"), call("second", text="b"))
+    assert [reply.content for reply in replies] == ["a", "a b"]
+    assert len(made) == 1
+
+
+# -- what samples say ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra_info", "complaint"),
+    [
+        ({"tools": "echo"}, "row 3, tools or tools_kwargs: .*Expected `array"),
+        ({"tools_kwargs": {"ekko": {"a": 1}}}, "asks for the tool 'ekko'"),
+        (
+            {"tools_kwargs": {"echo": {"create_kwargs": 3}}},
+            "tools_kwargs.echo.create_kwargs must be an object",
+        ),
+    ],
+)
+def test_samples_that_say_nonsense_fail(extra_info: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ToolError, match=complaint):
+        play([echo], sample(**extra_info))
+
+
+def test_samples_reach_the_factory_of_a_tool() -> None:
+    slow = load_tool("calculator", latency_sigma=0.0)
+    reply = play(
+        [slow],
+        sample(tools_kwargs={"calculator": {"create_kwargs": {"latency_mean": 0.02, "ground_truth": "4"}}}),
+        call("calculator", a=1, op="plus", b=2),
+    )[0]
+    assert reply.content == "3" and reply.seconds >= 0.02
+    with pytest.raises(ToolError, match=r"'calculator' refuses its tools_kwargs: .*must not be negative"):
+        play([slow], sample(tools_kwargs={"calculator": {"latency_mean": -1}}))

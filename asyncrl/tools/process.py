@@ -1,0 +1,246 @@
+"""Tools in processes of their own (`process=True`): what runs past its deadline is killed, with its children.
+
+    worker ──Start, then the text of one call's arguments at a time──► child
+           ◄──────────────── Answer, of bounded size ────────────────
+
+Frames on the child's stdin and stdout: four bytes of length, then msgpack. What the tool prints
+goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, BinaryIO
+
+import msgspec
+
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.registry import load_object
+from asyncrl.tools.base import Tool
+from asyncrl.tools.replies import reply_of
+from asyncrl.tools.running import Late, line
+
+START_SECONDS = 60.0  # for a child to import what the tool needs
+LENGTH = struct.Struct(">I")
+LARGEST = 1 << 24  # bytes of a frame to a child
+
+
+class ChildError(AsyncrlError):
+    """The process of a tool failed, or what ran in it."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """Which tool the child runs: a function, or a factory with its arguments, as `module:name`."""
+
+    spec: str
+    arguments: dict[str, Any]
+    max_chars: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of a call; after Start, whether the tool is there."""
+
+    content: str = ""
+    error: str = ""
+    reward: float = 0.0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_start = msgspec.msgpack.Decoder(Start).decode
+_text = msgspec.msgpack.Decoder(str).decode
+_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def origin(tool: Tool) -> Start:
+    """How a child finds the tool. ConfigError when it has no name to be found by."""
+    made, arguments = tool.function, {}
+    if isinstance(tool.remake, partial):
+        made, arguments = tool.remake.func, tool.remake.keywords
+    module, name = made.__module__, made.__qualname__
+    if not name.isidentifier():
+        raise ConfigError(f"tool {tool.name!r}: process=True needs a function at the top level of its file")
+    if module == "__main__" or module.startswith("asyncrl_user_"):  # not importable by name
+        module = os.path.abspath(sys.modules[module].__file__ or "")
+    return Start(f"{module}:{name}", arguments, tool.max_chars)
+
+
+# -- the worker's end ------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process that runs one call at a time. `busy`: it has a call that it has not answered."""
+
+    def __init__(self, process: Process, largest: int) -> None:
+        self._process = process
+        self._largest = largest
+        self.busy = False
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    @property
+    def usable(self) -> bool:
+        return not self.ended and not self.busy
+
+    async def ask(self, message: Start | str) -> Answer:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.busy = True
+        body = _encode(message)
+        try:
+            self._process.stdin.write(LENGTH.pack(len(body)) + body)
+            size = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))[0]
+            if size > self._largest:
+                raise ChildError(f"the process of the tool gave {size} bytes")
+            answer = _answer(await self._process.stdout.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._process.wait()
+            raise ChildError(f"the process of the tool ended with code {code}") from None
+        self.busy = False
+        return answer
+
+    async def gone(self) -> None:
+        """Wait until a killed one has ended."""
+        await self._process.wait()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
+class Lease:
+    """A child for one call, replaced where it dies before a call is tried again."""
+
+    def __init__(self, pool: Pool, child: Child) -> None:
+        self._pool = pool
+        self.child = child
+
+    async def ask(self, arguments: str) -> Answer:
+        """ChildError when the tool failed, or its process."""
+        if not self.child.usable:
+            self.child.kill()
+            self.child = await self._pool.start()
+        answer = await self.child.ask(arguments)
+        if answer.error:
+            raise ChildError(answer.error)
+        return answer
+
+
+class Pool:
+    """The processes of one tool: as many as calls run side by side."""
+
+    def __init__(self, tool: Tool) -> None:
+        self._origin = origin(tool)
+        self._idle: list[Child] = []
+        self._all: set[Child] = set()  # but for those that have ended
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[Lease]:
+        """The body makes one call. It ends with a child that is ready for the next, or a killed one."""
+        while self._idle and not self._idle[-1].usable:
+            self._idle.pop().kill()
+        lease = Lease(self, self._idle.pop() if self._idle else await self.start())
+        try:
+            yield lease
+        finally:
+            if lease.child.usable:
+                self._idle.append(lease.child)
+            else:
+                lease.child.kill()
+
+    async def start(self) -> Child:
+        """A child that has imported the tool. ChildError when it cannot, Late when that takes too long."""
+        command = (sys.executable, "-c", "from asyncrl.tools.process import serve; serve()")
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env={**os.environ, "PYTHONPATH": paths}
+        )
+        child = Child(process, 8 * self._origin.max_chars + 8192)
+        self._all = {child} | {other for other in self._all if not other.ended}
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                answer = await child.ask(self._origin)
+        except TimeoutError:
+            child.kill()
+            raise Late(f"the process of the tool was not ready within {START_SECONDS:g} s") from None
+        except BaseException:
+            child.kill()
+            raise
+        if answer.error:
+            child.kill()
+            raise ChildError(f"the process of the tool cannot load it: {answer.error}")
+        return child
+
+    async def close(self) -> None:
+        """Kill all children and wait for their end."""
+        self._idle.clear()
+        alive = [child for child in self._all if not child.ended]
+        for child in alive:
+            child.kill()
+        if alive:
+            await asyncio.wait([asyncio.ensure_future(child.gone()) for child in alive], timeout=5.0)
+
+
+# -- the child's end -------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """The main function of a child. It ends with its worker: end of file on stdin kills it and its children,
+    even out of the middle of a call."""
+    stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(stdin, frames), daemon=True).start()
+    start = _start(frames.get())
+    try:
+        tool = _load(start)
+        _write(stdout, Answer())
+    except BaseException as problem:
+        _write(stdout, Answer(error=line(problem)))
+        return
+    while True:
+        _write(stdout, _answered(tool, _text(frames.get()), start.max_chars))
+
+
+def _load(start: Start) -> Tool:
+    found = load_object(start.spec, "tool")
+    found = found if isinstance(found, Tool) else found(**start.arguments)
+    assert isinstance(found, Tool)
+    return found
+
+
+def _answered(tool: Tool, arguments: str, max_chars: int) -> Answer:
+    try:
+        content, reward = reply_of(tool.function(**tool.decode(arguments)), max_chars)
+    except BaseException as problem:  # a SystemExit, too, is the tool's and not this process's
+        return Answer(error=line(problem))
+    return Answer(content, reward=reward)
+
+
+def _read(stdin: BinaryIO, frames: queue.SimpleQueue[bytes]) -> None:
+    while len(head := stdin.read(LENGTH.size)) == LENGTH.size:
+        size = LENGTH.unpack(head)[0]
+        if size > LARGEST or len(body := stdin.read(size)) < size:
+            break
+        frames.put(body)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _write(stdout: BinaryIO, answer: Answer) -> None:
+    body = _encode(answer)
+    stdout.write(LENGTH.pack(len(body)) + body)
+    stdout.flush()

@@ -1,0 +1,43 @@
+"""Tools that tests run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from asyncrl.tools import Rewarded, Tool, tool
+
+
+@tool(process=True, timeout=20, concurrency=2)
+def work(what: str) -> Rewarded:
+    """Do what is said, some of it bad."""
+    print("tools may print")
+    match what:
+        case "hang":
+            time.sleep(60)
+        case "die":
+            os._exit(7)
+        case "quit":
+            sys.exit(3)
+        case "child":
+            return Rewarded(subprocess.Popen(["sleep", "60"]).pid, 0.0)
+        case "large":
+            return Rewarded("x" * 10_000_000, 0.0)
+        case "garbage":
+            os.write(4, b"\xff" * 100)  # the descriptor of its answers
+    if what.endswith(".txt") and not Path(what).exists():
+        Path(what).touch()
+        os._exit(7)
+    return Rewarded(os.getpid(), 0.5)
+
+
+def scaled(*, by: int = 2) -> Tool:
+    @tool(process=True, timeout=20, concurrency=1)
+    def scale(x: int) -> int:
+        """Multiply."""
+        return by * x
+
+    return scale
