@@ -1,0 +1,117 @@
+"""Writes calls as chat templates do, one function per format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _untyped(value: Any) -> str:
+    return value if isinstance(value, str) else _dumps(value)
+
+
+def hermes(calls: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>\n{_dumps({'name': name, 'arguments': made})}\n</tool_call>" for name, made in calls
+    )
+
+
+def llama3(calls: Calls) -> str:
+    return "; ".join(_dumps({"name": name, "parameters": made}) for name, made in calls)
+
+
+def mistral(calls: Calls) -> str:
+    return "[TOOL_CALLS]" + _dumps([{"name": name, "arguments": made} for name, made in calls])
+
+
+def deepseek(calls: Calls) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_dumps(made)}\n```<｜tool▁call▁end｜>"
+        for name, made in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def kimi(calls: Calls) -> str:
+    inner = "".join(
+        f"<|tool_call_begin|>functions.{name}:{k}<|tool_call_argument_begin|>{_dumps(made)}<|tool_call_end|>"
+        for k, (name, made) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
+
+
+def qwen3_coder(calls: Calls) -> str:
+    def one(name: str, made: dict[str, Any]) -> str:
+        inner = "".join(f"<parameter={k}>\n{_untyped(v)}\n</parameter>\n" for k, v in made.items())
+        return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def glm(calls: Calls) -> str:
+    def one(name: str, made: dict[str, Any]) -> str:
+        inner = "".join(
+            f"<arg_key>{k}</arg_key>\n<arg_value>{_untyped(v)}</arg_value>\n" for k, v in made.items()
+        )
+        return f"<tool_call>{name}\n{inner}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def pythonic(calls: Calls) -> str:
+    return f"[{', '.join(f'{name}({_keywords(made)})' for name, made in calls)}]"
+
+
+def _keywords(made: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in made.items())
+
+
+def harmony(calls: Calls) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_dumps(made)}<|call|>"
+        for name, made in calls
+    )
+
+
+WRITERS: dict[str, Callable[[Calls], str]] = {
+    "deepseek": deepseek,
+    "glm": glm,
+    "harmony": harmony,
+    "hermes": hermes,
+    "kimi": kimi,
+    "llama3": llama3,
+    "mistral": mistral,
+    "pythonic": pythonic,
+    "qwen3_coder": qwen3_coder,
+}
+
+
+def can_write(name: str, value: Any) -> bool:
+    """Whether the format can write this argument at all. Without types, text that reads as another value is
+    that value; tags of what encloses it end it."""
+    if name in ("qwen3_coder", "glm") and isinstance(value, str) and not _is_text(value):
+        return False
+    written = repr(value)
+    return not any(tag in written for tag in ("think>", "THINK]", "<|", "</", "<parameter=", "<arg_value>"))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        return isinstance(json.loads(value), str)
+    except ValueError:
+        return True
