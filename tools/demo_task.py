@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.rollout.chat import Chat
 from asyncrl.tools import load_tool
-from asyncrl.types import Message, ToolCall, ToolReply
+from asyncrl.types import Message, ToolCall
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -44,6 +44,7 @@ You may call tools:
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<tool_call>", "</tool_call>"]
 CALCULATOR = load_tool("calculator")
+TOOLS = (json.dumps(CALCULATOR.schema),)
 NO_CALL = ToolCall(CALCULATOR.name, "{}")
 IGNORE = -100  # the label of tokens that the model did not write
 
@@ -114,10 +115,13 @@ class Encoder:
         self.chat = Chat(tokenizer)
 
     def prompt(self, chain: Chain) -> list[int]:
-        return list(self.chat.prompt_ids((Message("user", chain.question),)))
+        return list(self.chat.prompt_ids((Message("user", chain.question),), TOOLS))
 
     def reply(self, content: str, call: ToolCall = NO_CALL) -> list[int]:
-        return list(self.chat.delta_ids((ToolReply(call, content),)))
+        said = Message("tool", content, tool_call_id=call.id, name=call.name)
+        delta = self.chat.delta_ids((said,), self.chat.stop_ids[0])
+        assert delta is not None, "the demo's template only appends"
+        return list(delta)
 
     def encode(self, chain: Chain, parts: list[str | int], given: int = 0) -> tuple[list[int], list[int]]:
         """Ids, and labels: the ids of the model's tokens, IGNORE elsewhere and in the first `given` turns."""

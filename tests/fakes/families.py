@@ -29,8 +29,11 @@ class Family:
     eos: str
     stops: tuple[str, ...]
     appends: tuple[str, ...]
-    refuses: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = ("critic",)
     words: tuple[str, ...] = ()  # added tokens that are not special: tags
+    thinks: bool = False
+    bare_calls: bool = False  # a turn that calls says nothing else
+    one_call: bool = False
 
 
 def hermes_call(call: ToolCall) -> str:
@@ -130,6 +133,7 @@ FAMILIES = {
         stops=("<|im_end|>",),
         appends=("tool", "system"),
         words=_TAGS,
+        thinks=True,
     ),
     "llama3.1": Family(
         _llama,
@@ -137,7 +141,10 @@ FAMILIES = {
         (*_LLAMA, "<|python_tag|>", "<|end_of_text|>"),
         eos="<|eot_id|>",
         stops=("<|eot_id|>", "<|eom_id|>"),
-        appends=("tool", "user", "system"),
+        appends=("tool", "user", "system", "critic"),
+        refuses=(),
+        bare_calls=True,
+        one_call=True,
     ),
     "glm4.5": Family(
         _glm,
@@ -145,8 +152,9 @@ FAMILIES = {
         _GLM,
         eos="<|endoftext|>",
         stops=("<|user|>", "<|observation|>", "<|endoftext|>"),
-        appends=("tool",),
+        appends=("tool", "system"),
         words=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        thinks=True,
     ),
     "deepseek-v3": Family(
         _deepseek,
@@ -172,6 +180,10 @@ FAMILIES = {
         eos="<|return|>",
         stops=("<|return|>", "<|call|>"),
         appends=("tool",),
+        refuses=("system", "critic"),
+        thinks=True,
+        bare_calls=True,
+        one_call=True,
     ),
     "gemma3": Family(
         lambda message: message.content,
@@ -180,7 +192,7 @@ FAMILIES = {
         eos="<eos>",
         stops=("<end_of_turn>", "<eos>"),
         appends=("tool", "user"),
-        refuses=("system",),
+        refuses=("system", "critic"),
     ),
     "mistral-v3": Family(
         _mistral,
@@ -188,8 +200,19 @@ FAMILIES = {
         (*_MISTRAL, *_RESULTS),
         eos="</s>",
         stops=("</s>",),
+        appends=(),
+        refuses=("system", "critic"),
+        bare_calls=True,
+    ),
+    "mistral-v7": Family(
+        _mistral,
+        ("</s>", "</s>"),
+        (*_MISTRAL, *_RESULTS, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+        eos="</s>",
+        stops=("</s>",),
         appends=("tool",),
-        refuses=("system",),
+        refuses=("system", "critic"),
+        bare_calls=True,
     ),
 }
 
