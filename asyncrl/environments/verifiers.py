@@ -30,8 +30,8 @@ class Verifiers(Environment):
     `taskset`, `env`: ids, the names of installed modules; `arguments`: the task set's config, a JSON object;
     `role`: the agent that is trained, where there are several (the others have no model, so an `Env` that
     asks them fails). The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/
-    prepare_verifiers.py` writes such rows. The weighted rewards of the task fall on the last turn; an
-    episode that is cut before the environment is done has none. Tools of the task run in the worker.
+    prepare_verifiers.py` writes such rows. The weighted rewards of the task fall on the last turn. Tools
+    of the task run in the worker.
     """
 
     def __init__(self, *, taskset: str, env: str = "", arguments: str = "{}", role: str = "") -> None:
@@ -43,7 +43,7 @@ class Verifiers(Environment):
             raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
         self._role = role or roles[0]
         self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: nobody asks any more
-        self._reply: asyncio.Future[Any] | None = None
+        self._reply: asyncio.Future[tuple[Message | None, bool]] | None = None  # and if more may follow
         self._playing: asyncio.Task[float] | None = None
 
     async def reset(self, sample: Sample) -> Observation:
@@ -60,8 +60,14 @@ class Verifiers(Environment):
 
     async def step(self, message: Message) -> Observation:
         assert self._reply is not None
-        self._reply.set_result(message)
+        self._reply.set_result((message, True))
         return await self._next()
+
+    async def cut_short(self, unheard: Message | None) -> float:
+        """Their environment is told of the limit, and scores what there is."""
+        assert self._reply is not None
+        self._reply.set_result((unheard, False))
+        return (await self._next()).reward
 
     async def close(self) -> None:
         if self._playing is not None:
@@ -112,12 +118,15 @@ class Verifiers(Environment):
         finally:
             self._asked.put_nowait(None)
 
-    async def _ask(self, news: list[Any]) -> Any:
+    async def _ask(self, news: list[Any]) -> tuple[Any, bool]:
         if self._reply is not None and not self._reply.done():
             raise RuntimeError("the environment asks for two turns at once")
+        if self._reply is not None and not self._reply.result()[1]:
+            return None, False
         self._reply = asyncio.get_running_loop().create_future()
         self._asked.put_nowait(news)
-        return theirs(await self._reply)
+        message, more = await self._reply
+        return theirs(message) if message is not None else None, more
 
 
 def ours(message: Any) -> Message:

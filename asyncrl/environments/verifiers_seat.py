@@ -24,8 +24,11 @@ from verifiers.v1.utils.decorators import discover_decorated, invoke
 
 from asyncrl.errors import one_line
 
-Ask = Callable[[Messages], Awaitable[vf.AssistantMessage]]
-"""What was said since the model's last turn -> its next turn."""
+CUT = "max_total_tokens"  # verifiers' word for an episode that a limit ended
+
+Ask = Callable[[Messages], Awaitable[tuple[vf.AssistantMessage | None, bool]]]
+"""What was said since the model's last turn -> its next turn, and whether another may follow. None: a limit
+ended the episode before it was made."""
 
 
 class Unsupported(Exception):
@@ -90,11 +93,15 @@ class Talk:
         news = self._opening(message) if not self.trace.nodes else _said(message)
         answers: Messages = []
         while not await self._stopped():
-            reply = await self._ask(news)
+            reply, more = await self._ask(news)
+            if not more:
+                self.trace.stop(CUT)
+            if reply is None:
+                break
             self._note(*news)
             self._note(reply, sampled=True)
             answers.append(reply)
-            if not reply.tool_calls:
+            if not reply.tool_calls or not more:
                 return Segment(messages=answers)
             news = [await self._desk.call(call) for call in reply.tool_calls]
             answers += news
@@ -115,6 +122,8 @@ class Talk:
             self.trace.nodes.append(node)
 
     async def _stopped(self) -> bool:
+        if self.trace.stop_condition is not None:
+            return True
         for hook in self._stops:
             if await call_hook(hook, {vf.Trace: self.trace}):
                 self.trace.stop(hook.__name__)

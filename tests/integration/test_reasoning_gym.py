@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -27,8 +27,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     out = tmp_path_factory.mktemp("data")
     config = {"chain_sum": {"max_terms": 2, "max_digits": 1}}
     options = ["--train", "7", "--test", "0", "--config", json.dumps(config), "--out", str(out)]
-    command = [sys.executable, str(ROOT / "tools" / "prepare_reasoning_gym.py"), "--tasks", *TASKS, *options]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare", "--tasks", *TASKS, *options])
+        runpy.run_path(str(ROOT / "tools" / "prepare_reasoning_gym.py"), run_name="__main__")
     return load_samples(out / "train.parquet")
 
 

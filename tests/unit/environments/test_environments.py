@@ -57,7 +57,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ({"{}:Echo": {"times": "x"}}, "times"),
         ({"{}:Echo": {"times": -1}}, "times must not be negative"),
         ("{}:HalfDone", "abstract method '?step"),
-        ("{}:Stranger", "Stranger is no environment, it has no reset, step, close, tools, replay"),
+        ("{}:Stranger", "Stranger is no environment, it has no reset, step, cut_short, close, tools, replay"),
         ("{}:number", "makes no environment"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),

@@ -1,0 +1,275 @@
+"""Environments of verifiers, with the trained model in their agent's seat: the real package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import Options
+from asyncrl.data.parquet import load_samples
+from asyncrl.environments import load_environment
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, Observation, Sample, ToolCall
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUMS_MODULE = '''
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+    weight: int = 1
+
+class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+class Sum(vf.Task[Data]):
+    async def setup(self, trace, runtime):
+        trace.info["box"] = (await runtime.run(["true"], {})).exit_code
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Calculator(vf.ToolsetConfig())]
+
+    @vf.reward(weight=2.0)
+    async def right(self, task, trace) -> float:
+        return float(trace.last_reply == task.answer) * task.weight
+
+    @vf.reward(weight=0.5)
+    async def brief(self, trace) -> float:
+        return float(trace.num_turns <= 2 and trace.info["box"] == 0)
+
+    @vf.stop
+    async def gave_up(self, trace: vf.Trace) -> bool:
+        return bool(trace.nodes) and (trace.last_reply == "pass")
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        for a, b in [(1, 2), (3, 4)]:
+            data = Data(prompt=f"{a} + {b}?", system_prompt="Add.", answer=str(a + b))
+            yield Sum(data, self.config.task)
+
+__all__ = ["Sums"]
+'''
+
+GUESSES_MODULE = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    secret: int
+    image_too: bool = False
+
+class Guess(vf.Task[Data]):
+    pass
+
+class Config(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+    rival: vf.AgentConfig = vf.AgentConfig()
+
+class Game(vf.Env[Config]):
+    async def setup(self, agents):
+        agents.rival.trainable = False
+
+    async def run(self, task, agents):
+        if task.data.secret == 13:
+            raise ValueError("unlucky")
+        if task.data.secret == 99:
+            await agents.rival.run(task)
+        async with agents.player.interaction(task) as talk:
+            said = await talk.turn("Guess.")
+            while not said.terminated and said.last_reply != str(task.data.secret):
+                said = await talk.turn([{"role": "user", "content": f"Not {said.last_reply}."}])
+        talk.trace.record_reward("turns", -0.1 * talk.trace.num_turns)
+
+    async def finalize(self, task, episode):
+        (trace,) = episode.traces
+        trace.record_reward("won", 1.0)
+
+class TasksetConfig(vf.TasksetConfig):
+    high: int = 3
+
+class Guesses(vf.Taskset[Guess, TasksetConfig]):
+    def load(self):
+        for secret in range(self.config.high):
+            yield Guess(Data(secret=secret, image="ubuntu" if secret == 2 else None))
+
+__all__ = ["Guesses", "Game"]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasksets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Installed modules, as verifiers looks for them."""
+    folder = tmp_path_factory.mktemp("tasksets")
+    (folder / "asyncrl_sums.py").write_text(SUMS_MODULE)
+    (folder / "asyncrl_guesses.py").write_text(GUESSES_MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def exchange(
+    plugin: dict[str, Options], sample: Sample, turns: Sequence[Message]
+) -> tuple[list[Observation], list[dict[str, Any]]]:
+    """What the environment says at first and to each turn; and its own tools."""
+
+    async def run() -> tuple[list[Observation], list[dict[str, Any]]]:
+        world = load_environment(plugin)()
+        try:
+            heard = [await world.reset(sample)]
+            for turn in turns:
+                heard.append(await world.step(turn))
+            return heard, list(world.tools)
+        finally:
+            await world.close()
+
+    return asyncio.run(run())
+
+
+def row(data: Any, *prompt: Message) -> Sample:
+    given = data if isinstance(data, str) else json.dumps(data)
+    return Sample(0, "vf", prompt, "null", extra_info=json.dumps({"verifiers": given}))
+
+
+SUM = {"prompt": "1 + 2?", "system_prompt": "Add.", "answer": "3"}
+ADD = (Message("system", "Add."), Message("user", "1 + 2?"))
+
+
+def said(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, calls)
+
+
+SUMS: dict[str, Options] = {"verifiers": {"taskset": "asyncrl_sums"}}
+GAME: dict[str, Options] = {"verifiers": {"taskset": "asyncrl_guesses", "role": "player"}}
+CALL = ToolCall("calculator_add", '{"a": 1, "b": 2}', "c1")
+
+
+def test_a_task_with_tools_and_a_rubric(tasksets: None) -> None:
+    wrong = ToolCall("calculator_add", '{"a": "x"}', "c2")
+    heard, tools = exchange(
+        SUMS,
+        row(SUM, *ADD),
+        [said("", CALL, wrong, ToolCall("sub", "{}", "c3")), said("3")],
+    )
+    assert heard[0] == Observation()
+    first, second, third = heard[1].messages
+    assert first == Message("tool", "3", tool_call_id="c1", name="calculator_add")
+    assert second.content.startswith("error: ToolError") and third.content.startswith("error: unknown tool")
+    assert heard[2] == Observation(reward=2.5, done=True)
+    (schema,) = tools
+    assert schema["type"] == "function" and schema["function"]["name"] == "calculator_add"
+    assert schema["function"]["description"] == "Add two numbers."
+    assert set(schema["function"]["parameters"]["properties"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [([said("4")], 0.5), ([said("3")], 2.5), ([said("pass", ToolCall("x", "{}"))], 0.5)],
+)
+def test_rewards_and_stops_of_a_task(tasksets: None, turns: list[Message], reward: float) -> None:
+    heard, _ = exchange(SUMS, row(SUM, *ADD), turns)
+    assert heard[-1] == Observation(reward=reward, done=True)
+
+
+def test_a_task_may_say_the_prompt_itself(tasksets: None) -> None:
+    heard, _ = exchange(SUMS, row(SUM), [])
+    assert heard[0].messages == ADD
+    heard, _ = exchange(SUMS, row(SUM, ADD[0]), [])
+    assert heard[0].messages == ADD[1:]
+
+
+def test_an_environment_that_leads(tasksets: None) -> None:
+    heard, _ = exchange(GAME, row({"secret": 7}), [said("5"), said("7")])
+    assert [observation.messages[0] for observation in heard[:2]] == [
+        Message("user", "Guess."),
+        Message("user", "Not 5."),
+    ]
+    assert heard[2] == Observation(reward=0.8, done=True)
+    assert exchange(GAME, row({"secret": 7}), [said("5"), said("7")])[0] == heard  # as after a crash
+
+
+@pytest.mark.parametrize(
+    ("sample", "complaint"),
+    [
+        (row({"secret": 13}), "unlucky"),
+        (row({"secret": 99}), "'rival' needs a model of its own"),
+        (row({"secret": 1, "image": "ubuntu"}), "runs in a container"),
+        (row({"secret": 1}, ADD[0]), "the prompt of row 0 is not how its task begins"),
+        (row({"secret": "x"}), "valid integer"),
+        (Sample(4, "vf", (), "null"), r"extra_info\.verifiers of row 4 is missing"),
+    ],
+)
+def test_what_fails_an_episode(tasksets: None, sample: Sample, complaint: str) -> None:
+    with pytest.raises(Exception, match=complaint):
+        exchange(GAME, sample, [said("1")])
+
+
+@pytest.mark.parametrize(
+    ("plugin", "sample", "turns", "unheard", "reward"),
+    [
+        (GAME, row({"secret": 7}), [said("5")], None, 0.9),  # the environment is told, and ends
+        (GAME, row({"secret": 7}), [said("5")], said("6"), 0.8),
+        (GAME, row({"secret": 7}), [], None, 1.0),
+        (SUMS, row(SUM, *ADD), [], said("3"), 2.5),
+        (SUMS, row(SUM, *ADD), [], said("", CALL), 0.5),  # tools that nobody would hear of are not run
+        (SUMS, row(SUM, *ADD), [said("", CALL)], None, 0.5),
+    ],
+)
+def test_an_episode_that_a_limit_ends_is_scored(
+    tasksets: None,
+    plugin: dict[str, Options],
+    sample: Sample,
+    turns: list[Message],
+    unheard: Message | None,
+    reward: float,
+) -> None:
+    async def run() -> float:
+        world = load_environment(plugin)()
+        await world.reset(sample)
+        for turn in turns:
+            assert not (await world.step(turn)).done
+        earned = await world.cut_short(unheard)
+        await world.close()
+        return earned
+
+    assert asyncio.run(run()) == reward
+
+
+def test_an_episode_that_is_dropped_ends_quietly(tasksets: None) -> None:
+    assert not exchange(GAME, row({"secret": 7}), [said("5")])[0][-1].done
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"taskset": "asyncrl_guesses"}, r"several agents \(player, rival\); name the trained one with role"),
+        ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; there are: player, rival"),
+        ({"taskset": "no_such_taskset"}, "no environment of taskset 'no_such_taskset'"),
+        ({"taskset": "asyncrl_sums", "arguments": '{"hihg": 3}'}, "hihg"),
+        ({"taskset": "asyncrl_sums", "arguments": "3"}, "no environment"),
+    ],
+)
+def test_verifiers_options(tasksets: None, options: Options, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_environment({"verifiers": options})
+
+
+def test_tasks_are_written_as_rows(tasksets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--taskset", "asyncrl_sums", "--train", "9", "--test", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["prepare", *options])
+    runpy.run_path(str(ROOT / "tools" / "prepare_verifiers.py"), run_name="__main__")
+    (sample,) = load_samples(tmp_path / "train.parquet")
+    assert sample.prompt == (Message("system", "Add."), Message("user", "3 + 4?"))
+    heard, _ = exchange(SUMS, sample, [said("7")])
+    assert heard == [Observation(), Observation(reward=2.5, done=True)]
+    assert len(load_samples(tmp_path / "test.parquet")) == 1

@@ -1,0 +1,79 @@
+"""Write the tasks of an environment of `verifiers` as parquet files with verl's columns.
+
+    python tools/prepare_verifiers.py --taskset gsm8k_v1 --out gsm8k
+    python tools/prepare_verifiers.py --taskset my_game --arguments '{"high": 9}' --role player --out game
+
+Play them with `rollout.environment={verifiers: {taskset: ...}}` and the same options. A prompt is what the
+environment says before the model's first turn. The first tasks are the test rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Options
+from asyncrl.environments import load_environment
+from asyncrl.environments.verifiers import KEY, load
+from asyncrl.types import Message, Sample
+
+
+async def row(options: Options, task: Any, split: str, index: int) -> dict[str, Any]:
+    """One sample in verl's shape. The environment begins the episode, and is closed."""
+    data = task.data.model_dump_json(exclude_none=True)
+    world = load_environment({"verifiers": options}, "--")()
+    try:
+        extra = {KEY: data}
+        begun = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
+    finally:
+        await world.close()
+    return {
+        "data_source": f"verifiers/{options['taskset']}",
+        "prompt": [plain(message) for message in begun.messages],
+        "ability": "verifiers",
+        "reward_model": {"style": "environment", "ground_truth": ""},
+        "extra_info": {"split": split, "index": index, **extra},
+    }
+
+
+def plain(message: Message) -> dict[str, Any]:
+    return {key: value for key, value in msgspec.to_builtins(message).items() if value}
+
+
+async def rows(options: Options, tasks: Any, split: str, count: int) -> list[dict[str, Any]]:
+    drawn = itertools.islice(tasks, count)
+    return [await row(options, task, split, index) for index, task in enumerate(drawn)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--taskset", required=True, help="id of an installed task set")
+    parser.add_argument("--env", default="", help="id of the environment that leads, if another")
+    parser.add_argument("--arguments", default="{}", help="the task set's config, a JSON object")
+    parser.add_argument("--role", default="", help="the trained agent, where there are several")
+    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
+    parser.add_argument("--train", type=int, default=4096, help="training samples, at most")
+    parser.add_argument("--test", type=int, default=0, help="held-out samples")
+    args = parser.parse_args()
+
+    import datasets  # after parsing: it is slow to import
+
+    datasets.disable_progress_bars()
+    args.out.mkdir(parents=True, exist_ok=True)
+    options: Options = {key: getattr(args, key) for key in ("taskset", "env", "arguments", "role")}
+    tasks, counts = iter(load(args.taskset, args.env, args.arguments).taskset), {}
+    for split, count in (("test", args.test), ("train", args.train)):
+        if found := asyncio.run(rows(options, tasks, split, count)):
+            datasets.Dataset.from_list(found).to_parquet(args.out / f"{split}.parquet")
+        counts[split] = len(found)
+    print(json.dumps({"out": str(args.out), **counts}))
+
+
+if __name__ == "__main__":
+    main()
