@@ -1,4 +1,4 @@
-"""`asyncrl train | runs`. The only importer of Hydra. Whatever is slow to import is imported after parsing.
+"""`asyncrl train | runs | tools`. The only importer of Hydra. What is slow to import comes after parsing.
 
 Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted.
 """
@@ -33,11 +33,15 @@ OPEN_KEYS = (  # mappings with keys of the user's choice
     "algorithm.shaping",
 )
 
+SPEC = "a name, module:attribute, file.py:attribute or folder, as in rollout.tools"
+
 HELP = """\
   asyncrl train                     train the calculator demo on a CPU; the last line says where the run is
   asyncrl train --dry-run           check everything, print the configuration and the process plan
   asyncrl train --help              flags, examples, and the keys most often wanted
   asyncrl runs list | show [NAME]   what is in runs/
+  asyncrl tools list [SPEC...]      the tools that there are, or those of a module, file or folder
+  asyncrl tools call NAME '{"a": 1}'   try one
 """
 
 TRAIN_HELP = """\
@@ -83,10 +87,10 @@ def _dispatch(argv: list[str]) -> int:
         epilog=HELP,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
-    parser.add_argument("command", choices=("train", "runs"), help="train a run; list or show runs")
+    parser.add_argument("command", choices=("train", "runs", "tools"), help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
     options = parser.parse_args(argv)
-    return {"train": _train, "runs": _runs}[options.command](options.arguments)
+    return {"train": _train, "runs": _runs, "tools": _tools}[options.command](options.arguments)
 
 
 def _train(argv: list[str]) -> int:
@@ -119,6 +123,28 @@ def _runs(argv: list[str]) -> int:
         if options.action == "list"
         else runs.show(options.run_dir, options.name)
     )
+
+
+def _tools(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="asyncrl tools", description="List tools, or call one of them.")
+    actions = parser.add_subparsers(dest="action", required=True)
+    listing = actions.add_parser("list", help="name, parameters, description and options")
+    listing.add_argument("specs", nargs="*", metavar="SPEC", help=f"{SPEC}; all by default")
+    calling = actions.add_parser("call", help="open a tool, call it once, print the reply")
+    calling.add_argument("spec", metavar="NAME", help=SPEC)
+    calling.add_argument("arguments", nargs="?", default="{}", help="a JSON object")
+    calling.add_argument("--name", default="", help="the tool, where NAME gives several")
+    calling.add_argument("--sample", type=Path, help="JSON file of a data row that the tool is opened with")
+    for action in (listing, calling):
+        action.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="repeatable")
+    options = parser.parse_args(argv)
+    sys.path.insert(0, os.getcwd())
+    from asyncrl.tools import command
+
+    given = command.options_of(options.option)
+    if options.action == "list":
+        return command.list_tools(options.specs, given)
+    return command.call(options.spec, options.arguments, given, options.name, options.sample)
 
 
 # -- composition -----------------------------------------------------------------------------------

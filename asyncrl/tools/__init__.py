@@ -3,9 +3,7 @@
 from asyncrl.tools.base import Replay, Tool, ToolError, tool, tools
 from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
-from asyncrl.tools.mcp import mcp
 from asyncrl.tools.replies import Rewarded
-from asyncrl.tools.search import search, search_remote
 from asyncrl.tools.toolbox import Session, Toolbox, call_tool, unknown_tool
 
 __all__ = [
@@ -19,10 +17,8 @@ __all__ = [
     "call_tool",
     "load_tool",
     "load_tools",
-    "mcp",
-    "search",
-    "search_remote",
     "tool",
     "tools",
     "unknown_tool",
+    "workspace",
 ]

@@ -27,8 +27,8 @@ Replay = Literal["pure", "reapply", "no"]
 
 
 class ToolError(AsyncrlError):
-    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A call that raises it is answered
-    with its text alone."""
+    """The tools of an episode could not be opened: `FailReason.TOOL_ERROR`. A call that raises it is
+    answered with its text as it stands, and not tried again."""
 
 
 class Options(TypedDict, total=False):

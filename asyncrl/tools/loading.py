@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,12 @@ from asyncrl.tools.base import Tool, tools
 from asyncrl.tools.process import origin
 
 Arguments = Mapping[str, Any]
+
+BUILT_IN = {  # imported only when somebody names one: they are slow to import
+    "mcp": "asyncrl.tools.mcp",
+    "search": "asyncrl.tools.search",
+    "search_remote": "asyncrl.tools.search",
+}
 
 
 def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None = None) -> dict[str, Tool]:
@@ -55,13 +63,29 @@ def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     if Path(spec).is_dir():
         _no_arguments(spec, arguments)
         return _folder(Path(spec))
-    found = tools.load(re.sub(r"@[\w-]+$", "", spec))
+    found = found_by(re.sub(r"@[\w-]+$", "", spec))
     if isinstance(found, Tool):
         _no_arguments(spec, arguments)
         return (found,)
     if not callable(found) or not re.search(r"\bTool\b", str(_returns(found))):
         raise ConfigError(f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool")
     return _made(spec, found, arguments)
+
+
+def found_by(name: str) -> Any:
+    """What a name stands for; ConfigError with the nearest known ones."""
+    if name in BUILT_IN:
+        importlib.import_module(BUILT_IN[name])
+    elif name not in known() and ":" not in name:
+        for module in BUILT_IN.values():
+            importlib.import_module(module)  # the message tells their names, too
+    return tools.load(name)
+
+
+def known() -> list[str]:
+    """Registered names, those of built-in tools and of installed packages."""
+    points = importlib.metadata.entry_points(group="asyncrl.tool")
+    return sorted({*tools.names(), *BUILT_IN, *points.names})
 
 
 def _made(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:

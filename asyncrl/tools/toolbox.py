@@ -189,6 +189,8 @@ async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]
     for attempt in range(tool.retries):
         try:
             return await once()
+        except ToolError:  # the tool's own answer
+            raise
         except Exception as problem:
             log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, line(problem))
             await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])

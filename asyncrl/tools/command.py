@@ -1,0 +1,102 @@
+"""`asyncrl tools`: what tools there are, and one call of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.errors import ConfigError
+from asyncrl.tools.base import Tool, names
+from asyncrl.tools.loading import found_by, known, load_all
+from asyncrl.tools.schema import docstring, outline
+from asyncrl.tools.toolbox import call_tool
+from asyncrl.types import Sample, ToolCall
+
+SHOWN = ("timeout", "retries", "concurrency", "rate", "replay", "max_chars", "blocking", "process")
+
+
+def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
+    """Name, parameters, description and options of the tools of `specs`, or of all that have a name."""
+    for spec in specs or known():
+        try:
+            found = load_all(spec, arguments)
+        except ConfigError:
+            if specs:
+                raise
+            _print_factory(spec)  # it needs options, or a package, to say more
+            continue
+        for tool in found:
+            _print(spec, tool)
+    return 0
+
+
+def call(spec: str, text: str, options: Mapping[str, Any], name: str = "", sample: Path | None = None) -> int:
+    """Open the tool of `spec` (called `name`, where it gives several) for a sample, call it once and print
+    the reply. 1 when that is an error."""
+    found = {tool.name: tool for tool in load_all(spec, options)}
+    if len(found) == 1 and not name:
+        name = next(iter(found))
+    if name not in found:
+        raise ConfigError(f"{spec!r} has no tool {name!r}; choose one with --name: {names(found)}")
+    row = _sample(sample) if sample else None
+    reply = asyncio.run(call_tool(found[name], ToolCall(name, text), sample=row))
+    print(reply.content)
+    reward = f", reward {reply.reward:g}" if reply.reward else ""
+    print(f"-- {name}: {'error' if reply.error else 'reply'} after {reply.seconds:.3f} s{reward}")
+    return 1 if reply.error else 0
+
+
+def options_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """`key=value` of the command line; values are JSON where they can be read as such."""
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {pair!r}: write key=value")
+        try:
+            given[key] = json.loads(value)
+        except ValueError:
+            given[key] = value
+    return given
+
+
+def _sample(path: Path) -> Sample:
+    """A row in verl's shape, as JSON; only what tools look at."""
+    try:
+        row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        truth = (row.get("reward_model") or {}).get("ground_truth", "")
+        extra = row.get("extra_info") or {}
+        return Sample(
+            row=int(row.get("row", 0)),
+            data_source=str(row.get("data_source", "")),
+            prompt=(),
+            ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+            extra_info=extra if isinstance(extra, str) else json.dumps(extra),
+        )
+    except (OSError, ValueError, AttributeError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--sample {path}: no row as a JSON object ({error})") from error
+
+
+def _print(spec: str, tool: Tool) -> None:
+    body = tool.schema["function"]
+    print(f"{tool.name}({outline(tool.schema)})" + (f"  [{spec}]" if spec != tool.name else ""))
+    print(f"    {body.get('description') or 'no description'}")
+    kind = "an object per episode" if tool.state else "a function"
+    changed = {key: getattr(tool, key) for key in SHOWN}
+    changed = {
+        key: value for key, value in changed.items() if value != Tool.__dataclass_fields__[key].default
+    }
+    print(f"    {kind}" + "".join(f", {key}={value}" for key, value in changed.items()))
+
+
+def _print_factory(spec: str) -> None:
+    factory = found_by(spec)
+    parameters = inspect.signature(factory).parameters.values()
+    print(f"{spec}  [makes tools; options: {', '.join(str(p).replace(chr(39), '') for p in parameters)}]")
+    print(f"    {docstring(factory)[0]}")

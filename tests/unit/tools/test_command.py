@@ -1,0 +1,94 @@
+"""`asyncrl tools`: to look at tools and to try them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+
+MINE = '''
+from asyncrl.tools import tool
+from asyncrl.types import Sample
+
+@tool(retries=2)
+class Diary:
+    """Remembers whose it is.
+
+    Args:
+        line: what to write
+    """
+
+    def open(self, sample: Sample, owner: str = "nobody") -> None:
+        self.said = f"{owner} {sample.ground_truth}"
+
+    def call(self, line: str, times: int = 1) -> str:
+        return f"{self.said}: {line * times}"
+
+@tool
+async def other() -> str:
+    raise OSError("no paper")
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (path := tmp_path / "mine.py").write_text(MINE)
+    return path
+
+
+def test_list_tells_parameters_description_and_options(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tools", "list", str(file.parent)]) == 0
+    shown = capsys.readouterr().out
+    assert f"diary(line: string, times?: integer)  [{file.parent}]\n    Remembers whose it is.\n" in shown
+    assert "    an object per episode, retries=2, replay=reapply\n" in shown
+
+
+def test_list_without_names_shows_what_is_built_in(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tools", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "calculator(a: integer, op: minus | plus | times, b: integer)" in shown
+    assert "search  [makes tools; options: corpus: str" in shown
+
+
+def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "reward_model": {"ground_truth": "Pepys"},
+        "extra_info": {"tools_kwargs": {"diary": {"create_kwargs": {"owner": "Mr"}}}},
+    }
+    (sample := file.with_suffix(".json")).write_text(json.dumps(row))
+    spec = [f"{file}:Diary", '{"line": "ab", "times": 2}']
+    assert cli.main(["tools", "call", *spec, "--sample", str(sample)]) == 0
+    assert capsys.readouterr().out.startswith("Mr Pepys: abab\n-- diary: reply after 0.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["{file}:other"], 1, "error: OSError: no paper"),
+        (["{file}:Diary"], 1, "missing required field `line`"),
+        (["{folder}", "--name=other"], 1, "no paper"),
+        (["{folder}"], 2, "choose one with --name: diary, other"),
+        (["{file}:Diary", "--option", "a"], 2, "write key=value"),
+        (["{file}:Diary", "--option", "a=1"], 2, "takes no arguments"),
+        (["{file}:Diary", "--sample={file}"], 2, "no row as a JSON object"),
+        (["{file}:Dairy"], 2, "did you mean Diary"),
+    ],
+)
+def test_what_goes_wrong_is_told(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, complaint: str
+) -> None:
+    given = [argument.format(file=file, folder=file.parent) for argument in arguments]
+    assert cli.main(["tools", "call", *given]) == code
+    shown = capsys.readouterr()
+    assert complaint in shown.out + shown.err
+
+
+def test_options_reach_the_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["tools", "call", "calculator", '{"a": 1, "op": "plus", "b": 2}', "--option", "latency_mean=-1"]
+    assert cli.main(call) == 2
+    assert "must not be negative" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""From names to tools: registry, entry points, files, folders, factories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.tools import load_tools
+from asyncrl.tools.loading import known
+
+HEAD = (
+    "from __future__ import annotations\nfrom collections.abc import Sequence\nfrom asyncrl.tools import *\n"
+)
+ONE = HEAD + "@tool\ndef one(x: int) -> int: return x\n"
+MANY = (
+    HEAD + "def many(*, first: str = 'a', count: int = 2) -> Sequence[Tool]:\n"
+    "    def f(x: int) -> int: return x\n"
+    "    return [tool(name=f'{first}{n}')(f) for n in range(count)]\n"
+    "def bad() -> Tool: return 3\n"
+    "def breaks() -> Tool: return 1 / 0\n"
+    "def loose(count: int = 2) -> Tool: ...\n"
+    "def plain(x: int) -> int: return x\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "b.py").write_text(ONE)
+    (tmp_path / "a.py").write_text(
+        HEAD + "@tool\ndef zwei() -> int: return 2\n@tool\ndef deux() -> int: return 2\n"
+    )
+    (tmp_path / "many.txt").write_text(MANY)
+    return tmp_path
+
+
+def many(folder: Path) -> Path:
+    return (folder / "many.txt").rename(folder / "many.py")
+
+
+def test_a_folder_gives_every_tool_in_its_files(folder: Path) -> None:
+    assert list(load_tools([str(folder), "calculator"])) == ["deux", "zwei", "one", "calculator"]
+
+
+def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
+    spec = f"{many(folder)}:many"
+    given: dict[str, Any] = {f"{spec}@left": {"first": "l"}, f"{spec}@right": {"first": "r", "count": "1"}}
+    assert list(load_tools(list(given), given)) == ["l0", "l1", "r0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("many", {"cuont": 3}, "unknown option 'cuont'; options: first, count"),
+        ("many", {"count": "x"}, "Expected `int`"),
+        ("bad", {}, "gave int, no Tool"),
+        ("breaks", {}, "ZeroDivisionError"),
+        ("loose", {}, r"'count' of the factory must come after a `\*`"),
+        ("plain", {}, "is no tool; decorate it"),
+    ],
+)
+def test_factories_are_told_what_is_wrong(
+    folder: Path, name: str, options: dict[str, Any], complaint: str
+) -> None:
+    spec = f"{many(folder)}:{name}"
+    with pytest.raises(ConfigError, match=complaint):
+        load_tools([spec], {spec: options})
+
+
+def test_two_tools_of_one_name_are_both_told(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"'{folder}' and '{folder}/b.py:one' both give a tool 'one'"):
+        load_tools([str(folder), f"{folder}/b.py:one"])
+
+
+def test_folders_without_tools_and_arguments_for_folders_are_refused(folder: Path, tmp_path: Path) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="has a tool"):
+        load_tools([str(empty)])
+    with pytest.raises(ConfigError, match="takes no arguments"):
+        load_tools([str(folder)], {str(folder): {"a": 1}})
+    with pytest.raises(ConfigError, match=r"rollout.tool_args names other"):
+        load_tools([str(folder)], {"other": {"a": 1}})
+
+
+def test_installed_packages_bring_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tools_of_a_user.py").write_text(ONE)
+    info = tmp_path / "tools_of_a_user-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tools-of-a-user\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[asyncrl.tool]\nuno = tools_of_a_user:one\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "uno" in known() and "search" in known()
+    assert list(load_tools(["uno"])) == ["one"]
+
+
+def test_unknown_names_are_answered_with_near_ones() -> None:
+    with pytest.raises(ConfigError, match="did you mean search"):
+        load_tools(["serch"])
