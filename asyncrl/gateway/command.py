@@ -13,7 +13,6 @@ import ctypes
 import os
 import shlex
 import signal
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
@@ -27,7 +26,6 @@ from asyncrl.types import Sample
 
 MAX_ERROR = 4096  # bytes of stderr that are read back
 CLOSE_SECONDS = 2.0  # for the pipes of a program that has ended
-CHUNK = 1 << 16
 PR_SET_PDEATHSIG = 1
 
 Line = Annotated[str, msgspec.Meta(min_length=1)]
@@ -43,23 +41,55 @@ class CommandError(AsyncrlError):
 async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: str = "") -> Any:
     """Run `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
     where the run was started). CommandError on an exit code other than 0, with the last line of stderr."""
-    process = await _start(_split(line), directory or None, _environment(os.environ, endpoint))
-    out, err = _Tail(MAX_RESULT), _Tail(MAX_ERROR)
-    assert process.stdout is not None and process.stderr is not None
-    reading = asyncio.gather(out.read(process.stdout), err.read(process.stderr))
+    program = _Program()
+    transport = await _start(program, _split(line), directory or None, _environment(os.environ, endpoint))
     try:
-        await _feed(process, _written(sample))
-        code = await process.wait()
-        _kill(process)  # children that hold the pipes
+        stdin: Any = transport.get_pipe_transport(0)
+        stdin.write(_written(sample))
+        stdin.close()  # when all of it is read, or the program has ended
+        await program.exited.wait()
+        _kill(transport)  # children that hold its pipes
         with suppress(TimeoutError):
-            await asyncio.wait_for(reading, CLOSE_SECONDS)
+            await asyncio.wait_for(program.closed.wait(), CLOSE_SECONDS)
     finally:
-        _kill(process)
-        reading.cancel()
-        await process.wait()
-    if code != 0:
-        raise CommandError(f"{line.split()[0]} ended with code {code}: {err.last_line or 'no message'}")
-    return _result(out.last_line)
+        _end(transport)
+    if code := transport.get_returncode():
+        raise CommandError(
+            f"{line.split()[0]} ended with code {code}: {program.err.last_line or 'no message'}"
+        )
+    return _result(program.out.last_line)
+
+
+class _Tail:
+    """The end of a stream of any length."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._kept = limit, b""
+
+    def add(self, data: bytes) -> None:
+        self._kept = (self._kept + data)[-self._limit :]
+
+    @property
+    def last_line(self) -> str:
+        lines = self._kept.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+class _Program(asyncio.SubprocessProtocol):
+    """What asyncio tells of a process. `exited`: it has; `closed`: and nobody holds its pipes any more."""
+
+    def __init__(self) -> None:
+        self.out, self.err = _Tail(MAX_RESULT), _Tail(MAX_ERROR)
+        self.exited, self.closed = asyncio.Event(), asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        (self.out if fd == 1 else self.err).add(data)
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
 
 
 def _written(sample: Sample) -> bytes:
@@ -88,55 +118,44 @@ def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-async def _start(words: list[str], directory: str | None, environment: dict[str, str]) -> Process:
-    try:
-        return await asyncio.create_subprocess_exec(
+async def _start(
+    program: _Program, words: list[str], directory: str | None, environment: dict[str, str]
+) -> asyncio.SubprocessTransport:
+    starting = asyncio.ensure_future(
+        asyncio.get_running_loop().subprocess_exec(
+            lambda: program,
             *words,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
             cwd=directory,
             env=environment,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
+    )
+    try:
+        transport, _ = await asyncio.shield(starting)
+    except asyncio.CancelledError:  # asyncio would wait for the program's children
+        await asyncio.wait([starting])
+        if starting.exception() is None:
+            _end(starting.result()[0])
+        raise
     except OSError as error:
         raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
+    return transport
 
 
 def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-async def _feed(process: Process, text: bytes) -> None:
-    """A program need not read it."""
-    assert process.stdin is not None
-    with suppress(ConnectionError):
-        process.stdin.write(text)
-        await process.stdin.drain()
-    process.stdin.close()
-
-
-def _kill(process: Process) -> None:
-    """What is left of the group, the program's own children included."""
+def _kill(transport: asyncio.SubprocessTransport) -> None:
+    """What is left of the group: the program, and its children."""
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(transport.get_pid(), signal.SIGKILL)
 
 
-class _Tail:
-    """The end of a stream of any length."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._kept = limit, b""
-
-    async def read(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(CHUNK):
-            self._kept = (self._kept + chunk)[-self._limit :]
-
-    @property
-    def last_line(self) -> str:
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
+def _end(transport: asyncio.SubprocessTransport) -> None:
+    _kill(transport)
+    transport.close()
 
 
 def _result(line: str) -> Any:

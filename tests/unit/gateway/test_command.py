@@ -1,0 +1,166 @@
+"""Programs as agents, with real processes; and how agents are named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.gateway import Endpoint, command, load_agent, result_of
+from asyncrl.gateway.command import CommandError
+from asyncrl.types import Message, Sample
+
+ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
+SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1}')
+
+
+def run(line: str, timeout: float = 30.0, sample: Sample = SAMPLE, **options: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(command(sample, ENDPOINT, line=line, **options), timeout))
+
+
+def python(path: Path, code: str) -> str:
+    (path / "agent.py").write_text(code)
+    return f"{sys.executable} {path / 'agent.py'}"
+
+
+def test_a_program_gets_the_sample_and_the_endpoint(tmp_path: Path) -> None:
+    code = (
+        "import json, os, sys\n"
+        "names = ('OPENAI_BASE_URL', 'OPENAI_API_KEY', 'OPENAI_MODEL', 'NO_PROXY')\n"
+        "print('working on it')\n"
+        "print(json.dumps({'sample': json.load(sys.stdin), **{n: os.environ[n] for n in names}}))\n"
+    )
+    found = run(python(tmp_path, code))
+    assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == (ENDPOINT.base_url, "secret")
+    assert "127.0.0.1" in found["NO_PROXY"]
+    sample = found["sample"]
+    assert (sample["row"], sample["ground_truth"], sample["extra_info"]) == (3, {"x": 42}, {"y": 1})
+    assert sample["prompt"] == [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        ("echo 0.5", 0.5),
+        ("echo '{\"score\": 1}'", {"score": 1}),
+        ("echo done", None),
+        ("echo true", None),
+        ("echo '[1]'", None),
+        ("true", None),
+        ("sh -c 'echo 1; echo 2 >&2'", 1),
+        ("sh -c 'cat > /dev/null; echo; echo 7; echo'", 7),
+    ],
+)
+def test_the_last_line_is_the_result(line: str, result: Any) -> None:
+    assert run(line) == result
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh ended with code 3: no luck"),
+        ("false", "false ended with code 1: no message"),
+        ("no-such-program --x", "no-such-program cannot be run: No such file"),
+        ("echo 'unclosed", "No closing quotation"),
+        ("sh -c 'kill -9 $$'", "ended with code -9"),
+    ],
+)
+def test_a_failure_is_told(line: str, why: str) -> None:
+    with pytest.raises(CommandError, match=why.replace("$", r"\$")):
+        run(line)
+
+
+def test_a_program_runs_in_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("5")
+    assert run("cat result.json", directory=str(tmp_path)) == 5
+
+
+def test_a_sample_that_nobody_reads_and_output_without_end_do_no_harm() -> None:
+    big = Sample(0, "test", (Message("user", "q" * 1_000_000),), "1")
+    assert run("sh -c 'head -c 5000000 /dev/zero | tr \"\\0\" x; echo; echo 3'", sample=big) == 3
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+
+
+@pytest.mark.parametrize("ending", ["wait", "exit 0"])
+def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
+    """Neither when it is cancelled nor when it leaves children that hold its pipes."""
+    pids = tmp_path / "pids"
+    os.mkfifo(pids)
+    line = f"sh -c 'sleep 600 & echo $$ $! > {pids}; {ending}'"
+
+    async def main() -> list[int]:
+        playing = asyncio.create_task(command(SAMPLE, ENDPOINT, line=line))
+        found = (await asyncio.to_thread(pids.read_text)).split()
+        if ending == "wait":
+            playing.cancel()
+        await asyncio.wait([playing], timeout=30)
+        assert playing.done()
+        return [int(pid) for pid in found]
+
+    started = asyncio.run(main())
+    assert len(started) == 2
+    deadline = asyncio.run(_gone(started))
+    assert deadline, "a process was left"
+
+
+async def _gone(pids: list[int]) -> bool:
+    """Init reaps orphans in its own time."""
+    for _ in range(500):
+        if not any(map(alive, pids)):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+def test_agents_are_named_with_options(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def solve(sample, endpoint, *, depth: int = 1):\n    return depth\n")
+    assert load_agent(f"{path}:solve")(SAMPLE, ENDPOINT) == 1
+    assert load_agent({f"{path}:solve": {"depth": 3}})(SAMPLE, ENDPOINT) == 3
+    assert asyncio.run(load_agent({"command": {"line": "echo 4"}})(SAMPLE, ENDPOINT)) == 4
+
+
+@pytest.mark.parametrize(
+    ("plugin", "why"),
+    [
+        ("command", r"\$\.rollout\.agent\.command: option 'line' is missing"),
+        ({"command": {"line": ""}}, r"\$\.rollout\.agent\.command\.line: .*length >= 1"),
+        ({"command": {"line": "x", "shell": True}}, "unknown option 'shell'; options: line, directory"),
+        ({"command": {"line": "x"}, "other": {}}, "one agent is expected"),
+        ({}, "one agent is expected"),
+        ("comand", "did you mean command"),
+        ("math:pi", "is no function"),
+        ("no_such_module:f", "cannot import"),
+    ],
+)
+def test_a_wrong_name_is_told(plugin: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        load_agent(plugin)
+
+
+@pytest.mark.parametrize("value", [None, 1.5, {"score": 1.0, "steps": [1, 2]}])
+def test_results_are_json_values(value: Any) -> None:
+    assert result_of(value) == value
+    assert json.loads(json.dumps(result_of(value))) == value
+
+
+@pytest.mark.parametrize("value", ["text", [1], float("nan"), {"x": object()}, {"x": "y" * (1 << 20)}])
+def test_what_is_no_result_is_told(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        result_of(value)

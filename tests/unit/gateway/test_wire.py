@@ -1,0 +1,161 @@
+"""Requests and answers in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncrl.gateway import wire
+from asyncrl.gateway.wire import ApiError, Reply
+from asyncrl.rollout.branches import Ask
+from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
+
+USER = {"role": "user", "content": "q"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def ask(**body: Any) -> Ask:
+    asked = wire.request_of(json.dumps({"messages": [USER], **body}).encode())
+    return wire.ask_of(asked)
+
+
+def reply(message: Message, stop: StopReason = StopReason.STOP) -> Reply:
+    turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
+    return Reply(message, turn, 5)
+
+
+def test_messages_are_ours() -> None:
+    call = {"id": "call_0-t2", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}}
+    found = ask(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "call_0-t2", "content": "7"},
+        ],
+        tools=[TOOL],
+        max_tokens=9,
+        max_completion_tokens=7,
+    )
+    assert found.messages == (
+        Message("system", "be brief"),
+        Message("user", "ab"),
+        Message("assistant", "", (ToolCall("look", '{"a": 1}', "call_0"),), reasoning="hm"),
+        Message("tool", "7", tool_call_id="call_0", name="look"),
+    )
+    assert [json.loads(tool) for tool in found.tools] == [TOOL]
+    assert found.max_new_tokens == 7
+
+
+def test_without_a_choice_there_are_no_tools() -> None:
+    assert ask(tools=[TOOL], tool_choice="none").tools == ()
+    assert len(ask(tools=[TOOL], tool_choice="auto").tools) == 1
+
+
+def test_what_a_client_sends_as_a_matter_of_course_is_fine() -> None:
+    common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 3, "user": "me", "metadata": {}}
+    assert ask(**common, response_format={"type": "text"}).max_new_tokens is None
+    body = json.dumps({"messages": [USER], **common}).encode()
+    assert wire.request_of(body).ignored == ["temperature", "top_p", "seed"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no messages": ({"messages": []}, "length >= 1"),
+    "no role": ({"messages": [{"content": "q"}]}, "role"),
+    "content of a wrong type": ({"messages": [{"role": "user", "content": 3}]}, "content"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    "arguments that are no JSON": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
+        "no JSON object",
+    ),
+    "arguments that are a list": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]}]},
+        "no JSON object",
+    ),
+    "a tool that is none": ({"tools": [{"name": "look"}]}, "a tool is"),
+    "several answers": ({"n": 2}, "n: ask several times"),
+    "stop sequences": ({"stop": ["\n"]}, "stop:"),
+    "a schema": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "a forced call": ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    "alternatives": ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+    "functions": ({"functions": [{}]}, "use tools"),
+    "no room for an answer": ({"max_tokens": 0}, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize(("body", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_told(body: dict[str, Any], why: str) -> None:
+    with pytest.raises(ApiError, match=why) as caught:
+        ask(**body)
+    assert caught.value.status == 400
+    assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+DEEP = b'{"messages": [{"role": "user"}], "stop": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", DEEP], ids=["empty", "open", "list", "bytes", "deep"]
+)
+def test_what_is_no_request_is_told(body: bytes) -> None:
+    with pytest.raises(ApiError, match="cannot be read"):
+        wire.request_of(body)
+
+
+def completion(message: Message, stop: StopReason = StopReason.STOP, **body: Any) -> dict[str, Any]:
+    asked = wire.request_of(json.dumps({"messages": [USER], **body}).encode())
+    return wire.completion(asked, reply(message, stop), ["x", "é"])
+
+
+def test_an_answer() -> None:
+    found = completion(Message("assistant", "42", reasoning="hm"))
+    assert found["object"] == "chat.completion"
+    (choice,) = found["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "42",
+        "reasoning_content": "hm",
+        "refusal": None,
+    }
+    assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+
+
+def test_calls_have_ids_that_no_other_turn_gives() -> None:
+    found = completion(Message("assistant", "", (ToolCall("look", "{}", "call_0"),)))
+    message = found["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["tool_calls"][0]["id"] == "call_0-t3"
+    assert found["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_cut_turn_and_log_probs() -> None:
+    found = completion(Message("assistant", "4"), StopReason.LENGTH, logprobs=True)
+    assert found["choices"][0]["finish_reason"] == "length"
+    second = found["choices"][0]["logprobs"]["content"][1]
+    assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
+
+
+def test_a_stream_adds_up_to_the_answer() -> None:
+    calls = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
+    said = reply(Message("assistant", "let me", calls, reasoning="hm"))
+    body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
+    asked = wire.request_of(json.dumps(body).encode())
+    parts = list(wire.chunks(asked, said, []))
+    deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in parts}) == 1
+    assert [key for delta in deltas for key in delta] == [
+        "role",
+        "content",
+        "reasoning_content",
+        "content",
+        "tool_calls",
+        "tool_calls",
+    ]
+    assert "".join(delta.get("content", "") for delta in deltas) == "let me"
+    assert [delta["tool_calls"][0]["index"] for delta in deltas if "tool_calls" in delta] == [0, 1]
+    assert parts[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert (parts[-1]["choices"], parts[-1]["usage"]["total_tokens"]) == ([], 7)
