@@ -10,20 +10,21 @@ import asyncio
 import random
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    import aiohttp  # imported when somebody asks: a tenth of a second, for reward processes too
 
 MAX_BYTES = 4 << 20  # of one answer
 PAUSE = 0.5  # seconds before the first repetition
 AGAIN = frozenset({408, 409, 429})
 
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = (
-    weakref.WeakKeyDictionary()
-)
+_Sessions = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "aiohttp.ClientSession"]
+_sessions: _Sessions = weakref.WeakKeyDictionary()
 
 
 class RemoteError(AsyncrlError):
@@ -73,6 +74,8 @@ async def close_sessions() -> None:
 
 
 async def _once(url: str, data: bytes, headers: Mapping[str, str]) -> bytes:
+    import aiohttp
+
     try:
         async with _session().post(url, data=data, headers=headers, allow_redirects=False) as response:
             answer = await _bounded(url, response)
@@ -98,6 +101,8 @@ async def _bounded(url: str, response: aiohttp.ClientResponse) -> bytes:
 
 def _session() -> aiohttp.ClientSession:
     """One per event loop: a session cannot change loops."""
+    import aiohttp
+
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:

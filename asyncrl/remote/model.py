@@ -48,8 +48,7 @@ class RemoteModel:
 
     def __post_init__(self) -> None:
         check_url(self.url)
-        if self.api_key_env and not os.environ.get(self.api_key_env):
-            raise ConfigError(f"the environment variable {self.api_key_env} holds no key; set it")
+        bearer(self.api_key_env)
 
     async def chat(self, messages: Sequence[Message]) -> str:
         """What the model says next, '' if nothing. Raises RemoteError."""
@@ -70,8 +69,13 @@ class RemoteModel:
 
 
 def bearer(api_key_env: str) -> dict[str, str]:
-    """The header with the key of that environment variable; empty without one."""
-    return {"Authorization": f"Bearer {os.environ.get(api_key_env, '')}"} if api_key_env else {}
+    """The header with the key of that environment variable; none without a name. ConfigError: it is empty."""
+    if not api_key_env:
+        return {}
+    key = os.environ.get(api_key_env)
+    if not key:
+        raise ConfigError(f"the environment variable {api_key_env} holds no key; set it")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def wire(message: Message) -> dict[str, Any]:

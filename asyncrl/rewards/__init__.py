@@ -1,6 +1,6 @@
 """Rewards of finished episodes."""
 
-from asyncrl.rewards import reasoning_gym  # noqa: F401 - registers itself
+from asyncrl.rewards import code, judge, mathematics, models, reasoning_gym  # noqa: F401 - they register themselves
 from asyncrl.rewards.answers import final_number
 from asyncrl.rewards.base import RewardError, RewardFunction, RewardInput, rewards, runs
 from asyncrl.rewards.loading import Reward, Source, in_loop, load_reward, load_rewards

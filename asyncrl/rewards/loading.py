@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -28,13 +28,15 @@ class Source(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Reward:
-    """One part of an episode's reward. `name` is what reports call it."""
+    """One part of an episode's reward. `name` is what reports call it; `load` is called once in a process of
+    its own before `function` is."""
 
     name: str
     function: Callable[[RewardInput], Any]
     place: Place
     source: Source
     weight: float = 1.0
+    load: Callable[[], object] = lambda: None
 
 
 def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
@@ -49,8 +51,8 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> lis
     ]
 
 
-def load_reward(source: Source, where: str = WHERE) -> tuple[Callable[[RewardInput], Any], Place]:
-    """The function of whole episodes, options bound, and where it wants to run."""
+def load_reward(source: Source, where: str = WHERE) -> Reward:
+    """One function of whole episodes, with its options bound."""
     found = rewards.load(source.spec, where)
     if not callable(found):
         raise ConfigError(f"{where}: reward {source.spec!r} is no function; {_EXPECTED}")
@@ -60,14 +62,10 @@ def load_reward(source: Source, where: str = WHERE) -> tuple[Callable[[RewardInp
         raise ConfigError(f"{where}: reward {source.spec!r} has no usable signature ({error})") from error
     if inspect.isclass(found):
         function = _made(function, f"{where}.{source.spec}")
+    called = function if _is_typed(function) else from_verl(_checked(function, source.spec, where))
     place = _place(function, getattr(found, "runs", "processes"))
-    if _is_typed(function):
-        return function, place
-    try:
-        inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
-    except TypeError as error:
-        raise ConfigError(f"{where}: reward {source.spec!r}: {_EXPECTED} ({error})") from None
-    return from_verl(function), place
+    load = getattr(function, "load", lambda: None)
+    return Reward(source.spec, called, place, source, load=load)
 
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
@@ -83,8 +81,7 @@ def _load(name: str, spec: str, options: Options, where: str) -> Reward:
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
     source = Source(spec, {key: value for key, value in options.items() if key != "weight"})
-    function, place = load_reward(source, where)
-    return Reward(name, function, place, source, float(weight))
+    return replace(load_reward(source, where), name=name, weight=float(weight))
 
 
 def _made(build: Callable[[], Any], where: str) -> RewardFunction:
@@ -96,6 +93,14 @@ def _made(build: Callable[[], Any], where: str) -> RewardFunction:
     if not callable(made):
         raise ConfigError(f"{where}: its instances cannot be called; {_EXPECTED}")
     return made
+
+
+def _checked(function: RewardFunction, spec: str, where: str) -> RewardFunction:
+    try:
+        inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except TypeError as error:
+        raise ConfigError(f"{where}: reward {spec!r}: {_EXPECTED} ({error})") from None
+    return function
 
 
 def _place(function: RewardFunction, wanted: Place) -> Place:

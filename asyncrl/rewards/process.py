@@ -29,7 +29,7 @@ from asyncrl.rewards.verdicts import told, verdict_of
 from asyncrl.types import Verdict
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
-LOAD_SECONDS = 120.0  # to import the function; a model is loaded by its first call
+LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
 KILL_SECONDS = 5.0  # to be gone; a process that hangs in the kernel is left to it
 MAX_REQUEST = 64 << 20
 MAX_ANSWER = 1 << 20
@@ -67,15 +67,18 @@ class Pool:
     def __init__(self, source: Source, size: int = SIZE) -> None:
         self._source = source
         self._free = asyncio.Semaphore(size)
+        self._first = asyncio.Lock()
+        self._proven = False  # a process has loaded the function
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
 
     async def call(self, given: RewardInput, seconds: float) -> Verdict:
-        """The function's verdict. Both the wait for a process and the call may last `seconds`. Raises
-        RewardError, and TimeoutError when the call is late."""
+        """The function's verdict. The wait for a process and the call may last `seconds` each, and before
+        both the first process may take LOAD_SECONDS. RewardError, and TimeoutError when the call is late."""
         frame = _encode(given)
         if len(frame) > MAX_REQUEST:
             raise RewardError(f"an episode of {len(frame)} bytes is too large for a reward process")
+        await self._load_first()
         try:
             async with asyncio.timeout(seconds):
                 await self._free.acquire()
@@ -91,6 +94,16 @@ class Pool:
         await asyncio.gather(*(process.kill() for process in list(self._all)))
         self._all.clear()
         self._idle.clear()
+
+    async def _load_first(self) -> None:
+        """Until a process has loaded the function, all wait for one to do it."""
+        try:
+            async with asyncio.timeout(LOAD_SECONDS), self._first:
+                if not self._proven:
+                    self._idle.append(await self._started())
+                    self._proven = True
+        except TimeoutError:
+            raise RewardError(f"{self._source.spec} was not loaded within {LOAD_SECONDS:g} s") from None
 
     async def _call(self, frame: bytes, seconds: float) -> Verdict:
         process = self._idle.pop() if self._idle else await self._started()
@@ -115,7 +128,7 @@ class Pool:
                 raise RewardError(answer.why if isinstance(answer, Failed) else "not loaded")
         except TimeoutError:
             await self._drop(process)
-            raise RewardError(f"{self._source.spec} was not imported within {LOAD_SECONDS:g} s") from None
+            raise RewardError(f"{self._source.spec} was not loaded within {LOAD_SECONDS:g} s") from None
         except BaseException:
             await self._drop(process)
             raise
@@ -190,13 +203,19 @@ def serve() -> None:
     while (frame := _read(requests)) is not None:
         try:
             if function is None:
-                function, _ = load_reward(msgspec.msgpack.decode(frame, type=Source))
+                function = _loaded(msgspec.msgpack.decode(frame, type=Source))
                 answer: Answer = Loaded()
             else:
                 answer = Scored(_verdict(function, _given(frame)))
         except BaseException as error:  # whatever foreign code raises, SystemExit too, is its answer
             answer = Failed(told(error))
         _write(answers, answer)
+
+
+def _loaded(source: Source) -> Callable[[RewardInput], Any]:
+    reward = load_reward(source)
+    reward.load()
+    return reward.function
 
 
 def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:

@@ -87,6 +87,15 @@ async def late(given):
     await asyncio.sleep(0)
     return 0.75
 
+class Loads:
+    loads = 0
+
+    def load(self):
+        Loads.loads += 1
+
+    def __call__(self, given):
+        return self.loads
+
 class Patient:
     async def __call__(self, given):
         return 0.75
@@ -236,13 +245,20 @@ def test_an_async_function_is_awaited_there_too(tmp_path: Path, name: str) -> No
     assert pooled(tmp_path, lambda ask: ask("any"), name) == 0.75
 
 
+def test_what_it_loads_is_loaded_once(tmp_path: Path) -> None:
+    async def body(ask: Callable[..., Awaitable[Any]]) -> None:
+        assert [await ask("any"), await ask("any")] == [1.0, 1.0]
+
+    pooled(tmp_path, body, "Loads")
+
+
 def test_a_function_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(ask: Callable[..., Awaitable[Any]]) -> None:
         for _ in range(2):
             assert "has no 'missing'" in str(await ask("any"))
         (tmp_path / "mine.py").write_text("import time\ntime.sleep(1000)\n")
         monkeypatch.setattr(process, "LOAD_SECONDS", 0.5)
-        assert "was not imported within 0.5 s" in str(await ask("any"))
+        assert "was not loaded within 0.5 s" in str(await ask("any"))
 
     pooled(tmp_path, body, "missing")
 

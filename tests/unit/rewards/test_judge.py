@@ -1,0 +1,113 @@
+"""A judge behind a real local server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.remote import close_sessions
+from asyncrl.rewards import RewardInput, load_rewards
+from asyncrl.roles.scoring import RewardError, Scorer
+from asyncrl.types import Message, Sample
+from tests.fakes.sglang import Script, scripted
+
+PATH = "/v1/chat/completions"
+SAMPLE = Sample(
+    0,
+    "trivia",
+    (Message("system", "Be brief."), Message("user", "Capital of {France}?")),
+    '"Paris"',
+    extra_info='{"hint": "Seine"}',
+)
+GIVEN = RewardInput(SAMPLE, "It is Paris.", transcript="<user>…")
+
+
+def judged(said: str, status: int = 200, **options: Any) -> tuple[float | str, list[Any]]:
+    """The score, or the text of the error, and the prompts that the judge was given."""
+
+    async def main() -> tuple[float | str, list[Any]]:
+        async with scripted() as script:
+            answer(script, said, status)
+            plugin = {"llm_judge": {"url": f"{script.url}/v1", "model": "judge", "retries": 0, **options}}
+            scorer = Scorer(load_rewards(plugin), 30.0)
+            try:
+                score: float | str = (await scorer.score(GIVEN)).score
+            except RewardError as error:
+                score = str(error)
+            finally:
+                await scorer.close()
+            return score, [body["messages"] for _, body, _ in script.asked]
+
+    return asyncio.run(main())
+
+
+def answer(script: Script, said: str, status: int) -> None:
+    body = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+    script.says(PATH, status, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "score"),
+    [
+        ("It agrees.\nScore: 10", {}, 1.0),
+        ("Score: 3 at first. **Score:** 7.5/10", {}, 0.75),
+        ("Score: 12", {}, 1.0),
+        ("Score: -2", {}, 0.0),
+        ("Score: 4", {"scale": 5}, 0.8),
+        ("[[2]] or [[1]]", {"score": r"\[\[(\d)\]\]", "scale": 2}, 0.5),
+        ("grade A: 1", {"score": r"grade (A|B): (\d)"}, "ValueError: could not convert"),
+        ("I will not say.", {}, "ValueError: the judge gave no score: 'I will not say.'"),
+    ],
+)
+def test_the_number_that_the_judge_writes(said: str, options: dict[str, Any], score: float | str) -> None:
+    found, _ = judged(said, **options)
+    assert found == score or (isinstance(score, str) and str(found).startswith(score))
+
+
+def test_a_judge_that_fails_is_a_reward_error() -> None:
+    found, asked = judged("", status=500)
+    assert str(found).startswith("RemoteError: http://127.0.0.1") and "status 500" in str(found)
+    assert len(asked) == 1
+
+
+def test_the_prompt(tmp_path: Path) -> None:
+    _, ((message,),) = judged("Score: 1")
+    assert message["role"] == "user"
+    for part in ("Question:\nCapital of {France}?", "Reference:\nParis", "Answer:\nIt is Paris.", "to 10 "):
+        assert part in message["content"]
+    file = tmp_path / "prompt.txt"
+    file.write_text("{{ extra_info.hint }}|{{ data_source }}|{{ transcript }}|{{ scale }}\n")
+    _, ((message,),) = judged("Score: 1", prompt=str(file), scale=5)
+    assert message["content"] == "Seine|trivia|<user>…|5\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prompt": "{{ answr }}"}, "names 'answr'; there are: answer, "),
+        ({"prompt": "{{ answer"}, "no Jinja template"),
+        ({"prompt": "missing.txt"}, "'missing.txt' cannot be read"),
+        ({"score": "("}, "is no pattern"),
+        ({"score": "Score"}, "has no group"),
+        ({"scale": 0}, "scale"),
+        ({"url": "localhost"}, "must begin with http"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
+        ({"modle": "x"}, "unknown option 'modle'"),
+    ],
+)
+def test_bad_options_are_told_before_anything_runs(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_rewards({"llm_judge": {"url": "http://x", "model": "m", **options}})
+    assert "rollout.reward.llm_judge" in str(caught.value)
+
+
+def test_connections_are_closed_with_the_scorer() -> None:
+    async def main() -> None:
+        await close_sessions()  # of none
+
+    asyncio.run(main())

@@ -1,0 +1,110 @@
+"""Reward models: a tiny random classifier, and SGLang's route on a local server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards import RewardInput, load_rewards
+from asyncrl.rewards.models import picked
+from asyncrl.roles.scoring import RewardError, Scorer
+from asyncrl.types import Message, Sample
+from tests.fakes.sglang import scripted
+
+DEMO = Path(__file__).parents[3] / "examples/multiturn/calculator/model"
+GIVEN = RewardInput(
+    Sample(0, "s", (Message("user", "1 + 1?"),), '"2"'),
+    "2",
+    (Message("user", "1 + 1?"), Message("assistant", "let me see"), Message("assistant", "2")),
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "label", "normalise", "expected"),
+    [
+        ([1.5], 0, "none", 1.5),
+        ([0.0, 3.0], 1, "none", 3.0),
+        ([0.0], 0, "sigmoid", 0.5),
+        ([-2000.0], 0, "sigmoid", 0.0),
+        ([math.log(3.0), 0.0], 0, "softmax", pytest.approx(0.75)),
+        ([1000.0, 0.0], 1, "softmax", 0.0),
+    ],
+)
+def test_picked(values: list[float], label: int, normalise: Any, expected: float) -> None:
+    assert picked(values, label, normalise) == expected
+
+
+def test_a_label_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="label 2 of a model that gives 2 numbers"):
+        picked([0.0, 1.0], 2, "none")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO, local_files_only=True)
+
+
+def test_a_local_classifier(tmp_path: Path, tokenizer: Any) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_labels=2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    ids = torch.tensor([tokenizer.apply_chat_template(said, return_dict=False)])
+    with torch.inference_mode():
+        expected = model(input_ids=ids).logits[0].tolist()
+    (reward,) = load_rewards({"classifier": {"path": str(tmp_path), "label": 1}})
+    assert reward.place == "one_process"
+    reward.load()
+    assert reward.function(GIVEN) == pytest.approx(expected[1], abs=1e-6)
+    cut = load_rewards({"classifier": {"path": str(tmp_path), "label": 1, "max_tokens": 3}})[0]
+    cut.load()
+    with torch.inference_mode():
+        last = model(input_ids=ids[:, -3:]).logits[0].tolist()
+    assert cut.function(GIVEN) == pytest.approx(last[1], abs=1e-6)
+
+
+def test_sglangs_reward_model(tokenizer: Any) -> None:
+    async def main() -> None:
+        async with scripted() as script:
+            script.says("/classify", 200, json.dumps({"embedding": [0.25], "meta_info": {}}).encode())
+            options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
+            scorer = Scorer(load_rewards({"reward_model": options}), 60.0)
+            try:
+                verdicts = await asyncio.gather(*(scorer.score(GIVEN) for _ in range(3)))
+                assert [verdict.score for verdict in verdicts] == [0.25] * 3
+                said = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
+                ids = tokenizer.apply_chat_template(said, return_dict=False)
+                assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
+                script.says("/classify", 200, b'{"embedding": "none"}')
+                with pytest.raises(RewardError, match="no answer of a reward model"):
+                    await scorer.score(GIVEN)
+                script.says("/classify", 400, b'{"error": "no reward model"}')
+                with pytest.raises(RewardError, match="status 400"):
+                    await scorer.score(GIVEN)
+            finally:
+                await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_directories_are_looked_for_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="classifier: path: there is no directory"):
+        load_rewards({"classifier": {"path": f"{tmp_path}/x"}})
+    with pytest.raises(ConfigError, match="reward_model: tokenizer: there is no directory"):
+        load_rewards({"reward_model": {"url": "http://x", "tokenizer": f"{tmp_path}/x"}})
