@@ -31,7 +31,7 @@ _TOOL = json.dumps(
         },
     }
 )
-_BEFORE = [((_USER,), ()), ((Message("system", "asyncrl-rules"), _USER), (_TOOL,))]
+_SYSTEM = Message("system", "asyncrl-rules")
 _THINKING = (
     Message("assistant", TURN),
     Message("assistant", f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"),
@@ -72,7 +72,9 @@ class Probe:
     def rest(self, messages: tuple[Message, ...]) -> str:
         """What the template writes after the end of a turn: the messages, and the start of the next turn.
         ConfigError where that cannot be told from the turn."""
-        rest = self.end(messages).rest(self._render([_USER, _turn(_calls(messages)), *messages]))
+        calls = _calls(messages)  # where there are tools, some tokenizers have another template
+        text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
+        rest = self.end(messages).rest(text)
         if rest is None:
             raise ConfigError("the chat template does not show what the model said; use another one")
         return rest
@@ -99,11 +101,12 @@ class Probe:
         """What the template does to earlier turns when messages of these roles follow; '': nothing, it only
         appends. ConfigError when it refuses or hides them."""
         rests = set()
-        for (before, tools), turn in itertools.product(_BEFORE, _THINKING):
+        for before, turn in itertools.product(((_USER,), (_SYSTEM, _USER)), _THINKING):
+            tools = (_TOOL,) if "tool" in roles or _SYSTEM in before else ()
             try:
                 prompt = self._render(before, tools)
             except ConfigError:
-                if before == (_USER,):
+                if _SYSTEM not in before:
                     raise
                 continue  # a template without system messages
             if turn is _THINKING[0] and prompt.rstrip().endswith("<think>"):

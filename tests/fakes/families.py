@@ -1,4 +1,4 @@
-"""Chat templates of real model families, each with a tokenizer of one token per byte and the family's control
+"""Chat templates of real model families, each with a small byte-level tokenizer with the family's control
 tokens, and what its models write."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.types import Message, ToolCall
@@ -219,19 +219,17 @@ FAMILIES = {
 
 @functools.cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """A real tokenizer with the family's template."""
-    family = FAMILIES[name]
-    wrapped = byte_tokenizer(family.controls, family.words, family.eos)
-    wrapped.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    return wrapped
-
-
-def byte_tokenizer(controls: tuple[str, ...], words: tuple[str, ...], eos: str) -> PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    """A real tokenizer with the family's template, whose merges are learned from that template's text."""
+    family, template = FAMILIES[name], (TEMPLATES / f"{name}.jinja").read_text()
+    core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(controls))
-    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
-    bos = next((token for token in controls if token in _BOS), None)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(template.replace("\\n", "\n").split("\n\n") * 2, trainer)
+    core.add_special_tokens(list(family.controls))
+    core.add_tokens([AddedToken(word, special=False, normalized=False) for word in family.words])
+    bos = next((token for token in family.controls if token in _BOS), None)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=family.eos, bos_token=bos, chat_template=template
+    )

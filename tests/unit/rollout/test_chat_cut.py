@@ -9,14 +9,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.rollout.chat_cut import shorten
 from asyncrl.rollout.episode import Cut
-from tests.fakes.families import tokenizer_of
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
-BYTES = tokenizer_of("qwen2.5")  # one token per byte
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+BYTES = byte_tokenizer()
 PAIRS = AutoTokenizer.from_pretrained(MODEL)  # merges
 
 
