@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,8 +21,11 @@ from asyncrl.roles.turn_player import World
 from asyncrl.rollout.chat import Chat
 from asyncrl.rollout.episode import Limits, Rules
 from asyncrl.rollout.parsers import parsers
+from asyncrl.rollout.parsers.guess import guess
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.transport.messages import EngineEntry
+
+log = logging.getLogger("asyncrl.worker")
 
 BUILT_IN = {"torch": "asyncrl.engines.torch"}  # imported only by the workers that use it
 
@@ -97,5 +101,13 @@ def load_rules(config: RunConfig) -> Rules:
             f"$.model.path {config.model.path!r}: no usable tokenizer ({one_line(error)})"
         ) from error
     rollout = config.rollout
+    chat = Chat(tokenizer)
+    if not rollout.agent:  # whose requests begin a new row wherever they must
+        roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
+        for warning in chat.check(rollout.history, roles):
+            log.warning("%s", warning)
+    fitting = guess(str(tokenizer.chat_template))
+    if fitting not in (None, rollout.parser):
+        log.warning("rollout.parser is %s; the chat template looks like %s", rollout.parser, fitting)
     limits = msgspec.convert(rollout, Limits, from_attributes=True)
-    return Rules(Chat(tokenizer), parsers.load(rollout.parser), limits, bool(rollout.environment))
+    return Rules(chat, parsers.load(rollout.parser), limits, bool(rollout.environment))
