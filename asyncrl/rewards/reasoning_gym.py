@@ -25,6 +25,10 @@ class ReasoningGym:
             raise ConfigError("reasoning-gym is not installed; pip install 'asyncrl[reasoning-gym]'")
         self._tag = tag
 
+    def load(self) -> None:
+        """A second, which the first answer should not pay."""
+        import reasoning_gym  # noqa: F401
+
     def __call__(self, given: RewardInput) -> float:
         row = json.loads(given.sample.extra_info).get(KEY)
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import runpy
 import sys
@@ -12,10 +11,8 @@ import pytest
 
 from asyncrl.data.parquet import load_samples
 from asyncrl.errors import ConfigError
-from asyncrl.rewards import RewardInput, load_reward, load_rewards
-from asyncrl.rewards.loading import Source
+from asyncrl.rewards import RewardInput, load_rewards
 from asyncrl.rewards.reasoning_gym import inside, packed, unpacked
-from asyncrl.rewards.verdicts import evaluate
 from asyncrl.types import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +31,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
 
 
 def score(sample: Sample, answer: str, **options: str) -> float:
-    function, _ = load_reward(Source("reasoning_gym", options))
-    return asyncio.run(evaluate(function, RewardInput(sample, answer))).score
+    (reward,) = load_rewards({"reasoning_gym": {**options}})
+    reward.load()
+    return reward.function(RewardInput(sample, answer))
 
 
 def of(task: str, samples: list[Sample]) -> list[Sample]:

@@ -13,7 +13,7 @@ def row(index: int, high: int, secret: int) -> dict:
         "data_source": "hi_lo",
         "prompt": [{"role": "system", "content": RULES}],
         "ability": "game",
-        "reward_model": {"style": "rule", "ground_truth": str(secret)},
+        "reward_model": {"style": "environment", "ground_truth": ""},
         "extra_info": {"index": index, "low": 1, "high": high, "secret": secret},
     }
 
