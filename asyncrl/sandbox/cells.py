@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import struct
@@ -52,6 +53,7 @@ def run_program(source: bytes, name: str = "<program>") -> int:
 
 
 def fresh_main() -> types.ModuleType:
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as the module site has it, which is slow to import
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     return main

@@ -21,8 +21,11 @@ Arguments = Mapping[str, Any]
 
 BUILT_IN = {  # imported only when somebody names one: they are slow to import
     "mcp": "asyncrl.tools.mcp",
+    "python": "asyncrl.tools.python",
     "search": "asyncrl.tools.search",
     "search_remote": "asyncrl.tools.search",
+    "shell": "asyncrl.tools.python",
+    "workspace": "asyncrl.tools.python",
 }
 
 

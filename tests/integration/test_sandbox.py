@@ -444,7 +444,7 @@ import glob, os
 def read(path):
     try: return open(path, "rb").read()
     except OSError: return b""
-print(sum(read(path).startswith(b"sleep\\0" + b"987") for path in glob.glob("/proc/*/cmdline")))
+print(sum(read(path).split(bytes(1))[:2] == [b"sleep", b"987"] for path in glob.glob("/proc/*/cmdline")))
 print(os.environ["HOME"] == os.getcwd())
 """
 async def main():

@@ -1,0 +1,240 @@
+"""Code judged by unit tests, in the sandbox.
+
+What an answer prints or returns is compared out here: it never sees what is expected. Only `tests`, which
+are code themselves, run beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.rewards.base import rewards
+from asyncrl.sandbox.abilities import demand
+from asyncrl.sandbox.box import Ending, Sandbox
+from asyncrl.sandbox.confine import Limits
+from asyncrl.sandbox.wire import HOLDS
+
+BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+LANGUAGES = ("", "python", "py", "python3")
+LARGEST = 4 << 20  # bytes of output that are compared
+
+
+class Truth(msgspec.Struct, frozen=True):
+    """`inputs` and `outputs` of programs, or with `fn_name` arguments and results of a function; or `tests`,
+    code that raises where the answer is wrong (a list of such codes counts one by one)."""
+
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    fn_name: str | None = None
+    tests: str | list[str] = []
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a program around the answer, what it reads, and whether its output is right."""
+
+    source: str
+    stdin: str
+    right: Callable[[str], bool]
+
+
+@rewards.register("code")
+class Code:
+    """1.0 if the last block of code in the answer passes all tests of the ground truth, else 0.0; with
+    `partial` the share that it passes. Components: `passed`, `tests`.
+
+    `seconds` is for each test; what has not run after `total_seconds` counts as failed. `max_tests`: use only
+    the first ones; 0: all. `at_once`: sandboxes of one worker. `require`: see docs/sandbox.md.
+    """
+
+    def __init__(
+        self,
+        *,
+        partial: bool = False,
+        seconds: Annotated[float, Meta(gt=0)] = 5.0,
+        total_seconds: Annotated[float, Meta(gt=0)] = 40.0,
+        memory_mb: Annotated[int, Meta(ge=1)] = 512,
+        max_tests: Annotated[int, Meta(ge=0)] = 0,
+        at_once: Annotated[int, Meta(ge=1)] = 8,
+        require: str = " ".join(HOLDS),
+    ) -> None:
+        self._partial, self._seconds, self._total = partial, seconds, total_seconds
+        self._most = max_tests or None
+        self._limits = Limits(memory=memory_mb, output=LARGEST)
+        self._require = demand(require, "reward 'code'")
+        self._room = asyncio.Semaphore(at_once)
+
+    async def __call__(
+        self,
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        truth = read_truth(ground_truth)
+        answer = last_block(solution_str)
+        cases = cases_of(truth, answer or "")[: self._most]
+        passed = await self._run(cases) if answer else 0
+        score = passed / len(cases) if self._partial else float(passed == len(cases))
+        return {"score": score, "components": {"passed": passed, "tests": len(cases)}}
+
+    async def _run(self, cases: list[Case]) -> int:
+        """How many pass; without `partial` it stops at the first that does not."""
+        passed = 0
+        async with self._room, Sandbox(self._limits, require=self._require) as box:
+            until = time.monotonic() + self._total
+            for case in cases:
+                seconds = min(self._seconds, until - time.monotonic())
+                if seconds <= 0:
+                    break
+                result = await box.program(case.source, seconds, case.stdin)
+                right = result.ending == Ending.DONE and not result.omitted and case.right(result.output)
+                passed += right
+                if not (right or self._partial):
+                    break
+        return passed
+
+
+def read_truth(given: Any) -> Truth:
+    """Of an object or its JSON text. ValueError when it holds no tests."""
+    if isinstance(given, str):
+        given = json.loads(given)
+    try:
+        truth = msgspec.convert(given, Truth)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the ground truth holds no tests: {error}") from None
+    if len(truth.inputs) != len(truth.outputs):
+        raise ValueError(f"the ground truth has {len(truth.inputs)} inputs, {len(truth.outputs)} outputs")
+    if not truth.inputs and not truth.tests:
+        raise ValueError("the ground truth holds no tests: `inputs` and `outputs`, or `tests`, are expected")
+    return truth
+
+
+def last_block(text: str) -> str | None:
+    """The last fenced block of Python, or of no language."""
+    found = [code for language, code in BLOCK.findall(text) if language.lower() in LANGUAGES]
+    return found[-1] if found else None
+
+
+def cases_of(truth: Truth, answer: str) -> list[Case]:
+    """One case for each test."""
+    pairs = list(zip(truth.inputs, truth.outputs, strict=True))
+    if truth.fn_name:
+        cases = [_call(answer, truth.fn_name, given, wanted) for given, wanted in pairs]
+    else:
+        cases = [_stdio(answer, given, wanted) for given, wanted in pairs]
+    tests = [truth.tests] if isinstance(truth.tests, str) else truth.tests
+    return cases + [_assertion(answer, test) for test in tests]
+
+
+QUIET = "import os as _os; _os.dup2(_os.open('/dev/null', 1), 2); del _os"
+RUN = "exec(compile({code!r}, '<answer>', 'exec'), globals())"
+
+
+def _stdio(answer: str, given: Any, wanted: Any) -> Case:
+    source = f"{QUIET}\n{RUN.format(code=answer)}"
+    return Case(source, _text(given), lambda output: same_text(output, _text(wanted)))
+
+
+def _call(answer: str, name: str, given: Any, wanted: Any) -> Case:
+    """The function, or the method of a class Solution. Its result is the line after a mark that the answer
+    cannot know in advance."""
+    mark = secrets.token_hex(16)
+    source = "\n".join(
+        (
+            QUIET,
+            "import json as _json, sys as _sys",
+            "_given = _json.loads(_sys.stdin.read())",
+            "__name__ = 'answer'",
+            RUN.format(code=answer),
+            "_owner = Solution() if 'Solution' in globals() else _sys.modules['__main__']",
+            f"_result = getattr(_owner, {name!r})(*_given)",
+            f"print({chr(10) + mark!r} + _json.dumps(_result, default=list))",
+        )
+    )
+
+    def right(output: str) -> bool:
+        said = output.rpartition(mark)[2]
+        try:
+            return mark in output and same_value(json.loads(said), _value(wanted))
+        except ValueError:
+            return False
+
+    return Case(source, json.dumps(_arguments(given)), right)
+
+
+def _assertion(answer: str, test: str) -> Case:
+    """It has passed when its last line ran; an answer that ends the program early has not."""
+    mark = secrets.token_hex(16)
+    source = f"{QUIET}\n{RUN.format(code=answer)}\n{RUN.format(code=test)}\nprint({chr(10) + mark!r})"
+    return Case(source, "", lambda output: output.rstrip().endswith(mark))
+
+
+def same_text(found: str, wanted: str) -> bool:
+    """Equal words in equal lines; numbers with a point may differ by 1e-6 of their size."""
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, wanted))
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def same_value(found: Any, wanted: Any) -> bool:
+    """Equal as JSON, floats to 1e-6 of their size; data sets wrap the expected value in a list, or do not."""
+    return _close(found, wanted) or (
+        isinstance(wanted, list) and len(wanted) == 1 and _close(found, wanted[0])
+    )
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (a, b))
+        return numbers and math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_close, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_close(value, b[key]) for key, value in a.items())
+    return type(a) is type(b) and bool(a == b)
+
+
+def _same_word(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    if "." not in a + b:
+        return False
+    try:
+        return math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False
+
+
+def _text(value: Any) -> str:
+    """A program's input or output; some data sets have a list of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of arguments, or a text with one JSON value per line."""
+    if isinstance(given, str):
+        return [json.loads(line) for line in given.splitlines() if line.strip()]
+    return given if isinstance(given, list) else [given]
+
+
+def _value(wanted: Any) -> Any:
+    """An expected result; a text is one JSON value, or itself."""
+    if isinstance(wanted, str):
+        try:
+            return json.loads(wanted)
+        except ValueError:
+            return wanted
+    return wanted

@@ -1,0 +1,150 @@
+"""Python that keeps its variables for an episode, in a sandbox; `workspace` adds a shell to it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from asyncrl.sandbox.abilities import demand
+from asyncrl.sandbox.box import Ending, Result, Sandbox
+from asyncrl.sandbox.confine import Limits
+from asyncrl.sandbox.wire import HOLDS
+from asyncrl.tools.base import Tool, ToolError, tools
+from asyncrl.tools.schema import signature_of
+from asyncrl.types import Sample
+
+ALL = " ".join(HOLDS)
+SPARE = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
+
+Seconds = Annotated[float, Meta(gt=0)]
+Size = Annotated[int, Meta(ge=1)]
+
+
+class Workspace:
+    """One sandbox for one episode: an interpreter, a shell, and the directory they share."""
+
+    def __init__(self, limits: Limits, require: frozenset[str], seconds: float) -> None:
+        self._box = Sandbox(limits, require=require)
+        self._seconds = seconds
+
+    async def open(self, sample: Sample, setup: str = "") -> None:
+        """`setup`: code that the interpreter runs first, such as the data of this sample."""
+        await self._box.open()
+        if setup:
+            result = await self._box.cell(setup, self._seconds)
+            if result.ending != Ending.DONE:
+                raise ToolError(f"the setup of row {sample.row} did not run: {result.output[-500:]}")
+
+    async def python(self, code: str) -> str:
+        """Run Python code; shows what it prints, and the value of a last expression. Variables are kept.
+
+        Args:
+            code: The code to run.
+        """
+        return spoken(await self._box.cell(code, self._seconds), self._seconds)
+
+    async def shell(self, command: str) -> str:
+        """Run a shell command; shows what it prints. Files are kept.
+
+        Args:
+            command: The command to run.
+        """
+        result = await self._box.shell(command, self._seconds)
+        status = f"[exit status {result.status}]" if result.ending == Ending.FAILED else ""
+        return spoken(result, self._seconds, status)
+
+    async def close(self) -> None:
+        await self._box.close()
+
+
+@tools.register("python")
+def python(
+    *,
+    seconds: Seconds = 10.0,
+    memory_mb: Size = 512,
+    disk_mb: Size = 64,
+    processes: Size = 32,
+    max_chars: Annotated[int, Meta(ge=64)] = 4096,
+    require: str = ALL,
+    name: str = "python",
+) -> Tool:
+    """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
+    `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it can."""
+    make = _maker(f"tool {name!r}", seconds, memory_mb, disk_mb, processes, max_chars, require)
+    return _tool(name, Workspace.python, make, seconds, max_chars)
+
+
+@tools.register("shell")
+def shell(
+    *,
+    seconds: Seconds = 10.0,
+    memory_mb: Size = 512,
+    disk_mb: Size = 64,
+    processes: Size = 32,
+    max_chars: Annotated[int, Meta(ge=64)] = 4096,
+    require: str = ALL,
+    name: str = "shell",
+) -> Tool:
+    """The options are those of `python`."""
+    make = _maker(f"tool {name!r}", seconds, memory_mb, disk_mb, processes, max_chars, require)
+    return _tool(name, Workspace.shell, make, seconds, max_chars)
+
+
+@tools.register("workspace")
+def workspace(
+    *,
+    seconds: Seconds = 10.0,
+    memory_mb: Size = 512,
+    disk_mb: Size = 64,
+    processes: Size = 32,
+    max_chars: Annotated[int, Meta(ge=64)] = 4096,
+    require: str = ALL,
+) -> Sequence[Tool]:
+    """`python` and `shell` in one sandbox, over the same files. The options are those of `python`."""
+    make = _maker("tool 'workspace'", seconds, memory_mb, disk_mb, processes, max_chars, require)
+    return (
+        _tool("python", Workspace.python, make, seconds, max_chars),
+        _tool("shell", Workspace.shell, make, seconds, max_chars),
+    )
+
+
+def spoken(result: Result, seconds: float, status: str = "") -> str:
+    """What the model reads: the output, and how it ended where that is not plain from it."""
+    notes = {
+        Ending.LATE: f"[stopped after {seconds:g} s]",
+        Ending.DIED: f"[the interpreter ended{_signal(result.status)}]",
+    }
+    parts = [result.output.rstrip("\n"), notes.get(result.ending, ""), status]
+    if result.lost:
+        parts.append("[the variables of earlier calls are lost]")
+    return "\n".join(part for part in parts if part) or "[no output]"
+
+
+def _signal(status: int) -> str:
+    return f" by signal {-status}" if status < 0 else ""
+
+
+def _maker(
+    where: str, seconds: float, memory: int, disk: int, processes: int, output: int, require: str
+) -> Callable[[], Workspace]:
+    limits = Limits(memory=memory, disk=disk, file=disk, processes=processes, output=output)
+    return functools.partial(Workspace, limits, demand(require, where), seconds)
+
+
+def _tool(
+    name: str, method: Callable[..., Any], make: Callable[[], Workspace], seconds: float, max_chars: int
+) -> Tool:
+    found = signature_of(method, name, method)
+    return Tool(
+        name,
+        found.schema,
+        method,
+        found.decode,
+        make,
+        timeout=seconds + SPARE,
+        replay="reapply",
+        max_chars=max_chars + 256,  # room for the notes: the sandbox has cut the output already
+    )

@@ -1,0 +1,232 @@
+"""The tools and the reward that use the sandbox, through the ways a run uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.code import Code, last_block, read_truth, same_text, same_value
+from asyncrl.rewards.loading import load_rewards
+from asyncrl.sandbox.abilities import Abilities, abilities, demand
+from asyncrl.tools import Toolbox, ToolError, load_tools
+from asyncrl.types import Sample, ToolCall
+
+SAMPLE = Sample(0, "test", (), "0")
+
+
+def talk(tool: str, *calls: tuple[str, str], sample: Sample = SAMPLE, **options: Any) -> list[str]:
+    """Replies to (name, the one argument) in one episode."""
+
+    async def main() -> list[str]:
+        box = Toolbox(load_tools([tool], {tool: {"require": "", **options}}))
+        session = box.session(sample)
+        await session.open()
+        keys = {"python": "code", "shell": "command"}
+        replies = [await session.call(ToolCall(n, json.dumps({keys[n]: text}))) for n, text in calls]
+        await session.close()
+        return [reply.content for reply in replies]
+
+    return asyncio.run(main())
+
+
+def test_python_keeps_its_variables_for_an_episode() -> None:
+    code = ["import math\nx = math.factorial(5)", "x + 1", "print(x)", "y"]
+    nothing, value, printed, missing = talk("python", *(("python", c) for c in code))
+    assert (nothing, value, printed) == ("[no output]", "121", "120")
+    assert missing.endswith("NameError: name 'y' is not defined")
+    assert "NameError" in talk("python", ("python", "x"))[0]  # another episode
+
+
+def test_python_tells_what_was_lost() -> None:
+    stubborn = "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass"
+    slow, killed, ended = talk(
+        "python", ("python", "while True: pass"), ("python", stubborn), ("python", "import os; os._exit(1)"),
+        seconds=0.3,
+    )  # fmt: skip
+    assert slow.endswith("KeyboardInterrupt\n[stopped after 0.3 s]")
+    assert killed == "[stopped after 0.3 s]\n[the variables of earlier calls are lost]"
+    assert ended == "[the interpreter ended]\n[the variables of earlier calls are lost]"
+
+
+def test_long_output_is_cut_once() -> None:
+    (reply,) = talk("python", ("python", "print('x' * 10**6)"), max_chars=100)
+    assert len(reply) < 150 and "bytes left out" in reply and "[cut" not in reply
+
+
+def test_a_shell_tells_its_status() -> None:
+    assert talk("shell", ("shell", "echo a; exit 3"), ("shell", "true")) == [
+        "a\n[exit status 3]",
+        "[no output]",
+    ]
+
+
+def test_a_workspace_has_one_directory() -> None:
+    calls = ("shell", "echo 41 > n"), ("python", "int(open('n').read()) + 1")
+    assert talk("workspace", *calls) == ["[no output]", "42"]
+
+
+def test_a_sample_may_bring_a_setup() -> None:
+    extra = {"tools_kwargs": {"python": {"create_kwargs": {"setup": "data = [1, 2, 3]"}}}}
+    sample = Sample(0, "test", (), "0", extra_info=json.dumps(extra))
+    assert talk("python", ("python", "sum(data)"), sample=sample) == ["6"]
+    extra["tools_kwargs"]["python"]["create_kwargs"]["setup"] = "data ="
+    with pytest.raises(ToolError, match="setup of row 0 did not run"):
+        talk("python", sample=Sample(0, "test", (), "0", extra_info=json.dumps(extra)))
+
+
+def test_schemas() -> None:
+    found = load_tools(["workspace"], {"workspace": {"require": ""}})
+    body = found["python"].schema["function"]
+    assert body["parameters"]["properties"] == {"code": {"type": "string", "description": "The code to run."}}
+    assert found["shell"].schema["function"]["parameters"]["required"] == ["command"]
+
+
+def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="require has 'wings'; it takes words of: network files"):
+        load_tools(["python"], {"python": {"require": "network wings"}})
+    poor = Abilities(frozenset({"files"}), "[Errno 1] Operation not permitted")
+    monkeypatch.setattr("asyncrl.sandbox.abilities.abilities", lambda: poor)
+    with pytest.raises(
+        ConfigError, match=r"tool 'python': this machine does not let .* network.*require less"
+    ):
+        load_tools(["python"], {"python": {"require": "network, files"}})
+    assert demand("files", "x") == {"files"}
+
+
+def test_abilities_are_looked_up_once() -> None:
+    assert abilities() is abilities()
+
+
+# The reward
+
+ADD = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+PAIRS = {"inputs": ["1 2\n", "3 4\n", "5 5"], "outputs": ["3\n", "7\n", "10"]}
+
+
+def judged(answer: str, truth: Any, **options: Any) -> tuple[float, float, float]:
+    found = asyncio.run(Code(require="", **options)("test", answer, truth))
+    return found["score"], found["components"]["passed"], found["components"]["tests"]
+
+
+def fenced(code: str) -> str:
+    return f"It is so:\n```python\n{code}\n```\nDone."
+
+
+TWICE = {"inputs": [[2], [3]], "outputs": [4, [6]], "fn_name": "twice"}
+LINES = {"inputs": ['[1]\n"x"'], "outputs": ['[[1], "x"]'], "fn_name": "f"}
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "score"),
+    [
+        (ADD, PAIRS, 1.0),
+        (ADD, json.dumps(PAIRS), 1.0),
+        ("a, b = ...", PAIRS, 0.0),
+        (fenced("print(3)"), PAIRS, 0.0),
+        (fenced(f"import sys\nprint('7', file=sys.stderr)\n{SUM}\nexit()"), PAIRS, 1.0),
+        (fenced(f"def main():\n    {SUM}\nif __name__ == '__main__': main()"), PAIRS, 1.0),
+        (fenced("def twice(n): return n * 2"), TWICE, 1.0),
+        (fenced("class Solution:\n    def twice(self, n): print('noise'); return n + n"), TWICE, 1.0),
+        (fenced("def twice(n): return str(n * 2)"), TWICE, 0.0),
+        (fenced("def other(n): return n * 2"), TWICE, 0.0),
+        (fenced("def f(a, b): return (a, b)"), LINES, 1.0),
+        (fenced("def f(x): return x + 1"), {"tests": "assert f(1) == 2"}, 1.0),
+        (fenced("def f(x): return x"), {"tests": "assert f(1) == 2"}, 0.0),
+        (fenced("import os\ndef f(x): os._exit(0)"), {"tests": "assert f(1) == 2"}, 0.0),
+        (fenced("raise SystemExit(0)"), {"tests": "assert False"}, 0.0),
+        (fenced("import sys\nsys.exit(0)"), TWICE, 0.0),
+        (fenced("while True: pass"), TWICE, 0.0),
+        (fenced("print('{}'.format(1))\nx = {'a': '\\n'}"), {"tests": ["assert x['a'] == '\\n'", "x"]}, 1.0),
+    ],
+)  # fmt: skip
+def test_answers_are_judged(answer: str, truth: Any, score: float) -> None:
+    assert judged(answer, truth, seconds=0.5)[0] == score
+
+
+def test_shares_and_counts() -> None:
+    half = fenced("n = sum(map(int, input().split()))\nprint(n if n < 8 else 0)")
+    assert judged(half, PAIRS) == (0.0, 2, 3)
+    assert judged(half, PAIRS, partial=True) == (2 / 3, 2, 3)
+    assert judged(half, PAIRS, max_tests=2) == (1.0, 2, 2)
+    assert judged("no code", PAIRS, partial=True) == (0.0, 0, 3)
+
+
+def test_all_tests_together_have_a_deadline() -> None:
+    slow = fenced("import time\nn = input()\ntime.sleep(0.4)\nprint(n)")
+    many = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    _, passed, tests = judged(slow, many, partial=True, total_seconds=1.0)
+    assert 1 <= passed <= 2 and tests == 50
+
+
+@pytest.mark.parametrize(
+    ("truth", "problem"),
+    [
+        ("{}", "holds no tests"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs, 0 outputs"),
+        ([1], "holds no tests"),
+        ("nonsense", "Expecting value"),
+    ],
+)
+def test_a_ground_truth_without_tests_is_an_error(truth: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_truth(truth)
+
+
+def test_it_is_a_reward_of_the_config() -> None:
+    (found,) = load_rewards({"code": {"partial": True, "require": "", "weight": 2.0}})
+    assert (found.place, found.weight) == ("loop", 2.0)
+    with pytest.raises(ConfigError, match="seconds"):
+        load_rewards({"code": {"seconds": -1, "require": ""}})
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("none", None),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\n```bash\nls\n```", "a\n"),
+        ("```Python3\nunclosed", "unclosed"),
+    ],
+)
+def test_last_block(text: str, block: str | None) -> None:
+    assert last_block(text) == block
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("1\n2", "1 2", False),
+        ("0.3333333", "0.33333334", True),
+        ("0.34", "0.33", False),
+        ("1000001", "1000000", False),
+        ("3.0", "3", True),
+        ("nan.", "x.", False),
+        ("", "", True),
+    ],
+)
+def test_same_text(found: str, wanted: str, same: bool) -> None:
+    assert same_text(found, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, True),
+        (1, True, False),
+        ([1, 2], [[1, 2]], True),
+        ([0.1 + 0.2], [0.3], True),
+        ({"a": 1}, {"a": 2}, False),
+        ("1", 1, False),
+        (None, [None], True),
+    ],
+)
+def test_same_value(found: Any, wanted: Any, same: bool) -> None:
+    assert same_value(found, wanted) is same
