@@ -20,8 +20,7 @@ from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.turn_player import World
 from asyncrl.rollout.chat import Chat
 from asyncrl.rollout.episode import Limits, Rules
-from asyncrl.rollout.parsers import parsers
-from asyncrl.rollout.parsers.guess import guess
+from asyncrl.rollout.parsers import guess, parsers
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.transport.messages import EngineEntry
 

@@ -48,6 +48,17 @@ def test_two_workers_two_ranks(tmp_path: Path) -> None:
     assert list((run.path / "weights").glob("*/delta.bin")), "every version was published whole"
 
 
+def test_folded_episodes_train_all_their_rows_token_for_token(tmp_path: Path) -> None:
+    """Synchronously, where every token's log-prob can be held against the engine's."""
+    folding = ["rollout.history=fold", "rollout.max_tokens=110", "rollout.max_new_tokens=40"]
+    with Run(tmp_path, "total_steps=3", "buffer.max_staleness=0", "data.test=''", *folding) as run:
+        summary = run.completed(3)
+    assert max(row.get("rollout/rows/max", 0) for row in run.rows()) > 1, "no episode was folded"
+    assert summary["logprob_diff_max_same_version"] <= 1e-4
+    assert summary["logprob_tokens_compared"] == summary["tokens_trained"] > 0
+    assert summary["flow"]["trained"] == 3 * 16
+
+
 def test_zero_staleness_is_synchronous(tmp_path: Path) -> None:
     weights = str(tmp_path / "shared")
     more = ("buffer.max_staleness=0", "data.test=''", f"weights.directory={weights}")
