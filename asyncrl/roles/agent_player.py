@@ -25,19 +25,6 @@ from asyncrl.rollout.episode import Fail, problem, scored
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
 
-@dataclass(frozen=True)
-class Agents:
-    """What the agents of all episodes of a worker share."""
-
-    agent: Agent
-    gateway: Gateway
-    threads: AgentThreads = field(default_factory=AgentThreads)
-
-    async def close(self) -> None:
-        self.threads.close()
-        await self.gateway.close()
-
-
 class AgentHost:
     """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
 
@@ -147,3 +134,22 @@ class AgentPlayer:
     def _check_recalled(self) -> None:
         if self._branches.recalling:
             raise ProtocolError("the agent did not repeat its recorded turns, so the episode starts again")
+
+
+class Agents:
+    """What the agents of all episodes of a worker share."""
+
+    def __init__(self, agent: Agent, gateway: Gateway) -> None:
+        self.agent, self.gateway, self.threads = agent, gateway, AgentThreads()
+
+    def lead(self, job: Job) -> AgentPlayer:
+        """The player of an attempt."""
+        return AgentPlayer(job, self)
+
+    async def start(self) -> None:
+        """To be awaited before the first episode."""
+        await self.gateway.start()
+
+    async def close(self) -> None:
+        self.threads.close()
+        await self.gateway.close()

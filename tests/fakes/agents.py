@@ -14,7 +14,7 @@ from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
 from asyncrl.rewards.loading import in_loop
-from asyncrl.roles.agent_player import AgentPlayer, Agents
+from asyncrl.roles.agent_player import Agents
 from asyncrl.roles.episode_runner import EpisodeRunner
 from asyncrl.roles.job import Desk
 from asyncrl.roles.lanes import OwnLane
@@ -88,12 +88,12 @@ class AgentBench:
         lane = OwnLane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 60.0)
         lane.engine = self.engine
         shared = Agents(self.agent, Gateway(self.desk.rules.chat.decode))
-        await shared.gateway.start()
+        await shared.start()
         service = asyncio.create_task(self.outbox.run())
         assign = Assign(1, Attempt("u", 1), sample(), "train", temperature=1.0, key=99)
         try:
             async with asyncio.timeout(SECONDS):
-                runner = EpisodeRunner(self.desk, lambda job: AgentPlayer(job, shared))
+                runner = EpisodeRunner(self.desk, shared.lead)
                 await runner.run(assign, frames, lane)
                 await settle()
         finally:
