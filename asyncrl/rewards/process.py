@@ -69,6 +69,7 @@ class Pool:
         self._free = asyncio.Semaphore(size)
         self._first = asyncio.Lock()
         self._proven = False  # a process has loaded the function
+        self._closed = False
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
 
@@ -90,7 +91,8 @@ class Pool:
             self._free.release()
 
     async def close(self) -> None:
-        """Kill all processes, busy ones too."""
+        """Kill all processes, busy ones too, and start no more."""
+        self._closed = True
         await asyncio.gather(*(process.kill() for process in list(self._all)))
         self._all.clear()
         self._idle.clear()
@@ -122,6 +124,8 @@ class Pool:
         process = await _Process.start()
         self._all.add(process)
         try:
+            if self._closed:
+                raise RewardError("the rewards are closed")
             async with asyncio.timeout(LOAD_SECONDS):
                 answer = await process.ask(_encode(self._source))
             if not isinstance(answer, Loaded):

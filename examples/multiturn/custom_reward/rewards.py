@@ -1,4 +1,4 @@
-"""Two rewards of one's own: verl's signature, which sees the answer, and a typed one, which sees the episode."""
+"""Two rewards: one with verl's signature, which sees the answer, and a typed one, which sees the episode."""
 
 import re
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -276,6 +278,51 @@ def test_processes_start_when_they_are_needed_and_end_with_the_pool(tmp_path: Pa
         await gone(int(pids.pop()))
 
     asyncio.run(main())
+
+
+def test_closing_ends_calls_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+
+    async def main() -> None:
+        pool = Pool(Source(f"{tmp_path}/mine.py:act"), size=1)
+        await pool.call(RewardInput(SAMPLE, "fine"), 30.0)
+        hung, waiting = (asyncio.create_task(pool.call(RewardInput(SAMPLE, "hang"), 30.0)) for _ in range(2))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(RewardError, match="SIGKILL"):
+            await hung
+        with pytest.raises(RewardError, match="the rewards are closed"):
+            await waiting
+        assert not pool._all
+
+    asyncio.run(main())
+
+
+WORKER = """
+import asyncio, os, sys
+from asyncrl.rewards import RewardInput, Source
+from asyncrl.rewards.process import Pool
+from asyncrl.types import Sample
+
+async def main():
+    pool = Pool(Source(sys.argv[1]), size=1)
+    given = RewardInput(Sample(0, "s", (), '""'), "pid")
+    print(int((await pool.call(given, 30.0)).score), flush=True)
+    await pool.call(RewardInput(given.sample, "deaf"), 30.0)
+
+asyncio.run(main())
+"""
+
+
+def test_processes_die_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    command = [sys.executable, "-c", WORKER, f"{tmp_path}/mine.py:act"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline())
+        assert alive(pid)
+        worker.kill()
+    asyncio.run(gone(pid))
 
 
 async def gone(pid: int) -> None:
