@@ -47,6 +47,7 @@ class Shape:
     short_ids: bool = False  # ids of calls have nine letters or digits (Mistral)
     single_calls: bool = False  # a message has one call (Llama, gpt-oss): several become several messages
     one_text: bool = False  # reasoning or content next to calls, not both (gpt-oss)
+    called_only: bool = False  # tools speak after calls only (Mistral, gpt-oss), also about malformed ones
     user_replies: bool = False  # there is no tool role (Gemma): the user says what tools replied
 
 
@@ -79,10 +80,12 @@ class Renderer:
 
 
 def find_shape(tokenizer: Tokenizer, today: datetime.date) -> Shape:
-    """The shape with the fewest peculiarities in which a turn with two calls and their replies is shown. One
-    that a template refuses in all of them is not for tools: the default."""
+    """The shape with the fewest peculiarities in which turns with calls, well-formed or not, and their
+    replies are shown; a template with a tool role keeps it. The default where none is: not a template for
+    tools."""
     flags = itertools.product((False, True), repeat=len(astuple(Shape())))
-    for shape in sorted(itertools.starmap(Shape, flags), key=lambda shape: sum(astuple(shape))):
+    shapes = itertools.starmap(Shape, flags)
+    for shape in sorted(shapes, key=lambda shape: (shape.user_replies, sum(astuple(shape)))):
         try:
             text = Renderer(tokenizer, shape, today)(_PROBE)
         except ConfigError:
@@ -107,6 +110,10 @@ _PROBE = (
     ),
     Message("tool", "asyncrl-one", tool_call_id="call_0", name="asyncrl_one"),
     Message("tool", "asyncrl-two", tool_call_id="call_1", name="asyncrl_two"),
+    Message("assistant", "asyncrl-wrong"),
+    Message("tool", "asyncrl-error", name="malformed_call"),
+    Message("assistant", "asyncrl-answer"),
+    Message("user", "asyncrl-more"),
 )
 
 
@@ -114,6 +121,8 @@ def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
     """The same conversation in the messages that the template knows."""
     if shape.user_replies:
         messages = _said_by_user(messages)
+    if shape.called_only:
+        messages = _with_calls(messages)
     for message in messages:
         if shape.one_text and message.tool_calls and message.reasoning and message.content:
             both = f"{message.reasoning}\n\n{message.content}"
@@ -139,6 +148,18 @@ def _said_by_user(messages: Sequence[Message]) -> list[Message]:
             said.append(Message("user", text) if tool else message)
         open_to_more = tool
     return said
+
+
+def _with_calls(messages: Sequence[Message]) -> list[Message]:
+    """A turn that tools answer, though it has no call that could be shown, calls them with nothing."""
+    said: list[Message] = []
+    for message in reversed(messages):
+        if message.role == "assistant" and not message.tool_calls:
+            replies = list(itertools.takewhile(lambda later: later.role == "tool", reversed(said)))
+            calls = tuple(ToolCall(reply.name or "tool", "{}", reply.tool_call_id) for reply in replies)
+            message = Message(message.role, tool_calls=calls) if calls else message
+        said.append(message)
+    return said[::-1]
 
 
 def _plain(message: Message, shape: Shape) -> dict[str, Any]:

@@ -234,6 +234,27 @@ def test_calls_that_a_template_takes_one_by_one() -> None:
     assert shown.count('"parameters": {"city": "Ulm"}}<|eot_id|>') == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        ("qwen2.5", "assistant\n<tool_call>{<|im_end|>\n<|im_start|>user\n<tool_response>\nno JSON\n"),
+        ("glm4.5", "\n<tool_call>{<|observation|>\n<tool_response>\nno JSON\n"),
+        ("gemma3", "model\n<tool_call>{<end_of_turn>\n<start_of_turn>user\n<tool_response>\nno JSON"),
+        (
+            "gpt-oss",
+            "<|message|>{}<|call|><|start|>functions.malformed_call to=assistant<|channel|>commentary",
+        ),
+        ("mistral-v7", '[{"name": "malformed_call", "arguments": {}, "id": "7d64c5272"}]</s>[TOOL_RESULTS]'),
+    ],
+)
+def test_malformed_calls_have_a_place_in_the_history(name: str, history: str) -> None:
+    """As they were written, or, where tools only speak after calls, as calls with nothing in them."""
+    wrong = Message("assistant", "<|channel|>analysis<|message|>" if name == "gpt-oss" else "<tool_call>{")
+    said = (Message("user", "Rain?"), wrong, Message("tool", "no JSON", name="malformed_call"))
+    shown = text(name, chat_of(name).prompt_ids((*said, Message("assistant", "So."), Message("user", "?"))))
+    assert history in (shown or "")
+
+
 def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
     call = ToolCall("weather", '{"city": "Ulm"}', "call_0")
     reply = Message("tool", "rain", tool_call_id="call_0", name="weather")
