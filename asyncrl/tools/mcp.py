@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.tools.base import Replay, Tool, tools
-from asyncrl.tools.mcp_servers import Connection, Link, Server, ServerError, submit, there
+from asyncrl.tools.mcp_servers import CLOSE, Connection, Link, Server, ServerError, submit, there
 from asyncrl.tools.schema import Decode
 from asyncrl.types import Sample
 
@@ -35,10 +37,11 @@ def mcp(
 ) -> Sequence[Tool]:
     """One tool for each of the server's, which is asked for them now, over a connection of a moment.
 
-    `command`: the line that starts a server (no shell), or `url`: one that runs. `prefix` goes before the
-    tools' names; `allow`: the server's names of those to take, with commas; empty: all. `timeout`: seconds
-    of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for the handshake. `env`: environment
-    variables that a started server may see, with commas; `api_key_env`: the one with a URL's bearer token.
+    `command`: the line that starts a server (no shell; `python` is this interpreter), or `url`: one that
+    runs. `prefix` goes before the tools' names; `allow`: the server's names of those to take, with commas;
+    empty: all. `timeout`: seconds of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for the
+    handshake. `env`: environment variables that a started server may see, with commas; `api_key_env`: the
+    one with a URL's bearer token.
 
     A worker shares one connection among its episodes; `per_episode` gives each its own, from the episode's
     start to its end. ConfigError for options that cannot be, and for a server that does not answer.
@@ -47,6 +50,8 @@ def mcp(
         raise ConfigError("mcp: set command, to start a server, or url, to use one; and not both")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"mcp: url {url!r} must begin with http:// or https://")
+    if api_key_env and not os.environ.get(api_key_env):
+        raise ConfigError(f"mcp: the environment variable {api_key_env} holds no key; set it")
     server = Server(command, url, tuple(_names(env)), api_key_env, start_timeout)
     options: dict[str, Any] = {"timeout": timeout or None, "max_chars": max_chars}
     make = _of_episode(server) if per_episode else _of_worker(server)
@@ -144,26 +149,35 @@ def _listed(server: Server) -> list[Any]:
     except ImportError:
         raise ConfigError("the tool mcp needs the package mcp: pip install 'asyncrl[mcp]'") from None
     try:
-        return submit(_list(server)).result(2 * server.start_timeout)
-    except (ServerError, TimeoutError) as error:
-        raise ConfigError(f"mcp: {error or f'{server} does not list its tools'}") from error
+        return submit(_list(server)).result(2 * server.start_timeout + 2 * CLOSE)
+    except ServerError as error:
+        raise ConfigError(f"mcp: {error}") from error
 
 
 async def _list(server: Server) -> list[Any]:
     connection = Connection(server)
-    found: list[Any] = []
-    cursor: str | None = None
     try:
         client = await connection.client()
-        while len(found) <= MAX_TOOLS:
-            page = await client.list_tools(cursor=cursor)
-            found += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
-                return found
-        raise ServerError(f"{server} has more than {MAX_TOOLS} tools")
+        async with asyncio.timeout(server.start_timeout):
+            return await _pages(client)
+    except ServerError:
+        raise
+    except Exception as error:  # the boundary: of the package and whatever the server sent it
+        raise ServerError(f"{server} does not list its tools: {one_line(error)}") from error
     finally:
         await connection.close()
+
+
+async def _pages(client: Any) -> list[Any]:
+    found: list[Any] = []
+    cursor: str | None = None
+    while len(found) <= MAX_TOOLS:
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            return found
+    raise ValueError(f"there are more than {MAX_TOOLS}")
 
 
 def _allowed(found: list[Any], allow: list[str], server: Server) -> list[Any]:

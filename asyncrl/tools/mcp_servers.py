@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
@@ -20,18 +22,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.remote.model import bearer
 
 if TYPE_CHECKING:
     from mcp import Client
 
 T = TypeVar("T")
+log = logging.getLogger("asyncrl.tools")
 
 MAX_BYTES = 8 << 20  # of one message; a server that sends more is given up
-MAX_NOISE = 1 << 20  # bytes on a server's standard output that are no messages
+MAX_NOISE = 1 << 18  # bytes on a server's standard output that are no messages
 TAIL = 2000  # last bytes of a server's standard error that are kept for error messages
 GRACE = 1.0  # seconds between asking a server to end and making it
 CLOSE = 5.0  # seconds for all of a connection's end
 PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
+ENDED = ("Connection closed", "Session terminated")  # what the package says when no call can succeed any more
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # not in the child between fork and exec, where a lock may be held
 
@@ -46,7 +51,7 @@ class ServerLost(ServerError):
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is: the `command` line that starts it, or its `url`.
+    """Where a server is: the `command` line that starts it, or its `url`. `python` is this interpreter.
 
     `env` names variables of this process that a started server sees beside the usual ones (PATH, HOME, ...);
     `api_key_env` the one that holds the bearer token of a URL. `start_timeout`: seconds for the handshake.
@@ -128,15 +133,20 @@ class Connection:
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """The server's CallToolResult. ServerError, or ServerLost when it ended meanwhile."""
         from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
         client = await self.client()
+        if self.over:
+            raise ServerLost(f"the MCP server was lost: {self._life.problem}")
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
-            if not self.over and not _ended(error):
+            if error.message in ENDED:
+                self._life.end(error.message)
+            if not self.over and error.code != CONNECTION_CLOSED:
                 raise ServerError(f"{name}: {one_line(error)}") from error
-            self._life.end(error.message)
-            raise ServerLost(f"the MCP server was lost during the call: {self._life.problem}") from error
+            why = self._life.problem or error.message
+            raise ServerLost(f"the MCP server was lost during the call: {why}") from error
 
     async def close(self) -> None:
         """End it, within CLOSE seconds; a process is gone afterwards."""
@@ -204,13 +214,6 @@ class Link:
         return self._current
 
 
-def _ended(error: Any) -> bool:
-    """Whether the connection has ended; an HTTP server that was restarted knows no such session."""
-    from mcp.types import CONNECTION_CLOSED
-
-    return bool(error.code == CONNECTION_CLOSED or error.message == "Session terminated")
-
-
 def _why(error: BaseException) -> str:
     """The first cause within groups of errors."""
     while isinstance(error, BaseExceptionGroup):
@@ -235,10 +238,9 @@ async def _http(server: Server) -> AsyncIterator[Any]:
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    key = os.environ.get(server.api_key_env, "") if server.api_key_env else ""
     client = httpx2.AsyncClient(
         transport=_bounded_transport(),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=bearer(server.api_key_env),
         timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
         follow_redirects=True,
     )
@@ -261,6 +263,7 @@ def _bounded_transport() -> Any:
                 ended = self._events and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
                 size = 0 if ended else size + len(chunk)
                 if size > MAX_BYTES:
+                    log.warning("an answer of an MCP server was cut off after %d bytes", MAX_BYTES)
                     raise httpx2.ReadError(f"the server's answer is larger than {MAX_BYTES} bytes")
                 yield chunk
 
@@ -284,8 +287,10 @@ async def _pipes(server: Server, life: Life) -> AsyncIterator[Any]:
     from mcp.client.stdio import get_default_environment
 
     passed = {name: os.environ[name] for name in server.env if name in os.environ}
+    program, *arguments = shlex.split(server.command)
     process = await asyncio.create_subprocess_exec(
-        *shlex.split(server.command),
+        sys.executable if program == "python" else program,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -320,13 +325,15 @@ async def _listen(process: asyncio.subprocess.Process, heard: Any, life: Life) -
     with heard:
         try:
             while life.noise < MAX_NOISE and (line := await process.stdout.readline()):
-                try:
-                    message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-                except ValueError:
+                message = None
+                if line.lstrip().startswith(b"{"):
+                    with suppress(ValueError):
+                        message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+                if message is not None:
+                    await heard.send(SessionMessage(message))
+                else:
                     life.noise += len(line)
                     life.stderr = (life.stderr + line[:TAIL])[-TAIL:]
-                    continue
-                await heard.send(SessionMessage(message))
         except ValueError:  # of readline: over its limit
             problem = f"it sent a message of more than {MAX_BYTES} bytes"
         life.end("its output is no MCP" if life.noise >= MAX_NOISE else problem)

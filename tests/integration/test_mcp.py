@@ -1,0 +1,295 @@
+"""MCP over real server processes, through the toolbox that episodes use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.tools import Session, Tool, Toolbox, ToolError, load_tools
+from asyncrl.types import Sample, ToolCall, ToolReply
+
+FAKES = Path(__file__).parents[1] / "fakes"
+SERVER = FAKES / "mcp_server.py"
+COMMAND = f"{sys.executable} {SERVER}"
+PLAIN = f"{sys.executable} -S {FAKES / 'mcp_plain.py'}"
+SAMPLE = Sample(0, "", (), "")
+DEADLINE = 20.0
+
+
+def tools_of(**options: Any) -> dict[str, Tool]:
+    return load_tools(["mcp"], {"mcp": {"command": COMMAND} | options})
+
+
+@pytest.fixture(scope="module")
+def shared() -> dict[str, Tool]:
+    """The tools of one server that all episodes share. They can be listed inside of an event loop, too."""
+
+    async def main() -> dict[str, Tool]:
+        return tools_of()
+
+    return asyncio.run(main())
+
+
+def in_episode(
+    tools: dict[str, Tool], play: Callable[[Session], Awaitable[Any]], timeout: float = DEADLINE
+) -> Any:
+    async def main() -> Any:
+        session = Toolbox(tools, timeout).session(SAMPLE)
+        try:
+            await session.open()
+            return await play(session)
+        finally:
+            await session.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 3 * DEADLINE))
+
+
+def ask(tools: dict[str, Tool], name: str, arguments: str = "{}", timeout: float = DEADLINE) -> ToolReply:
+    reply: ToolReply = in_episode(tools, lambda session: session.call(ToolCall(name, arguments)), timeout)
+    return reply
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends in time."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], DEADLINE)[0])
+    finally:
+        os.close(process)
+
+
+# -- what it has and what it says ------------------------------------------------------------------------
+
+
+def test_the_servers_tools_with_its_own_schemas(shared: dict[str, Tool]) -> None:
+    assert list(shared)[:3] == ["add", "pid", "words"]
+    function = shared["add"].schema["function"]
+    assert (function["name"], function["description"]) == ("add", "Add two numbers.")
+    assert function["parameters"]["required"] == ["a"]
+    assert function["parameters"]["properties"]["b"]["minimum"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "content", "error"),
+    [
+        ("add", '{"a": 2, "b": 3}', "5", None),
+        ("add", '{"a": 2}', "3", None),
+        ("words", '{"line": "one two"}', "one\ntwo", None),
+        ("drawing", "{}", "[image]", None),
+        ("huge", '{"size": 100000}', "x" * 100, None),
+        ("fail", '{"why": "out of ink"}', "error: Error executing tool fail: out of ink", "out of ink"),
+        (
+            "add",
+            '{"a": "two"}',
+            "error: bad arguments for add: ",
+            "'two' is not of type 'integer' - at `$.a`",
+        ),
+        ("add", '{"a": 1, "b": -1}', "error: bad", "-1 is less than the minimum of 0 - at `$.b`"),
+        ("add", "{}", "error: bad", "'a' is a required property"),
+        ("add", "[1]", "error: bad", "Expected `object`"),
+        ("add", "{", "error: bad", "it takes a: integer, b?: integer"),
+    ],
+)
+def test_one_call(
+    shared: dict[str, Tool], name: str, arguments: str, content: str, error: str | None
+) -> None:
+    reply = ask(shared, name, arguments)
+    assert reply.content.startswith(content)
+    assert len(reply.content) <= 16384
+    if error is None:
+        assert reply.error is None
+    else:
+        assert error in (reply.error or "")
+
+
+def test_two_servers_with_names_and_variables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_TOKEN", "open sesame")
+    monkeypatch.setenv("OTHER_TOKEN", "secret")
+    options = {"command": PLAIN, "prefix": "b_", "allow": "variable, pid", "env": "FAKE_TOKEN"}
+    tools = load_tools(
+        ["mcp@one", "mcp@two"], {"mcp@one": {"command": PLAIN, "allow": "pid"}, "mcp@two": options}
+    )
+    assert list(tools) == ["pid", "b_variable", "b_pid"]
+    assert ask(tools, "pid").content != ask(tools, "b_pid").content
+    assert ask(tools, "b_variable", '{"name": "FAKE_TOKEN"}').content == "open sesame"
+    assert ask(tools, "b_variable", '{"name": "OTHER_TOKEN"}').content == "unset"
+
+
+def test_a_result_that_is_none_is_told() -> None:
+    assert "ValidationError" in (ask(tools_of(command=f"{PLAIN} bad_result"), "pid").error or "")
+
+
+# -- many at once, late, lost ------------------------------------------------------------------------------
+
+
+def test_episodes_share_a_server_and_do_not_wait_for_each_other(shared: dict[str, Tool]) -> None:
+    async def main() -> list[ToolReply]:
+        box = Toolbox(shared, DEADLINE)
+        sessions = [box.session(SAMPLE) for _ in range(50)]
+        calls = [ToolCall("add", f'{{"a": {i}, "b": {i}}}') for i in range(50)]
+        slow = asyncio.create_task(sessions[0].call(ToolCall("pid", '{"delay": 100}')))
+        for session in sessions:
+            await session.open()
+        replies = await asyncio.gather(*(s.call(c) for s, c in zip(sessions, calls, strict=True)))
+        slow.cancel()
+        return replies
+
+    replies = asyncio.run(asyncio.wait_for(main(), DEADLINE))
+    assert [reply.content for reply in replies] == [str(2 * i) for i in range(50)]
+
+
+def test_a_call_past_its_deadline_costs_only_itself(shared: dict[str, Tool]) -> None:
+    reply = ask(shared, "pid", '{"delay": 100}', timeout=0.3)
+    assert reply.error == "no reply within 0.3 s"
+    assert reply.seconds < 5
+    assert ask(shared, "add", '{"a": 1}').content == "2"
+
+
+def test_a_server_killed_between_calls_is_started_again() -> None:
+    tools = tools_of(command=PLAIN)
+    first = int(ask(tools, "pid").content)
+    os.kill(first, signal.SIGKILL)
+    assert gone(first)
+    again = ask(tools, "pid")
+    if again.error is not None:  # its end was not seen yet: the call itself was lost
+        assert "was lost during the call" in again.error
+        again = ask(tools, "pid")
+    assert int(again.content) != first
+
+
+def test_a_call_that_is_lost_says_so_and_is_not_repeated(shared: dict[str, Tool]) -> None:
+    reply = ask(shared, "die")
+    assert (reply.error or "").startswith("the MCP server was lost during the call: ")
+    assert ask(shared, "add", '{"a": 1}').content == "2"
+
+
+def test_a_lost_call_is_repeated_where_the_server_allows_it(shared: dict[str, Tool], tmp_path: Path) -> None:
+    reply = ask(shared, "die_once", f'{{"marker": "{tmp_path / "marker"}"}}')
+    assert (reply.content, reply.error) == ("survived", None)
+
+
+def test_a_result_without_bounds_ends_the_server_not_the_worker(shared: dict[str, Tool]) -> None:
+    reply = ask(shared, "huge", '{"size": 30000000}')
+    assert "it sent a message of more than 8388608 bytes" in (reply.error or "")
+    assert ask(shared, "add", '{"a": 1}').content == "2"
+
+
+# -- a server per episode ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, Tool]:
+    return tools_of(command=PLAIN, per_episode=True)
+
+
+def test_an_episode_has_its_own_server_until_it_ends(own: dict[str, Tool]) -> None:
+    async def play(session: Session) -> list[str]:
+        return [(await session.call(ToolCall("pid", "{}"))).content for _ in range(2)]
+
+    first, second = in_episode(own, play), in_episode(own, play)
+    assert first[0] == first[1] != second[0] == second[1]
+    assert gone(int(first[0])) and gone(int(second[0]))
+    assert own["pid"].replay == "reapply"
+
+
+def test_the_server_of_an_episode_is_lost_for_good(own: dict[str, Tool]) -> None:
+    async def play(session: Session) -> list[ToolReply]:
+        pid = int((await session.call(ToolCall("pid", "{}"))).content)
+        os.kill(pid, signal.SIGKILL)
+        return [await session.call(ToolCall("pid", "{}")) for _ in range(2)]
+
+    assert all("the MCP server was lost" in (reply.error or "") for reply in in_episode(own, play))
+
+
+def test_an_episode_whose_server_does_not_start_cannot_be_opened(tmp_path: Path) -> None:
+    script = tmp_path / "once.py"
+    script.write_text((FAKES / "mcp_plain.py").read_text())
+    tools = tools_of(command=f"{sys.executable} {script}", per_episode=True)
+    script.write_text("raise SystemExit('no licence')")
+
+    with pytest.raises(ToolError, match=r"no MCP server at .*no licence"):
+        ask(tools, "pid")
+
+
+# -- streamable HTTP -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        assert any(b"running on" in line for line in process.stderr)
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_over_http() -> None:
+    port = free_port()
+    with serving(port) as server:
+        tools = load_tools(["mcp"], {"mcp": {"url": f"http://127.0.0.1:{port}/mcp"}})
+        assert ask(tools, "add", '{"a": 2, "b": 3}').content == "5"
+        assert "out of ink" in (ask(tools, "fail", '{"why": "out of ink"}').error or "")
+        assert ask(tools, "pid", '{"delay": 100}', timeout=0.3).error == "no reply within 0.3 s"
+        assert "lost during the call" in (ask(tools, "huge", '{"size": 30000000}').error or "")
+        assert ask(tools, "pid").content == str(server.pid)
+    down = ask(tools, "pid")
+    assert "MCP server" in (down.error or "")
+    with serving(port) as server:
+        assert ask(tools, "pid").content == str(server.pid)
+
+
+# -- what is no server -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"command": ""}, "set command, to start a server, or url"),
+        ({"url": "http://127.0.0.1:1/mcp"}, "and not both"),
+        ({"command": "", "url": "localhost"}, "must begin with http"),
+        ({"command": PLAIN, "allow": "pid, nothing"}, "has no tool 'nothing'; it has pid, variable"),
+        ({"command": PLAIN, "prefix": "with space "}, "is no name of a tool"),
+        ({"command": f"{PLAIN} bad_schema"}, "the schema of 'variable' is no JSON schema: 'nothing' is"),
+        ({"command": f"{PLAIN} endless"}, "there are more than 256"),
+        ({"command": f"{PLAIN} bad_list"}, "does not list its tools: ValidationError"),
+        ({"command": f"{PLAIN} no_tools"}, "does not list its tools: MCPError: no tools"),
+        ({"command": f"{PLAIN} silent_list", "start_timeout": 0.5}, "does not list its tools: TimeoutError"),
+        ({"command": "/no/such/server"}, "no MCP server at /no/such/server: FileNotFoundError"),
+        ({"command": f"{sys.executable} -c 'raise SystemExit(\"no licence\")'"}, r"it wrote: no licence"),
+        ({"command": "yes no protocol"}, r"its output is no MCP \(it wrote: .*no protocol"),
+        ({"command": "sleep 100", "start_timeout": 0.3}, "no handshake within 0.3 s"),
+        ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
+        ({"comand": "x"}, "unknown option 'comand'"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
+    ],
+)
+def test_what_is_refused_before_the_run(options: dict[str, Any], complaint: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=complaint):
+        tools_of(**options)
+    assert time.monotonic() - started < 10
