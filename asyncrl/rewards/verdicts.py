@@ -119,6 +119,8 @@ def told(error: BaseException) -> str:
 def _finite(what: str, value: Any) -> float:
     try:
         number = float(value)
+    except OverflowError:  # an int with hundreds of digits
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"{what} is {value!r}, which is no number") from None
     if not math.isfinite(number):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.rewards import RewardInput, combine, evaluate
 from asyncrl.rewards.verdicts import from_verl, plain, told, verdict_of
@@ -93,6 +96,7 @@ def test_results(result: Any, verdict: Verdict) -> None:
         ("much", "the reward is 'much'"),
         (None, "the reward is None"),
         (float("-inf"), "no finite number"),
+        (10**400, "no finite number"),
     ],
 )
 def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
@@ -122,6 +126,24 @@ def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
 )
 def test_a_weighted_sum(parts: list[tuple[str, float, Verdict]], verdict: Verdict) -> None:
     assert combine(parts) == verdict
+
+
+KEYS = ["score", "turns", "components"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(KEYS), inner),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(JSON | st.fixed_dictionaries({"score": JSON}, optional={"turns": JSON, "components": JSON}))
+def test_a_verdict_is_finite_whatever_the_function_gave(result: Any) -> None:
+    try:
+        verdict = verdict_of(result)
+    except (TypeError, ValueError):
+        return
+    numbers = [verdict.score, *verdict.turns, *verdict.components.values()]
+    assert all(isinstance(number, float) and math.isfinite(number) for number in numbers)
 
 
 def test_sums_that_make_no_sense() -> None:
