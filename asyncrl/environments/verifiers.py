@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 
 KEY = "verifiers"  # of extra_info
@@ -28,20 +30,33 @@ class Verifiers(Environment):
     """An environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
 
     `taskset`, `env`: ids, the names of installed modules; `arguments`: the task set's config, a JSON object;
-    `role`: the agent that is trained, where there are several (the others have no model, so an `Env` that
-    asks them fails). The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/
-    prepare_verifiers.py` writes such rows. The weighted rewards of the task fall on the last turn. Tools
-    of the task run in the worker.
+    `role`: the agent that is trained, where there are several. The others, who may have no tools, are played
+    by the model `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable
+    with its key. The sample's `extra_info.verifiers` is the task's data, as JSON text;
+    `tools/prepare_verifiers.py` writes such rows. The weighted rewards of the trained agent's traces fall on
+    the last turn. Tools of the task run in the worker.
     """
 
-    def __init__(self, *, taskset: str, env: str = "", arguments: str = "{}", role: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        taskset: str,
+        env: str = "",
+        arguments: str = "{}",
+        role: str = "",
+        others_url: str = "",
+        others_model: str = "",
+        others_key_env: str = "",
+    ) -> None:
         self._env = load(taskset, env, arguments)
         roles = list(self._env.config.agent_harnesses())
         if not role and len(roles) > 1:
             raise ConfigError(f"several agents ({', '.join(roles)}); name the trained one with role")
         if role and role not in roles:
             raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
-        self._role = role or roles[0]
+        self._role, self._roles = role or roles[0], roles
+        self._others = RemoteModel(others_url, others_model, others_key_env) if others_url else None
+        self.replay = "reapply" if self._others is None else "no"  # a model does not say the same again
         self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: nobody asks any more
         self._reply: asyncio.Future[tuple[Message | None, bool]] | None = None  # and if more may follow
         self._playing: asyncio.Task[float] | None = None
@@ -98,25 +113,27 @@ class Verifiers(Environment):
         """One episode of theirs; the reward of the trained agent."""
         import verifiers.v1 as vf
 
-        from asyncrl.environments.verifiers_seat import Desk, Seat
-
-        desk = Desk()
-        self.tools = desk.schemas
-        seats = {
-            name: Seat(name, getattr(self._env.config, name), self._ask if name == self._role else None, desk)
-            for name in self._env.config.agent_harnesses()
-        }
         record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode = vf.Episode(task=record)
         try:
-            agents = SimpleNamespace(**seats)
+            agents = self._seats(episode.traces)
             await self._env.setup(agents)
             await self._env.run(task, agents)
-            episode.traces += seats[self._role].traces
             await self._env.finalize(task, episode)
-            return float(sum(trace.reward for trace in episode.traces))
+            return float(sum(trace.reward for trace in episode.traces if trace.agent.name == self._role))
         finally:
             self._asked.put_nowait(None)
+
+    def _seats(self, traces: list[Any]) -> SimpleNamespace:
+        """Their agents, by name."""
+        from asyncrl.environments.verifiers_seat import Desk, Seat
+
+        desk, config, others = Desk(), self._env.config, self._others
+        self.tools = desk.schemas
+        ask = functools.partial(heard_by, others) if others is not None else None
+        seats = {name: Seat(name, getattr(config, name), ask, None, traces) for name in self._roles}
+        seats[self._role] = Seat(self._role, getattr(config, self._role), lambda: self._ask, desk, traces)
+        return SimpleNamespace(**seats)
 
     async def _ask(self, news: list[Any]) -> tuple[Any, bool]:
         if self._reply is not None and not self._reply.done():
@@ -127,6 +144,18 @@ class Verifiers(Environment):
         self._asked.put_nowait(news)
         message, more = await self._reply
         return theirs(message) if message is not None else None, more
+
+
+def heard_by(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
+    """A conversation with the model that plays another agent."""
+    said: list[Message] = []
+
+    async def ask(news: list[Any]) -> tuple[Any, bool]:
+        said.extend(map(ours, news))
+        said.append(Message("assistant", await model.chat(said)))
+        return theirs(said[-1]), True
+
+    return ask
 
 
 def ours(message: Any) -> Message:

@@ -35,7 +35,7 @@ class Unsupported(Exception):
     """The environment wants what only verifiers' own runner has."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}; let verifiers lead the episode, as an agent (rollout.agent)")
+        super().__init__(f"{what}; verifiers can lead the episode itself, as an agent (rollout.agent)")
 
 
 class Desk:
@@ -80,9 +80,9 @@ class Talk:
     """What `Agent.interaction` yields: `turn` hands on what the environment says, and runs the task's tools
     until the model calls none."""
 
-    def __init__(self, task: vf.Task, trace: vf.Trace, desk: Desk, ask: Ask) -> None:
+    def __init__(self, task: vf.Task, trace: vf.Trace, desk: Desk, ask: Ask, max_turns: int | None) -> None:
         self.trace = trace
-        self._task, self._desk, self._ask = task, desk, ask
+        self._task, self._desk, self._ask, self._max_turns = task, desk, ask, max_turns
         self._stops = [hook for hook in task.hooks("stop") if _of_traces(hook)]
         self._over = False
 
@@ -122,6 +122,8 @@ class Talk:
             self.trace.nodes.append(node)
 
     async def _stopped(self) -> bool:
+        if self._max_turns is not None and self.trace.num_turns >= self._max_turns:
+            self.trace.stop("max_turns")
         if self.trace.stop_condition is not None:
             return True
         for hook in self._stops:
@@ -132,13 +134,20 @@ class Talk:
 
 
 class Seat:
-    """An agent of the environment. The trained one asks the model; the others are not there."""
+    """An agent of the environment. `ask` begins a conversation with the model that plays it; None: nobody
+    does. `desk`: where its tools go; None: it may have none. Its finished traces go to `traces`."""
 
     trainable = True
 
-    def __init__(self, name: str, config: vf.AgentConfig, ask: Ask | None, desk: Desk) -> None:
-        self._name, self._config, self._ask, self._desk = name, config, ask, desk
-        self.traces: list[vf.Trace] = []
+    def __init__(
+        self,
+        name: str,
+        config: vf.AgentConfig,
+        ask: Callable[[], Ask] | None,
+        desk: Desk | None,
+        traces: list[vf.Trace],
+    ) -> None:
+        self._name, self._config, self._ask, self._desk, self._traces = name, config, ask, desk, traces
 
     async def run(self, task: vf.Task, **others: Any) -> vf.Trace:
         async with self.interaction(task, **others) as talk:
@@ -148,22 +157,25 @@ class Seat:
     @asynccontextmanager
     async def interaction(self, task: vf.Task, **others: Any) -> AsyncIterator[Talk]:
         if self._ask is None:
-            raise Unsupported(f"agent {self._name!r} needs a model of its own")
+            raise Unsupported(f"agent {self._name!r} has no model; set others_url and others_model")
         if given := [name for name, value in others.items() if value]:
             raise Unsupported(f"agent {self._name!r} is given {', '.join(given)}")
         check(task)
         trace = self._trace(task)
         async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as opened:
             await invoke(task.setup, {"trace": trace, "runtime": runtime})
+            desk = self._desk or Desk()
             for toolset in task.toolsets(task.config):
+                if self._desk is None:
+                    raise Unsupported(f"agent {self._name!r}, which is not trained, has tools")
                 opened.push_async_callback(toolset._exit_stack.aclose)  # its own place for what it opens
-                await self._desk.add(toolset, task)
-            yield Talk(task, trace, self._desk, self._ask)
+                await desk.add(toolset, task)
+            yield Talk(task, trace, desk, self._ask(), self._config.max_turns)
             trace.stop("agent_completed")
             await invoke(task.finalize, {"trace": trace, "runtime": runtime})
             await task.score(trace, runtime)
         trace.ok = True
-        self.traces.append(trace)
+        self._traces.append(trace)
 
     def _trace(self, task: vf.Task) -> vf.Trace:
         record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)

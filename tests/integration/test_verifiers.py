@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from asyncrl.config import Options
 from asyncrl.data.parquet import load_samples
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
+from asyncrl.remote import close_sessions
 from asyncrl.types import Message, Observation, Sample, ToolCall
+from tests.fakes.sglang import scripted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,7 +205,7 @@ def test_an_environment_that_leads(tasksets: None) -> None:
     ("sample", "complaint"),
     [
         (row({"secret": 13}), "unlucky"),
-        (row({"secret": 99}), "'rival' needs a model of its own"),
+        (row({"secret": 99}), "'rival' has no model; set others_url and others_model"),
         (row({"secret": 1, "image": "ubuntu"}), "runs in a container"),
         (row({"secret": 1}, ADD[0]), "the prompt of row 0 is not how its task begins"),
         (row({"secret": "x"}), "valid integer"),
@@ -262,6 +265,37 @@ def test_an_episode_that_is_dropped_ends_quietly(tasksets: None) -> None:
 def test_verifiers_options(tasksets: None, options: Options, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_environment({"verifiers": options})
+
+
+def test_another_model_plays_the_other_agents(tasksets: None) -> None:
+    """verifiers' own user simulator: the model is the assistant, somebody else the user."""
+    task = {"prompt": "You want the sum of 1 and 2.", "system_prompt": "Add.", "answer": "3"}
+
+    async def run() -> tuple[list[Observation], list[Any]]:
+        try:
+            async with scripted() as script:
+                says = iter(["What is 1 + 2?", "And now?", "###DONE###"])
+
+                async def answer(request: web.Request) -> web.Response:
+                    return web.json_response({"choices": [{"message": {"content": next(says)}}]})
+
+                script.answers["/v1/chat/completions"] = answer
+                others = {"others_url": f"{script.url}/v1", "others_model": "somebody"}
+                options = {"taskset": "asyncrl_sums", "env": "user-sim", "role": "assistant", **others}
+                world = load_environment({"verifiers": options})()
+                assert world.replay == "no"
+                heard = [await world.reset(row(task, Message("system", "Add.")))]
+                heard += [await world.step(said("", CALL)), await world.step(said("Hm."))]
+                heard.append(await world.step(said("3")))
+                return heard, [body["messages"] for _, body, _ in script.asked]
+        finally:
+            await close_sessions()
+
+    heard, asked = asyncio.run(run())
+    assert [told.messages[0].content for told in heard[:3]] == ["What is 1 + 2?", "3", "And now?"]
+    assert heard[3] == Observation(reward=2.0, done=True)
+    assert "You want the sum of 1 and 2." in asked[0][0]["content"]
+    assert [message["content"] for message in asked[2][2:]] == ["What is 1 + 2?", "Hm.", "And now?", "3"]
 
 
 def test_tasks_are_written_as_rows(tasksets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
