@@ -87,6 +87,11 @@ class Sandbox:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process above all of its processes; None when it is not open."""
+        return self._process.pid if self._process else None
+
     async def __aenter__(self) -> Sandbox:
         await self.open()
         return self
@@ -166,7 +171,7 @@ class Sandbox:
 
     def _start(self, link: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", START, str(ROOT), *self._arguments()],
+            [sys.executable, "-I", "-S", "-c", START, str(ROOT), *self._arguments()],
             stdin=link,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

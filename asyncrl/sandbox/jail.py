@@ -1,6 +1,6 @@
 """The child's main program: the guard forks the warden, waits for it, and leaves nothing behind.
 
-python -I -S -B -c START <root of this package> memory=512 … show=/usr … path=/…/site-packages fallback=/tmp/…
+python -I -S -c START <root of this package> memory=512 … show=/usr … path=/…/site-packages fallback=/tmp/…
 """
 
 from __future__ import annotations

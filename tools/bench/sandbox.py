@@ -1,0 +1,96 @@
+"""What a sandbox costs: its start, a call, its end; alone, and with others at the same time.
+
+    python tools/bench/sandbox.py --times 50 --together 16
+
+Times are medians in milliseconds, `p95` beside them. `memory` is what one sandbox with a started interpreter
+holds for itself (USS of its processes), `CPU` what one costs from its start to its end, of the owner too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from asyncrl.sandbox.box import Result, Sandbox
+
+STEPS: dict[str, Callable[[Sandbox], Awaitable[Result | None]]] = {
+    "open": lambda box: box.open(),
+    "first cell": lambda box: box.cell("x = 1", 20),
+    "cell": lambda box: box.cell("x + 1", 20),
+    "cell that imports json and re": lambda box: box.cell("import json, re", 20),
+    "shell `true`": lambda box: box.shell("true", 20),
+    "program": lambda box: box.program("print(1)", 20),
+    "close": lambda box: box.close(),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--together", type=int, default=16)
+    options = parser.parse_args()
+    alone = asyncio.run(measure(options.times, 1))
+    cpu = seconds_of_cpu() / options.times
+    crowd = asyncio.run(measure(options.times, options.together))
+    print(f"| ms | alone | p95 | {options.together} at once | p95 |\n|---|---|---|---|---|")
+    for name in STEPS:
+        cells = [f"{number:.1f}" for found in (alone, crowd) for number in summary(found[name])]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    print(f"\nCPU: {1e3 * cpu:.0f} ms; memory: {asyncio.run(memory()):.1f} MiB")
+
+
+async def measure(times: int, together: int) -> dict[str, list[float]]:
+    """Milliseconds of each step, from `times` sandboxes, `together` at any moment."""
+    found: dict[str, list[float]] = {name: [] for name in STEPS}
+    room = asyncio.Semaphore(together)
+
+    async def one() -> None:
+        async with room:
+            box = Sandbox(require=())
+            for name, step in STEPS.items():
+                started = time.perf_counter()
+                await step(box)
+                found[name].append(1e3 * (time.perf_counter() - started))
+
+    await asyncio.gather(*(one() for _ in range(times)))
+    return found
+
+
+async def memory() -> float:
+    async with Sandbox(require=()) as box:
+        await box.cell("1", 20)
+        assert box.pid is not None
+        return sum(map(own, family(box.pid))) / 1024
+
+
+def seconds_of_cpu() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in used)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(member for child in children for member in family(int(child)))]
+
+
+def own(pid: int) -> int:
+    """KiB that no other process shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
+
+
+def summary(numbers: list[float]) -> tuple[float, float]:
+    ordered = sorted(numbers)
+    return statistics.median(ordered), ordered[int(0.95 * (len(ordered) - 1))]
+
+
+if __name__ == "__main__":
+    main()
