@@ -9,28 +9,59 @@ A turn is durable before the agent hears it: what it does next may change the wo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import EngineError, ProtocolError, one_line
-from asyncrl.gateway import Agent, Gateway, result_of
+from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
 from asyncrl.gateway.wire import Reply
 from asyncrl.roles.agent_threads import AgentThreads
 from asyncrl.roles.episode_runner import AgentError
 from asyncrl.roles.job import Ended, Job
-from asyncrl.roles.waits import Changed
+from asyncrl.roles.waits import Changed, Waits
 from asyncrl.rollout.branches import Ask, Branches, Place, Refusal
 from asyncrl.rollout.episode import Fail, problem, scored
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
 
+class Absence:
+    """The time in which an agent asks nothing: it has a name while it lasts, and adds up to `seconds`."""
+
+    def __init__(self, waits: Waits) -> None:
+        self.seconds = 0.0
+        self._waits, self._requests, self._since = waits, 0, 0.0
+        self._named = ExitStack()
+
+    def begin(self) -> None:
+        self._since = asyncio.get_running_loop().time()
+        self._named.enter_context(self._waits.named("the agent program"))
+
+    def end(self) -> None:
+        self.seconds += asyncio.get_running_loop().time() - self._since
+        self._named.close()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """The body answers a request; several may overlap."""
+        if not self._requests:
+            self.end()
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self.begin()
+
+
 class AgentHost:
     """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
 
-    def __init__(self, job: Job, branches: Branches) -> None:
+    def __init__(self, job: Job, branches: Branches, absence: Absence) -> None:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._job, self._branches = job, branches
+        self._job, self._branches, self._absence = job, branches, absence
         self._keeping = asyncio.Lock()  # turns are posted in the order of their numbers
         self._changed = Changed()  # there is one more turn
 
@@ -39,7 +70,8 @@ class AgentHost:
         if isinstance(place, Refusal):
             return place
         try:
-            return await self._recall(place) or await self._sample(place)
+            with self._absence.interrupted():
+                return await self._recall(place) or await self._sample(place)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
@@ -79,9 +111,11 @@ class AgentPlayer:
     job: Job
     shared: Agents
     _branches: Branches = field(init=False)
+    _absence: Absence = field(init=False)
 
     def __post_init__(self) -> None:
         self._branches = Branches(self.job.desk.rules)
+        self._absence = Absence(self.job.desk.waits)
 
     async def play(self, recorded: Sequence[Turn]) -> Ended:
         self._branches = Branches(self.job.desk.rules, recorded)
@@ -105,17 +139,13 @@ class AgentPlayer:
 
     async def _led(self) -> Any:
         """What the agent returned; None from one that gave up because a limit refused its request."""
-        host = AgentHost(self.job, self._branches)
-        async with self.shared.gateway.admit(host) as endpoint:
-            agent = asyncio.ensure_future(
-                self.shared.threads.run(self.shared.agent, self.job.assign.sample, endpoint)
-            )
-            try:
-                with self.job.desk.waits.named("the agent program"):
-                    await asyncio.wait([agent, host.failed], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                agent.cancel()
-                await asyncio.gather(agent, return_exceptions=True)
+        host = AgentHost(self.job, self._branches, self._absence)
+        self._absence.begin()
+        try:
+            async with self.shared.gateway.admit(host) as endpoint:
+                agent = await self._run(endpoint, host.failed)
+        finally:
+            self._absence.end()
         if host.failed.done():
             raise host.failed.result()
         try:
@@ -125,11 +155,22 @@ class AgentPlayer:
                 raise AgentError(one_line(error)) from error
             return None
 
+    async def _run(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
+        """The agent, when it has ended, or was ended because the episode cannot go on."""
+        run = self.shared.threads.run(self.shared.agent, self.job.assign.sample, endpoint)
+        agent = asyncio.ensure_future(run)
+        try:
+            await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            agent.cancel()
+            await asyncio.gather(agent, return_exceptions=True)
+        return agent
+
     async def _scored(self, end: EpisodeEnd, result: Any) -> Ended:
         turns, rules = tuple(self._branches.turns), self.job.desk.rules
         answer = rules.parse(rules.chat.decode(turns[-1].ids)).content
         verdict = await self.job.verdict(turns, answer, end, self._branches.shown, result)
-        return Ended(scored(turns, end, verdict), turns, self._branches.calls)
+        return Ended(scored(turns, end, verdict), turns, self._branches.calls, self._absence.seconds)
 
     def _check_recalled(self) -> None:
         if self._branches.recalling:

@@ -17,6 +17,7 @@ from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample
 from tests.fakes.agents import AgentBench, ask, message
 from tests.fakes.chat import FakeChat, call
 from tests.fakes.engine import ScriptedEngine
+from tests.fakes.loop import settle
 
 ANSWER = {"role": "assistant", "content": "42"}
 
@@ -293,6 +294,36 @@ def two_turns_of(prompt: str) -> Any:
         await message(endpoint, prompt)
 
     return agent
+
+
+def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
+    thinking, gate = threading.Event(), threading.Event()
+
+    def agent(sample: Sample, endpoint: Endpoint) -> None:
+        asyncio.run(message(endpoint, "q"))
+        thinking.set()
+        gate.wait(30)
+
+    bench = AgentBench(agent)
+    bench.engine.gate.clear()
+
+    async def main() -> None:
+        playing = asyncio.create_task(bench.run())
+        while not bench.engine.requests:
+            await settle()
+        assert not bench.waits._open  # it is the engine that is waited for
+        bench.engine.gate.set()
+        await asyncio.to_thread(thinking.wait, 30)
+        await settle()
+        assert [name for _, name in bench.waits._open.values()] == ["the agent program"]
+        gate.set()
+        await playing
+        assert not bench.waits._open
+
+    asyncio.run(main())
+    end = bench.sent[-1]
+    assert isinstance(end, Finished)
+    assert 0 < end.tool_s <= end.seconds
 
 
 def test_calls_of_tools_are_counted() -> None:
