@@ -64,17 +64,17 @@ class Renderer:
     def __call__(
         self, messages: Sequence[Message], tools: tuple[str, ...] = (), *, opening: bool = True
     ) -> str:
-        plain = [_plain(message, self.shape) for message in _shaped(messages, self.shape)]
+        shaped = list(_shaped(messages, self.shape))
         try:
             text: str = self.tokenizer.apply_chat_template(
-                plain,
+                [_plain(message, self.shape) for message in shaped],
                 tools=[json.loads(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=opening,
                 strftime_now=self.today.strftime,
             )
-        except Exception as error:  # templates raise what they like
-            roles = ", ".join(message["role"] for message in plain)
+        except Exception as error:  # templates raise what they like, and arguments may be no JSON
+            roles = ", ".join(message.role for message in shaped)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
         return text.encode(errors="replace").decode()  # halves of surrogate pairs are in no vocabulary
 

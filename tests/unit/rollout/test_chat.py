@@ -280,6 +280,12 @@ def test_warnings_before_a_run(name: str, warned: list[str]) -> None:
     assert all(part in line for part, line in zip(warned, found, strict=True))
 
 
+def test_arguments_that_are_no_json_are_refused() -> None:
+    wrong = Message("assistant", "", (ToolCall("weather", "{", "call_0"),))
+    with pytest.raises(ConfigError, match=r"refuses the roles \(user, assistant\): JSONDecodeError"):
+        chat_of("qwen2.5").prompt_ids((Message("user", "?"), wrong))
+
+
 def test_surrogate_halves_are_encoded() -> None:
     assert "a?b" in (text("qwen2.5", chat_of("qwen2.5").prompt_ids((Message("user", "a\ud800b"),))) or "")
 
