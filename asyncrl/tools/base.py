@@ -69,8 +69,8 @@ class Tool:
     replay: Replay = "pure"
     """What is done with recorded calls when an episode goes on after a crash: `pure`: the recorded reply
     stands for it; `reapply`: run it again, its effects must be rebuilt; `no`: the episode begins again."""
-    max_chars: int = 16384
-    """A longer reply loses its middle."""
+    max_chars: int = 32768
+    """A longer reply loses its middle at once; `rollout.max_reply_tokens` is what the model is to read."""
     blocking: bool = False
     """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""
     process: bool = False
