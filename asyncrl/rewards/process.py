@@ -30,6 +30,7 @@ from asyncrl.types import Verdict
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
 LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
+PATIENCE = 10  # deadlines of a call that others may wait for a process; each of them frees one
 KILL_SECONDS = 5.0  # to be gone; a process that hangs in the kernel is left to it
 MAX_REQUEST = 64 << 20
 MAX_ANSWER = 1 << 20
@@ -74,17 +75,17 @@ class Pool:
         self._all: set[_Process] = set()
 
     async def call(self, given: RewardInput, seconds: float) -> Verdict:
-        """The function's verdict. The wait for a process and the call may last `seconds` each, and before
-        both the first process may take LOAD_SECONDS. RewardError, and TimeoutError when the call is late."""
+        """The function's verdict. The call may last `seconds`, the wait for a process PATIENCE times that,
+        and the first process LOAD_SECONDS to load. RewardError, and TimeoutError when the call is late."""
         frame = _encode(given)
         if len(frame) > MAX_REQUEST:
             raise RewardError(f"an episode of {len(frame)} bytes is too large for a reward process")
         await self._load_first()
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(PATIENCE * seconds):
                 await self._free.acquire()
         except TimeoutError:
-            raise RewardError(f"no reward process was free for {seconds:g} s") from None
+            raise RewardError(f"no reward process was free for {PATIENCE * seconds:g} s") from None
         try:
             return await self._call(frame, seconds)
         finally:

@@ -88,35 +88,48 @@ def test_what_is_sent_and_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("answers", "retries", "tries", "outcome"),
+    ("answers", "said"),
     [
-        ([(200, completion("ok"))], 2, 1, "ok"),
-        ([(200, completion(None))], 2, 1, ""),
-        ([(503, b""), (429, b""), (200, completion("ok"))], 2, 3, "ok"),
-        ([(500, b"out of\n memory")], 1, 2, r"status 500 \(out of memory\), after 2 tries"),
-        ([(503, b"")], 0, 1, "status 503, after 1 tries"),
-        ([(400, b"no such model")], 2, 1, r"status 400 \(no such model\)"),
-        ([(302, b"")], 2, 1, "status 302"),
-        ([(200, b"<html>")], 2, 1, "no chat completion"),
-        ([(200, b'{"choices": []}')], 2, 1, "no chat completion"),
-        ([(200, b'{"choices": [{"message": {"content": 3}}]}')], 2, 1, "no chat completion"),
+        ([(200, completion("ok"))], "ok"),
+        ([(200, completion(None))], ""),
+        ([(503, b""), (429, b""), (200, completion("ok"))], "ok"),
     ],
 )
-def test_answers(
-    answers: list[tuple[int, bytes]],
-    retries: int,
-    tries: int,
-    outcome: str,
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_passes_is_tried_again(
+    answers: list[tuple[int, bytes]], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(script: Script) -> None:
         script.answers[PATH] = in_turn(*answers)
-        chat = RemoteModel(f"{script.url}/v1", "judge", retries=retries).chat(QUESTION)
-        if answers[-1][0] == 200 and b"content" in answers[-1][1] and b"3" not in answers[-1][1]:
-            assert await chat == outcome
-        else:
-            with pytest.raises(RemoteError, match=outcome):
-                await chat
+        assert await RemoteModel(f"{script.url}/v1", "judge").chat(QUESTION) == said
+        assert len(script.asked) == len(answers)
+
+    talk(body, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "retries", "tries", "complaint"),
+    [
+        (500, b"out of\n memory", 1, 2, r"status 500 \(out of memory\), after 2 tries"),
+        (503, b"", 0, 1, "status 503, after 1 tries"),
+        (400, b"no such model", 2, 1, r"status 400 \(no such model\)"),
+        (302, b"", 2, 1, "status 302"),
+        (200, b"<html>", 2, 1, "no chat completion"),
+        (200, b'{"choices": []}', 2, 1, "no chat completion"),
+        (200, b'{"choices": [{"message": {"content": 3}}]}', 2, 1, "no chat completion"),
+    ],
+)
+def test_refusals(
+    status: int,
+    content: bytes,
+    retries: int,
+    tries: int,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(script: Script) -> None:
+        script.says(PATH, status, content)
+        with pytest.raises(RemoteError, match=complaint):
+            await RemoteModel(f"{script.url}/v1", "judge", retries=retries).chat(QUESTION)
         assert len(script.asked) == tries
 
     talk(body, monkeypatch)

@@ -207,7 +207,7 @@ def test_waiting_for_a_process_has_a_deadline_too(tmp_path: Path) -> None:
         await ask("fine")
         hung = asyncio.create_task(ask("hang"))
         await asyncio.sleep(0)  # it has the only process now
-        assert await ask("fine", 0.1) == "no reward process was free for 0.1 s"
+        assert await ask("fine", 0.01) == "no reward process was free for 0.1 s"
         hung.cancel()
         assert await ask("fine") == 1.0
 
