@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from asyncrl.sandbox import locks
+
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
 MNT_DETACH = 2
@@ -59,12 +61,14 @@ class Plan(NamedTuple):
 
 class Ground(NamedTuple):
     """Where code runs. `home`: its directory. `holds`: what is kept from it (wire.HOLDS). `alone`: a signal
-    to all processes reaches its own only. `processes`: the limit to set, others of its user counted in."""
+    to all processes reaches its own only. `processes`: the limit to set, others of its user counted in.
+    `files`: a ruleset of locks.py that its processes take on; -1: they need none, or there is none."""
 
     home: str
     holds: frozenset[str]
     alone: bool
     processes: int
+    files: int
     notes: str
 
 
@@ -97,12 +101,33 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     own = uid != os.getuid() and attempt(lambda: _become(uid), notes)
     os.chdir(home)
     drop_rights()
+    files = -1 if "files" in holds else _lock_files(plan, home, holds, notes)
+    if "network" not in holds and attempt(locks.forbid_sockets, notes):
+        holds.add("network")
+    if own:
+        holds.add("orphans")  # the guard is another user, whom they cannot kill
     if os.getuid() != 0:
         holds.add("processes")
     counted = own or ("user" in spaces and _kernel() >= (5, 14))
     others = 3 if counted else 3 + _tasks(os.getuid())  # the guard, the warden, the interpreter
     alone = own or "pid" in spaces
-    return Ground(home, frozenset(holds), alone, plan.limits.processes + others, "; ".join(notes))
+    return Ground(home, frozenset(holds), alone, plan.limits.processes + others, files, "; ".join(notes))
+
+
+def _lock_files(plan: Plan, home: str, holds: set[str], notes: list[str]) -> int:
+    """A ruleset in place of a new root. It also keeps signals inside, where the kernel is new enough."""
+    devices = [f"/dev/{name}" for name in DEVICES]
+    try:
+        fd = locks.ruleset(plan.shown, [home, *devices])
+    except OSError as error:
+        notes.append(str(error))
+        return -1
+    version = locks.landlock_version()
+    if version >= 3:  # before, files could be emptied
+        holds.add("files")
+    if version >= locks.SCOPES_SINCE:
+        holds.add("orphans")  # they cannot kill those who end them
+    return fd
 
 
 def new_root(plan: Plan, uid: int) -> None:

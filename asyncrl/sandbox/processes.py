@@ -15,16 +15,18 @@ def end_all(alone: bool) -> dict[int, int]:
     """
     ended: dict[int, int] = {}
     while True:
-        if alone:
-            kill(-1, SIGKILL)
-        else:
-            for pid in descendants():
-                kill(pid, SIGKILL)
+        signal_all(SIGKILL, alone)
         try:
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:
             return ended
         ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def signal_all(number: int, alone: bool) -> None:
+    """Signal every process below this one."""
+    for pid in (-1,) if alone else descendants():
+        kill(pid, number)
 
 
 def descendants() -> list[int]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asyncrl.sandbox import cells, confine, processes, wire
+from asyncrl.sandbox import cells, confine, locks, processes, wire
 from asyncrl.sandbox.confine import Ground, Limits
 
 LINK = 0
@@ -180,6 +180,8 @@ class Warden:
         status = 1
         try:
             os.setsid()
+            if self._ground.files >= 0:
+                locks.restrict(self._ground.files)
             for fd, target in ((stdin, 0), (output, 1), (output, 2)):
                 os.dup2(fd, target)
             for fd in range(3, 256):
@@ -236,8 +238,8 @@ class Warden:
 
     def _freeze(self, stop: bool) -> None:
         """Stop, or wake, every process but this one: nothing computes while its model thinks."""
-        if self._ground.alone:
-            processes.kill(-1, signal.SIGSTOP if stop else signal.SIGCONT)
+        number = signal.SIGSTOP if stop else signal.SIGCONT
+        processes.signal_all(number, self._ground.alone)
 
     def _signal_group(self, job: Job, number: int) -> None:
         processes.kill(-job.pid, number)
