@@ -109,7 +109,7 @@ class Pool:
             raise RewardError(f"{self._source.spec} was not loaded within {LOAD_SECONDS:g} s") from None
 
     async def _call(self, frame: bytes, seconds: float) -> Verdict:
-        process = self._idle.pop() if self._idle else await self._started()
+        process = await self._taken()
         try:
             async with asyncio.timeout(seconds):
                 answer = await process.ask(frame)
@@ -120,6 +120,15 @@ class Pool:
         if isinstance(answer, Scored):
             return answer.verdict
         raise RewardError(answer.why if isinstance(answer, Failed) else "the reward process lost its place")
+
+    async def _taken(self) -> _Process:
+        """An idle process, or a new one. One that died in its sleep is nobody's fault."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.alive:
+                return process
+            await self._drop(process)
+        return await self._started()
 
     async def _started(self) -> _Process:
         process = await _Process.start()
@@ -161,6 +170,10 @@ class _Process:
                 sys.executable, *arguments, stdin=pipe, stdout=pipe, start_new_session=True
             )
         )
+
+    @property
+    def alive(self) -> bool:
+        return self._child.returncode is None
 
     async def ask(self, frame: bytes) -> Answer:
         """The answer to one frame. RewardError when the process died or answered nonsense."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -276,6 +278,24 @@ def test_processes_start_when_they_are_needed_and_end_with_the_pool(tmp_path: Pa
         assert len(pids) == 1
         await pool.close()
         await gone(int(pids.pop()))
+
+    asyncio.run(main())
+
+
+def test_a_process_that_dies_between_calls_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+
+    async def main() -> None:
+        pool = Pool(Source(f"{tmp_path}/mine.py:act"), size=1)
+        given = RewardInput(SAMPLE, "pid")
+        try:
+            before = (await pool.call(given, 30.0)).score
+            os.kill(int(before), signal.SIGKILL)
+            (process,) = pool._all
+            await until(lambda: not process.alive, "it lives")
+            assert (await pool.call(given, 30.0)).score != before
+        finally:
+            await pool.close()
 
     asyncio.run(main())
 
