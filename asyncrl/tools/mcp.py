@@ -88,6 +88,7 @@ class EpisodeServer:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._connection: Connection | None = None
+        self._closed = False
 
     async def open(self, sample: Sample) -> None:
         """Raises ServerError."""
@@ -98,12 +99,17 @@ class EpisodeServer:
         return text_of(await there(self._connection.call(name, arguments)))
 
     async def close(self) -> None:
-        if self._connection is not None:
-            await there(self._connection.close())
+        await there(self._close())
 
     async def _open(self) -> None:
-        self._connection = Connection(self._server)
-        await self._connection.client()
+        if not self._closed:
+            self._connection = Connection(self._server)
+            await self._connection.client()
+
+    async def _close(self) -> None:
+        self._closed = True  # an `open` that was given up may not have begun yet
+        if self._connection is not None:
+            await self._connection.close()
 
 
 def _of_episode(server: Server) -> Make:

@@ -35,6 +35,7 @@ MAX_NOISE = 1 << 18  # bytes on a server's standard output that are no messages
 TAIL = 2000  # last bytes of a server's standard error that are kept for error messages
 GRACE = 1.0  # seconds between asking a server to end and making it
 CLOSE = 5.0  # seconds for all of a connection's end
+STUCK = 8  # calls in a row that were given up without an answer, after which a server counts as hung
 PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
 ENDED = ("Connection closed", "Session terminated")  # what the package says when no call can succeed any more
 PR_SET_PDEATHSIG = 1
@@ -126,6 +127,11 @@ class Connection:
     def over(self) -> bool:
         return self._life.over.is_set()
 
+    def give_up(self, problem: str) -> None:
+        """End it, unless it is still in its handshake, which has a deadline of its own."""
+        if self._client.done():
+            self._life.end(problem)
+
     async def client(self) -> Client:
         """After the handshake. ServerError says why there is none; whoever stops waiting does not stop it."""
         return await asyncio.shield(self._client)
@@ -184,6 +190,7 @@ class Link:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._failures = 0
+        self._unanswered = 0
         self._current: Connection | None = None
 
     async def call(self, name: str, arguments: dict[str, Any], again: bool) -> Any:
@@ -202,8 +209,15 @@ class Link:
             await current.close()
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
-        result = await self._connected().call(name, arguments)
-        self._failures = 0
+        connection = self._connected()
+        try:
+            result = await connection.call(name, arguments)
+        except asyncio.CancelledError:
+            self._unanswered += 1
+            if self._unanswered >= STUCK:
+                connection.give_up("it does not answer")
+            raise
+        self._failures = self._unanswered = 0
         return result
 
     def _connected(self) -> Connection:

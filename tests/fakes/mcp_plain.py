@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -51,3 +52,5 @@ for line in sys.stdin:
             )
         )
         sys.stdout.flush()
+if BROKEN == "deaf":  # nobody is there any more, and it does not care
+    signal.pause()

@@ -19,6 +19,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Session, Tool, Toolbox, ToolError, load_tools
+from asyncrl.tools.mcp_servers import STUCK
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -62,16 +63,25 @@ def ask(tools: dict[str, Tool], name: str, arguments: str = "{}", timeout: float
     return reply
 
 
-def gone(pid: int) -> bool:
+def gone(pid: int, seconds: float = DEADLINE) -> bool:
     """Whether a process ends in time."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([process], [], [], DEADLINE)[0])
+        return bool(select.select([process], [], [], seconds)[0])
     finally:
         os.close(process)
+
+
+def pid_after_loss(tools: dict[str, Tool]) -> int:
+    """The server that answers after another's end. A call that came before the end was seen is lost with it."""
+    reply = ask(tools, "pid")
+    if reply.error is not None:
+        assert "was lost during the call" in reply.error
+        reply = ask(tools, "pid")
+    return int(reply.content)
 
 
 # -- what it has and what it says ------------------------------------------------------------------------
@@ -166,11 +176,39 @@ def test_a_server_killed_between_calls_is_started_again() -> None:
     first = int(ask(tools, "pid").content)
     os.kill(first, signal.SIGKILL)
     assert gone(first)
-    again = ask(tools, "pid")
-    if again.error is not None:  # its end was not seen yet: the call itself was lost
-        assert "was lost during the call" in again.error
-        again = ask(tools, "pid")
-    assert int(again.content) != first
+    assert pid_after_loss(tools) != first
+
+
+def test_a_server_that_hangs_is_started_again() -> None:
+    tools = tools_of(command=PLAIN)
+    first = int(ask(tools, "pid").content)
+    os.kill(first, signal.SIGSTOP)
+
+    async def play(session: Session) -> list[ToolReply]:
+        return await asyncio.gather(*(session.call(ToolCall("pid", "{}")) for _ in range(STUCK)))
+
+    assert {reply.error for reply in in_episode(tools, play, timeout=0.2)} == {"no reply within 0.2 s"}
+    assert pid_after_loss(tools) != first
+    assert gone(first)
+
+
+def test_servers_do_not_outlive_a_worker_that_is_killed() -> None:
+    script = """
+import asyncio, signal, sys
+from asyncrl.tools import call_tool, load_tool
+from asyncrl.types import ToolCall
+
+tool = load_tool("mcp", command=sys.argv[1], allow="pid")
+print(asyncio.run(call_tool(tool, ToolCall("pid", "{}"))).content, flush=True)
+signal.pause()
+"""
+    worker = subprocess.Popen([sys.executable, "-c", script, f"{PLAIN} deaf"], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    server = int(worker.stdout.readline())
+    assert not gone(server, 0.0)
+    worker.kill()
+    assert worker.wait(DEADLINE) == -signal.SIGKILL
+    assert gone(server)
 
 
 def test_a_call_that_is_lost_says_so_and_is_not_repeated(shared: dict[str, Tool]) -> None:
