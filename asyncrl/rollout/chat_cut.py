@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.rollout.episode import Cut
 
 CHARACTERS = 16  # per token at most, as far as anybody reads on: a reply of megabytes is not tokenised
+COMMON = 4  # characters per token of most texts: tried first
 HALF = "\ufffd"  # what bytes of a character that was cut decode to
 NOTE = "\n[... {} characters cut ...]\n"
 
@@ -28,7 +30,7 @@ def shorten(codec: Codec, text: str, limit: int, where: Cut) -> str:
     text = data.decode()
     if len(data) <= limit:
         return text  # no token is shorter than a byte
-    if len(text) <= CHARACTERS * limit and _count(codec, text) <= limit:
+    if _fits(codec, text, limit):
         return text
     room = limit - _count(codec, NOTE.format(len(text)))
     noted = room > 0
@@ -49,10 +51,27 @@ def _count(codec: Codec, text: str) -> int:
     return len(codec.encode(text, add_special_tokens=False))
 
 
+def _fits(codec: Codec, text: str, limit: int) -> bool:
+    """Whether all of it may be shown. Of a text that is far too long, only the beginning is tokenised."""
+    size = COMMON * limit
+    if size < len(text) and _count(codec, text[:size]) > limit:
+        return False
+    return len(text) <= CHARACTERS * limit and _count(codec, text) <= limit
+
+
+def _enough(codec: Codec, piece: Callable[[int], str], count: int) -> list[int]:
+    """Tokens of so many characters that there are `count` of them, if there can be."""
+    size, ids = COMMON * count, codec.encode(piece(COMMON * count), add_special_tokens=False)
+    while len(ids) < count and size < CHARACTERS * count:
+        size *= 2
+        ids = codec.encode(piece(size), add_special_tokens=False)
+    return ids
+
+
 def _ends(codec: Codec, text: str, first: int, last: int) -> tuple[str, str]:
     """About the first and the last so many tokens of the text, never half a character."""
-    start = codec.encode(text[: CHARACTERS * first], add_special_tokens=False)[:first]
-    end = codec.encode(text[max(0, len(text) - CHARACTERS * last) :], add_special_tokens=False)
+    start = _enough(codec, lambda size: text[:size], first)[:first]
+    end = _enough(codec, lambda size: text[max(0, len(text) - size) :], last)
     shown = len(_decode(codec, start).rstrip(HALF))
     rest = len(_decode(codec, end[max(0, len(end) - last) :]).lstrip(HALF))
     return text[:shown], text[max(shown, len(text) - rest) :]
