@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import one_line
+from asyncrl.remote import wire
 from asyncrl.rewards.base import RewardFunction, RewardInput
 from asyncrl.types import Message, Verdict
 
@@ -54,18 +55,8 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
 
 def plain(message: Message) -> dict[str, Any]:
     """OpenAI's shape of a message, empty parts left out; `reasoning_content` as servers name it."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    found = {
-        "tool_calls": calls,
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-        "reasoning_content": message.reasoning,
-    }
-    named = {key: value for key, value in found.items() if value}
-    return {"role": message.role, "content": message.content, **named}
+    reasoning = {"reasoning_content": message.reasoning} if message.reasoning else {}
+    return wire(message) | reasoning
 
 
 def verdict_of(result: Any) -> Verdict:
