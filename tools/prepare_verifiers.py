@@ -1,7 +1,7 @@
 """Write the tasks of an environment of `verifiers` as parquet files with verl's columns.
 
     python tools/prepare_verifiers.py --taskset gsm8k_v1 --out gsm8k
-    python tools/prepare_verifiers.py --taskset my_game --arguments '{"high": 9}' --role player --out game
+    python tools/prepare_verifiers.py --taskset game --config '{"taskset": {"high": 9}}' --out game
 
 Play them with `rollout.environment={verifiers: {taskset: ...}}` and the same options. A prompt is what the
 environment says before the model's first turn. The first tasks are the test rows.
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--taskset", required=True, help="id of an installed task set")
     parser.add_argument("--env", default="", help="id of the environment that leads, if another")
-    parser.add_argument("--arguments", default="{}", help="the task set's config, a JSON object")
+    parser.add_argument("--config", default="{}", help="of the environment, a JSON object")
     parser.add_argument("--role", default="", help="the trained agent, where there are several")
     parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
     parser.add_argument("--train", type=int, default=4096, help="training samples, at most")
@@ -66,8 +66,8 @@ def main() -> None:
 
     datasets.disable_progress_bars()
     args.out.mkdir(parents=True, exist_ok=True)
-    options: Options = {key: getattr(args, key) for key in ("taskset", "env", "arguments", "role")}
-    tasks, counts = iter(load(args.taskset, args.env, args.arguments).taskset), {}
+    options: Options = {key: getattr(args, key) for key in ("taskset", "env", "config", "role")}
+    tasks, counts = iter(load(args.taskset, args.env, args.config).taskset), {}
     for split, count in (("test", args.test), ("train", args.train)):
         if found := asyncio.run(rows(options, tasks, split, count)):
             datasets.Dataset.from_list(found).to_parquet(args.out / f"{split}.parquet")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError, one_line
@@ -29,12 +30,13 @@ KEY = "verifiers"  # of extra_info
 class Verifiers(Environment):
     """An environment of verifiers 0.4 (`verifiers.v1`): a task set, and perhaps an `Env` that leads.
 
-    `taskset`, `env`: ids, the names of installed modules; `arguments`: the task set's config, a JSON object;
-    `role`: the agent that is trained, where there are several. The others, who may have no tools, are played
-    by the model `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable
-    with its key. The sample's `extra_info.verifiers` is the task's data, as JSON text;
-    `tools/prepare_verifiers.py` writes such rows. The weighted rewards of the trained agent's traces fall on
-    the last turn. Tools of the task run in the worker.
+    `taskset`, `env`: ids, names of installed modules; `config`: verifiers' own for the environment, a JSON
+    object, e.g. `{"taskset": {"split": "easy"}, "player": {"max_turns": 9}}`. `role`: the agent that is
+    trained, where there are several. The others, who may have no tools, are played by the model
+    `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable with its
+    key. The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/prepare_verifiers.py`
+    writes such rows. The weighted rewards of the trained agent's traces fall on the last turn. Tools of the
+    task run in the worker.
     """
 
     def __init__(
@@ -42,13 +44,13 @@ class Verifiers(Environment):
         *,
         taskset: str,
         env: str = "",
-        arguments: str = "{}",
+        config: str = "{}",
         role: str = "",
         others_url: str = "",
         others_model: str = "",
         others_key_env: str = "",
     ) -> None:
-        self._env = load(taskset, env, arguments)
+        self._env = load(taskset, env, config)
         roles = list(self._env.config.agent_harnesses())
         if not role and len(roles) > 1:
             raise ConfigError(f"several agents ({', '.join(roles)}); name the trained one with role")
@@ -189,7 +191,7 @@ def theirs(message: Message) -> Any:
 
 
 @functools.cache
-def load(taskset: str, env: str, arguments: str) -> Any:
+def load(taskset: str, env: str, config: str) -> Any:
     """The `Env`, once per process: it may read a data set. ConfigError."""
     try:
         import verifiers.v1 as vf
@@ -197,8 +199,9 @@ def load(taskset: str, env: str, arguments: str) -> Any:
     except ImportError:
         raise ConfigError("verifiers is not installed; pip install 'asyncrl[verifiers]'") from None
     try:
-        options = json.loads(arguments)
-        found = load_environment(resolve_env_config({"id": env, "taskset": {"id": taskset, **options}}))
+        block = msgspec.json.decode(config, type=dict[str, Any])
+        tasks = {**block.get("taskset", {}), "id": taskset}
+        found = load_environment(resolve_env_config({**block, "id": env, "taskset": tasks}))
         shared = found.taskset.toolsets(found.taskset.config)
     except Exception as error:
         raise ConfigError(f"no environment of taskset {taskset!r} ({one_line(error)})") from error

@@ -86,17 +86,19 @@ class Game(vf.Env[Config]):
     async def run(self, task, agents):
         if task.data.secret == 13:
             raise ValueError("unlucky")
+        assert agents.player.trainable and not agents.rival.trainable
         if task.data.secret == 99:
-            await agents.rival.run(task)
+            await agents.rival.run(task.with_data(prompt="Hello."))
         async with agents.player.interaction(task) as talk:
             said = await talk.turn("Guess.")
             while not said.terminated and said.last_reply != str(task.data.secret):
                 said = await talk.turn([{"role": "user", "content": f"Not {said.last_reply}."}])
-        talk.trace.record_reward("turns", -0.1 * talk.trace.num_turns)
+        talk.trace.record_reward("turns", -0.125 * talk.trace.num_turns)
 
     async def finalize(self, task, episode):
-        (trace,) = episode.traces
-        trace.record_reward("won", 1.0)
+        for trace in episode.traces:
+            trace.record_reward("won", 1.0)
+            trace.record_reward("cut", -0.5 if trace.is_truncated else 0.0)
 
 class TasksetConfig(vf.TasksetConfig):
     high: int = 3
@@ -197,7 +199,7 @@ def test_an_environment_that_leads(tasksets: None) -> None:
         Message("user", "Guess."),
         Message("user", "Not 5."),
     ]
-    assert heard[2] == Observation(reward=0.8, done=True)
+    assert heard[2] == Observation(reward=0.75, done=True)
     assert exchange(GAME, row({"secret": 7}), [said("5"), said("7")])[0] == heard  # as after a crash
 
 
@@ -220,11 +222,11 @@ def test_what_fails_an_episode(tasksets: None, sample: Sample, complaint: str) -
 @pytest.mark.parametrize(
     ("plugin", "sample", "turns", "unheard", "reward"),
     [
-        (GAME, row({"secret": 7}), [said("5")], None, 0.9),  # the environment is told, and ends
-        (GAME, row({"secret": 7}), [said("5")], said("6"), 0.8),
-        (GAME, row({"secret": 7}), [], None, 1.0),
+        (GAME, row({"secret": 7}), [said("5")], None, 0.375),  # the environment is told, and ends
+        (GAME, row({"secret": 7}), [said("5")], said("6"), 0.25),
+        (GAME, row({"secret": 7}), [], None, 0.5),
         (SUMS, row(SUM, *ADD), [], said("3"), 2.5),
-        (SUMS, row(SUM, *ADD), [], said("", CALL), 0.5),  # tools that nobody would hear of are not run
+        (SUMS, row(SUM, *ADD), [], said("", CALL), 0.5),
         (SUMS, row(SUM, *ADD), [said("", CALL)], None, 0.5),
     ],
 )
@@ -248,6 +250,33 @@ def test_an_episode_that_a_limit_ends_is_scored(
     assert asyncio.run(run()) == reward
 
 
+def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.environments.verifiers_seat import Desk
+
+    run: list[ToolCall] = []
+    call = Desk.call
+
+    async def noted(desk: Desk, asked: Any) -> Any:
+        run.append(asked)
+        return await call(desk, asked)
+
+    async def cut(unheard: Message) -> None:
+        world = load_environment(SUMS)()
+        await world.reset(row(SUM, *ADD))
+        await world.step(said("", CALL))
+        await world.cut_short(unheard)
+
+    monkeypatch.setattr(Desk, "call", noted)
+    asyncio.run(cut(said("", CALL, CALL)))
+    assert len(run) == 1
+
+
+def test_the_environments_own_limit_of_turns(tasksets: None) -> None:
+    options = {"taskset": "asyncrl_guesses", "role": "player", "config": '{"player": {"max_turns": 2}}'}
+    heard, _ = exchange({"verifiers": options}, row({"secret": 7}), [said("5"), said("6")])
+    assert heard[-1] == Observation(reward=0.25, done=True)
+
+
 def test_an_episode_that_is_dropped_ends_quietly(tasksets: None) -> None:
     assert not exchange(GAME, row({"secret": 7}), [said("5")])[0][-1].done
 
@@ -258,8 +287,8 @@ def test_an_episode_that_is_dropped_ends_quietly(tasksets: None) -> None:
         ({"taskset": "asyncrl_guesses"}, r"several agents \(player, rival\); name the trained one with role"),
         ({"taskset": "asyncrl_guesses", "role": "judge"}, "no agent 'judge'; there are: player, rival"),
         ({"taskset": "no_such_taskset"}, "no environment of taskset 'no_such_taskset'"),
-        ({"taskset": "asyncrl_sums", "arguments": '{"hihg": 3}'}, "hihg"),
-        ({"taskset": "asyncrl_sums", "arguments": "3"}, "no environment"),
+        ({"taskset": "asyncrl_sums", "config": '{"taskset": {"hihg": 3}}'}, "hihg"),
+        ({"taskset": "asyncrl_sums", "config": "3"}, "no environment"),
     ],
 )
 def test_verifiers_options(tasksets: None, options: Options, complaint: str) -> None:
@@ -267,35 +296,52 @@ def test_verifiers_options(tasksets: None, options: Options, complaint: str) -> 
         load_environment({"verifiers": options})
 
 
-def test_another_model_plays_the_other_agents(tasksets: None) -> None:
-    """verifiers' own user simulator: the model is the assistant, somebody else the user."""
-    task = {"prompt": "You want the sum of 1 and 2.", "system_prompt": "Add.", "answer": "3"}
+def with_others(
+    options: Options, sample: Sample, turns: Sequence[Message], says: Sequence[str]
+) -> tuple[list[Observation], list[Any]]:
+    """As `exchange`, with another model that says these; and what it was sent."""
 
     async def run() -> tuple[list[Observation], list[Any]]:
         try:
             async with scripted() as script:
-                says = iter(["What is 1 + 2?", "And now?", "###DONE###"])
+                left = iter(says)
 
                 async def answer(request: web.Request) -> web.Response:
-                    return web.json_response({"choices": [{"message": {"content": next(says)}}]})
+                    return web.json_response({"choices": [{"message": {"content": next(left)}}]})
 
                 script.answers["/v1/chat/completions"] = answer
                 others = {"others_url": f"{script.url}/v1", "others_model": "somebody"}
-                options = {"taskset": "asyncrl_sums", "env": "user-sim", "role": "assistant", **others}
-                world = load_environment({"verifiers": options})()
+                world = load_environment({"verifiers": {**options, **others}})()
                 assert world.replay == "no"
-                heard = [await world.reset(row(task, Message("system", "Add.")))]
-                heard += [await world.step(said("", CALL)), await world.step(said("Hm."))]
-                heard.append(await world.step(said("3")))
+                heard = [await world.reset(sample)]
+                for turn in turns:
+                    heard.append(await world.step(turn))
                 return heard, [body["messages"] for _, body, _ in script.asked]
         finally:
             await close_sessions()
 
-    heard, asked = asyncio.run(run())
+    return asyncio.run(run())
+
+
+def test_another_model_plays_the_user(tasksets: None) -> None:
+    """verifiers' own user simulator; the trained model is the assistant."""
+    task = {"prompt": "You want the sum of 1 and 2.", "system_prompt": "Add.", "answer": "3"}
+    heard, asked = with_others(
+        {"taskset": "asyncrl_sums", "env": "user-sim", "role": "assistant"},
+        row(task, ADD[0]),
+        [said("", CALL), said("Hm."), said("3")],
+        ["What is 1 + 2?", "And now?", "###DONE###"],
+    )
     assert [told.messages[0].content for told in heard[:3]] == ["What is 1 + 2?", "3", "And now?"]
     assert heard[3] == Observation(reward=2.0, done=True)
     assert "You want the sum of 1 and 2." in asked[0][0]["content"]
     assert [message["content"] for message in asked[2][2:]] == ["What is 1 + 2?", "Hm.", "And now?", "3"]
+
+
+def test_only_the_trained_agent_is_rewarded(tasksets: None) -> None:
+    heard, asked = with_others(GAME["verifiers"], row({"secret": 99}), [said("99")], ["Hello, too."])
+    assert asked == [[{"role": "user", "content": "Hello."}]]
+    assert heard[-1] == Observation(reward=0.875, done=True)
 
 
 def test_tasks_are_written_as_rows(tasksets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
