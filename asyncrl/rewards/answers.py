@@ -112,6 +112,13 @@ def well_formed(given: RewardInput) -> float:
     return float(whole and bool(given.answer.strip()) and not malformed)
 
 
+@rewards.register("none")
+@runs("loop")
+def none(given: RewardInput) -> float:
+    """0.0: what the environment and the tools give to the turns is all there is."""
+    return 0.0
+
+
 @rewards.register("agent")
 @runs("loop")
 def agent(

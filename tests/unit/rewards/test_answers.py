@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, evaluate, load_rewards
 from asyncrl.rewards.answers import f1, final_number, gsm8k, regex
-from asyncrl.types import EpisodeEnd, Message, Sample
+from asyncrl.types import EpisodeEnd, Message, Sample, Verdict
 
 
-def score(name: str, answer: str, truth: Any, extra: dict[str, Any] | None = None, **options: Any) -> float:
-    sample = Sample(0, "any", (), json.dumps(truth), extra_info=json.dumps(extra or {}))
+def score(name: str, answer: str, truth: Any, **options: Any) -> float:
+    sample = Sample(0, "any", (), json.dumps(truth))
     (reward,) = load_rewards({name: options})
     return asyncio.run(evaluate(reward.function, RewardInput(sample, answer))).score
 
@@ -148,11 +148,28 @@ def test_format(answer: str, end: EpisodeEnd, tool: str, reward: float) -> None:
     assert loaded.function(RewardInput(Sample(0, "s", (), '""'), answer, messages, end=end)) == reward
 
 
-def test_agent() -> None:
-    assert score("agent", "", "", {"agent_result": 0.5}) == 0.5
-    assert score("agent", "", "", {"agent_result": {"score": 0.25}}) == 0.25
-    with pytest.raises(ValueError, match="the agent returned no score"):
-        score("agent", "", "")
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        (0.5, Verdict(0.5)),
+        (0, Verdict(0.0)),
+        ({"score": 0.25, "components": {"tests": 3}}, Verdict(0.25, (), {"tests": 3.0})),
+        (None, "the agent returned no score"),
+        ("done", "the reward is 'done', which is no number"),
+    ],
+)
+def test_agent(result: Any, verdict: Verdict | str) -> None:
+    (reward,) = load_rewards("agent")
+    given = RewardInput(Sample(0, "s", (), '""'), "", result=result)
+    if isinstance(verdict, Verdict):
+        assert asyncio.run(evaluate(reward.function, given)) == verdict
+    else:
+        with pytest.raises((TypeError, ValueError), match=verdict):
+            asyncio.run(evaluate(reward.function, given))
+
+
+def test_none() -> None:
+    assert score("none", "anything", "5") == 0.0
 
 
 def test_options_are_checked() -> None:
