@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 SIGKILL = 9
 
@@ -31,7 +32,30 @@ def signal_all(number: int, alone: bool) -> None:
 
 def descendants() -> list[int]:
     """Process ids of all below this one."""
-    parents: dict[int, list[int]] = {}
+    children = _told if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else _searched()
+    found, ahead = [], [os.getpid()]
+    while ahead:
+        below = children(ahead.pop())
+        found += below
+        ahead += below
+    return found
+
+
+def _told(pid: int) -> list[int]:
+    """Children, as the kernel lists them for each thread."""
+    found = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += [int(child) for child in file.read().split()]
+    except OSError:
+        return found  # it ended meanwhile
+    return found
+
+
+def _searched() -> Callable[[int], list[int]]:
+    """The same from every process's parent, for kernels without such lists: slow on a large machine."""
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -39,13 +63,8 @@ def descendants() -> list[int]:
                     parent = int(file.read().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # it ended meanwhile
-            parents.setdefault(parent, []).append(int(name))
-    found, ahead = [], [os.getpid()]
-    while ahead:
-        children = parents.get(ahead.pop(), [])
-        found += children
-        ahead += children
-    return found
+            children.setdefault(parent, []).append(int(name))
+    return lambda pid: children.get(pid, [])
 
 
 def kill(pid: int, number: int) -> None:

@@ -82,8 +82,11 @@ def family(pid: int) -> list[int]:
 
 
 def own(pid: int) -> int:
-    """KiB that no other process shares."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    """KiB that no other process shares; 0 where that is not ours to know."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except PermissionError:
+        return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
 
 
