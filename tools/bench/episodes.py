@@ -251,7 +251,7 @@ async def ideal(load: Load) -> Figures:
         await asyncio.sleep(draw(load, random_)[0])
 
     wall, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(episode() for _ in range(load.episodes)))
+    await asyncio.gather(*map(episode, starts(load, load.episodes)))
     figures.wall, figures.turns = time.perf_counter() - wall, load.episodes * load.turns
     figures.cpu = (time.process_time() - cpu) / figures.turns
     return figures

@@ -1,0 +1,41 @@
+"""Bad tools do not disturb good episodes: the benchmark of a worker's episodes, in small."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "tools/bench/episodes.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("episodes_bench", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_good_episodes_do_not_wait_for_bad_tools(bench: Any) -> None:
+    """One that hangs (in three ways), crashes, ignores cancellation, replies 10 MB: all episodes end, and the
+    turns of the good ones end long before the deadline of the bad tools."""
+    load = bench.Load(episodes=12, turns=3, tool_seconds=0.02, turn_seconds=0.05, bad=len(bench.BAD))
+    figures = asyncio.run(bench.run(load))
+    assert not figures.failed
+    assert figures.turns == 3 * (12 + len(bench.BAD))
+    assert len(figures.overhead) == 2 * 12
+    assert statistics.median(figures.overhead) < bench.BAD_SECONDS / 2
+    assert figures.row("good").count("|") == 6
+
+
+def test_the_ideal_only_sleeps(bench: Any) -> None:
+    load = bench.Load(4, 3, 0.001, 0.001)
+    assert len(asyncio.run(bench.ideal(load)).overhead) == 2 * 4
