@@ -76,7 +76,7 @@ def gone(pid: int, seconds: float = DEADLINE) -> bool:
 
 
 def pid_after_loss(tools: dict[str, Tool]) -> int:
-    """The server that answers after another's end. A call that came before the end was seen is lost with it."""
+    """The server that answers after another's end. A call that came before the end was seen is lost."""
     reply = ask(tools, "pid")
     if reply.error is not None:
         assert "was lost during the call" in reply.error

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from asyncrl.errors import ConfigError
 from asyncrl.remote import RemoteError, close_sessions
@@ -62,6 +66,15 @@ def test_passages_that_share_no_word_are_left_out(jsonl: Path, tmp_path: Path) -
     corpus = open_corpus(str(jsonl), str(tmp_path / "cache"))
     assert set(titles(corpus.search("kelp", 10))) == {"Otters", "Kelp"}
     assert corpus.search("xylophone", 10) == corpus.search("", 10) == corpus.search("the", 10) == []
+
+
+@given(
+    hnp.arrays(np.float32, st.integers(1, 30), elements=st.sampled_from([0.0, 0.5, 1.0, 2.5])),
+    st.integers(1, 9),
+)
+def test_the_best_are_those_that_a_sort_gives(scores: np.ndarray, k: int) -> None:
+    in_order = sorted(range(len(scores)), key=lambda row: -scores[row])
+    assert corpus_module._best(scores, k) == [row for row in in_order[:k] if scores[row] > 0]
 
 
 def test_parquet_and_jsonl_give_the_same(jsonl: Path, tmp_path: Path) -> None:
