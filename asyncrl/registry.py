@@ -107,7 +107,9 @@ def bind(function: F, options: Mapping[str, Any], where: str) -> F:
     if unknown := sorted(options.keys() - {p.name for p in known}):
         names = ", ".join(p.name for p in known) or "none"
         raise ConfigError(f"{where}: unknown option {unknown[0]!r}; options: {names}")
-    fields = [(p.name, p.annotation) + ((p.default,) if p.default is not p.empty else ()) for p in known]
+    kinds = [Any if p.annotation is p.empty else p.annotation for p in known]
+    defaults = [(p.default,) if p.default is not p.empty else () for p in known]
+    fields = [(p.name, kind, *default) for p, kind, default in zip(known, kinds, defaults, strict=True)]
     struct = msgspec.defstruct("Options", fields, kw_only=True, frozen=True)  # type: ignore[arg-type]
     if missing := [p.name for p in known if p.default is p.empty and p.name not in options]:
         raise ConfigError(f"{where}: option {missing[0]!r} is missing; set {where}.{missing[0]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
 from asyncrl.rewards.verdicts import from_verl
 
 WHERE = "$.rollout.reward"
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -57,13 +59,13 @@ def load_reward(source: Source, where: str = WHERE) -> Reward:
     if not callable(found):
         raise ConfigError(f"{where}: reward {source.spec!r} is no function; {_EXPECTED}")
     try:
-        function = bind(found, source.options, f"{where}.{source.spec}")
+        function = bind(_with_options(found), source.options, f"{where}.{source.spec}")
     except (NameError, ValueError) as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: reward {source.spec!r} has no usable signature ({error})") from error
     if inspect.isclass(found):
         function = _made(function, f"{where}.{source.spec}")
     called = function if _is_typed(function) else from_verl(_checked(function, source.spec, where))
-    place = _place(function, getattr(found, "runs", "processes"))
+    place = _place(function if inspect.isclass(found) else found, getattr(found, "runs", "processes"))
     load = getattr(function, "load", lambda: None)
     return Reward(source.spec, called, place, source, load=load)
 
@@ -92,6 +94,19 @@ def _made(build: Callable[[], Any], where: str) -> RewardFunction:
         raise ConfigError(f"{where}: {error}") from error
     if not callable(made):
         raise ConfigError(f"{where}: its instances cannot be called; {_EXPECTED}")
+    return made
+
+
+def _with_options(function: RewardFunction) -> RewardFunction:
+    """Ordinary parameters after verl's four are options, too: so verl's users write them."""
+    signature = inspect.signature(function, eval_str=True)
+    given = list(signature.parameters.values())
+    first, extra = given[: len(VERL)], given[len(VERL) :]
+    if tuple(p.name for p in first) != VERL or all(p.kind is not p.POSITIONAL_OR_KEYWORD for p in extra):
+        return function
+    made = functools.partial(function)
+    options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]
+    made.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return made
 
 

@@ -26,6 +26,12 @@ def verl(data_source, solution_str, ground_truth, extra_info=None, *, scale: flo
 async def verl_async(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 
+async def verls_options(data_source, solution_str, ground_truth, extra_info=None, scale=1.0, name: str = "x"):
+    return scale * len(name)
+
+def untyped(given, *, scale=1.0, **others):
+    return scale
+
 def typed(given):
     return given.turns
 
@@ -71,6 +77,9 @@ def file(tmp_path: Path) -> Path:
         ("verl", {}, "processes", 1.0),
         ("verl", {"scale": "2.5"}, "processes", 2.5),
         ("verl_async", {}, "loop", 1.0),
+        ("verls_options", {}, "loop", 1.0),
+        ("verls_options", {"scale": 0.5, "name": "four"}, "loop", 2.0),
+        ("untyped", {"scale": 4}, "processes", 4.0),
         ("typed", {}, "processes", 3.0),
         ("annotated", {"plus": 4}, "loop", 7.0),
         ("Judge", {}, "loop", 1.0),
@@ -97,6 +106,7 @@ def test_what_is_a_reward(file: Path, name: str, options: dict[str, Any], place:
         ("verl", {"scale": "much"}, r"\.scale: Expected `float`"),
         ("verl", {"weight": "much"}, "weight is 'much'; a finite number"),
         ("verl", {"weight": float("nan")}, "weight is nan"),
+        ("verls_options", {"size": 1}, "unknown option 'size'; options: scale, name"),
         ("gone", {}, "has no 'gone'"),
     ],
 )
