@@ -16,12 +16,13 @@ from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
 from asyncrl.registry import Registry
-from asyncrl.rewards import score
+from asyncrl.rewards import RewardInput, in_loop
 from asyncrl.rewards.shaping import shapings
-from asyncrl.rollout.episode import CallTools, Done, Generated, Replied, Scored, advance, begin
+from asyncrl.roles.scoring import Scorer
+from asyncrl.rollout.episode import CallTools, Done, Generated, Replied, Scored, advance
 from asyncrl.tools import call_tool
 from asyncrl.types import Sample
-from tests.fakes.chat import call, rules, sample
+from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,11 +114,12 @@ def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType)
     exec(text.partition("```")[0], namespace)
     made = rules(max_turns=2)
     query = call("search", '{"query": "capital of Norway"}')
-    asked = advance(made, begin(made, sample()), Generated(generation(query)))
+    asked = advance(made, start(made), Generated(generation(query)))
     assert isinstance(asked.command, CallTools)
     reply = asyncio.run(call_tool(namespace["search"], asked.command.calls[0], 60.0))
     answered = advance(made, advance(made, asked, Replied((reply,))), Generated(generation("Oslo")))
-    verdict = asyncio.run(score(namespace["compute_score"], CAPITAL, "Oslo"))
+    given = RewardInput(CAPITAL, "Oslo", turns=2)
+    verdict = asyncio.run(Scorer([in_loop(namespace["compute_score"])], 60.0).score(given))
     done = advance(made, answered, Scored(verdict)).command
     assert isinstance(done, Done) and done.components == {"correct": 1.0, "brief": 1.0}
     assert done.turn_rewards == pytest.approx((0.05, 1.15)) and done.reward == pytest.approx(1.2)
