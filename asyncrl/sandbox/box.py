@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.sandbox import wire
 from asyncrl.sandbox.confine import Limits
 from asyncrl.sandbox.jail import START
@@ -83,9 +83,10 @@ class Sandbox:
         self._require = frozenset(require)
         self._show = tuple(show)
         self._turn = asyncio.Lock()
+        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
+        self._writer: asyncio.StreamWriter | None = None
 
     @property
     def pid(self) -> int | None:
@@ -101,18 +102,16 @@ class Sandbox:
 
     async def open(self) -> None:
         """Start it within START_SECONDS. SandboxError if it does not start, or what must hold does not."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._start(theirs.fileno())
+        self._closed = False
         try:
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             async with asyncio.timeout(START_SECONDS):
+                await self._connect()
                 await self._greet()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
-            await self.close()
-            raise SandboxError(f"the sandbox did not start ({type(error).__name__})") from error
+        except (OSError, EOFError) as error:
+            await self._end()
+            raise SandboxError(f"the sandbox did not start: {one_line(error)}") from error
         except BaseException:
-            await self.close()
+            await self._end()
             raise
 
     async def cell(self, code: str, seconds: float) -> Result:
@@ -134,31 +133,24 @@ class Sandbox:
 
     async def close(self) -> None:
         """End every process of it. Never raises but for cancellation, and may be called twice."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if hasattr(self, "_writer"):
-            self._writer.close()  # the warden reads the end, and goes
-        _signal(process, signal.SIGTERM)
-        if not await _ended(process, 2.0):
-            _signal(process, signal.SIGKILL)
-            await _ended(process, 2.0)
+        self._closed = True
+        await self._end()
 
     async def _ask(self, request: wire.Request) -> Result:
         started = time.monotonic()
         async with self._turn:
+            if self._closed:
+                raise SandboxError("the sandbox is closed")
             if self._process is None:
                 await self.open()
             try:
                 async with asyncio.timeout(request.seconds + LATE_SECONDS):
-                    self._writer.write(request.frame())
-                    await self._writer.drain()
-                    result = await self._read_result()
-            except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, SandboxError):
-                await self.close()
+                    result = await self._exchange(request)
+            except (OSError, EOFError, SandboxError):
+                await self._end()
                 result = Result(Ending.DIED, "", lost=True)
             except BaseException:  # cancelled: the reply would answer the next question
-                await self.close()
+                await self._end()
                 raise
         return Result(
             result.ending,
@@ -168,6 +160,27 @@ class Sandbox:
             result.omitted,
             time.monotonic() - started,
         )
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._writer is not None:
+            self._writer.close()  # the warden reads the end, and goes
+        _signal(process, signal.SIGTERM)
+        if not await _ended(process, 2.0):
+            _signal(process, signal.SIGKILL)
+            await _ended(process, 2.0)
+
+    async def _connect(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = self._start(theirs.fileno())
+            except OSError:
+                ours.close()
+                raise
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
 
     def _start(self, link: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -192,7 +205,10 @@ class Sandbox:
                 f"namespaces (docs/sandbox.md), or require less"
             )
 
-    async def _read_result(self) -> Result:
+    async def _exchange(self, request: wire.Request) -> Result:
+        assert self._writer is not None
+        self._writer.write(request.frame())
+        await self._writer.drain()
         header = await self._reader.readexactly(wire.REPLY.size)
         ending, status, lost, omitted, size = wire.REPLY.unpack(header)
         if ending not in ENDINGS or size > MAX_OUTPUT:

@@ -154,6 +154,15 @@ def test_memory_is_bounded() -> None:
     assert "MemoryError" in result.output and after.output == "True\n"
 
 
+def test_seconds_of_cpu_are_bounded() -> None:
+    async def body(box: Sandbox) -> None:
+        result = await box.cell("import time\nwhile True: time.process_time()", 15)
+        assert (result.ending, result.lost) == (Ending.DIED, True)
+        assert result.status in (-signal.SIGXCPU, -signal.SIGKILL)
+
+    in_box(body, limits=SMALL._replace(cpu_seconds=1))
+
+
 def test_a_fork_bomb_is_bounded_and_ended() -> None:
     bomb = """
         import os, time
@@ -234,6 +243,7 @@ def test_files_outside_are_not_there_and_not_writable(tmp_path: Path) -> None:
         no(lambda: open("/etc/shadow"))
         no(lambda: os.listdir({str(Path.home() / ".ssh")!r}))
         no(lambda: open("/proc/1/environ"))
+        no(lambda: open("/proc/1/mem"))
         no(lambda: os.listdir("/proc/1/root"))
         no(lambda: os.listdir("/proc/1/fd"))
         no(lambda: os.kill({os.getpid()}, 0))
@@ -415,6 +425,25 @@ def test_a_killed_sandbox_is_a_result() -> None:
         assert (await box.cell("1", 5)).output == "1\n"
 
     in_box(body)
+
+
+def test_a_closed_sandbox_stays_closed() -> None:
+    async def main() -> None:
+        box = Sandbox(require=())
+        await box.cell("1", 5)  # it opens by itself
+        await box.close()
+        await box.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await box.cell("1", 5)
+        assert box.pid is None
+
+    asyncio.run(main())
+
+
+def test_a_sandbox_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.sandbox.box.START", "raise SystemExit")
+    with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
+        asyncio.run(Sandbox(require=()).open())
 
 
 def test_too_much_code_is_refused() -> None:

@@ -24,10 +24,12 @@ def talk(tool: str, *calls: tuple[str, str], sample: Sample = SAMPLE, **options:
     async def main() -> list[str]:
         box = Toolbox(load_tools([tool], {tool: {"require": "", **options}}))
         session = box.session(sample)
-        await session.open()
         keys = {"python": "code", "shell": "command"}
-        replies = [await session.call(ToolCall(n, json.dumps({keys[n]: text}))) for n, text in calls]
-        await session.close()
+        try:
+            await session.open()
+            replies = [await session.call(ToolCall(n, json.dumps({keys[n]: text}))) for n, text in calls]
+        finally:
+            await session.close()
         return [reply.content for reply in replies]
 
     return asyncio.run(main())
