@@ -34,8 +34,9 @@ class RemoteModel:
     """`url` is the base that clients are given, up to and with `/v1`.
 
     `api_key_env` names the environment variable that holds the key; empty: none is sent. `timeout` is in
-    seconds, of one `chat` with its repetitions. It is a value: make as many as you like, connections are
-    shared by all of an event loop and closed by `close_sessions`. ConfigError: a bad URL, or no such key.
+    seconds, of one `chat` with its repetitions. A `temperature` below 0 and `max_tokens` of 0 are not sent,
+    as some models refuse them. It is a value: make as many as you like, connections are shared by all of an
+    event loop and closed by `close_sessions`. ConfigError: a bad URL, or no such key.
     """
 
     url: str
@@ -56,8 +57,8 @@ class RemoteModel:
         body = {
             "model": self.model,
             "messages": [wire(message) for message in messages],
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
+            **({"temperature": self.temperature} if self.temperature >= 0 else {}),
+            **({"max_tokens": self.max_tokens} if self.max_tokens > 0 else {}),
         }
         answer = await post(
             url, body, seconds=self.timeout, retries=self.retries, headers=bearer(self.api_key_env)

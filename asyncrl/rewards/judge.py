@@ -53,8 +53,8 @@ class LLMJudge:
         scale: Annotated[float, Meta(gt=0)] = 10.0,
         timeout: Annotated[float, Meta(gt=0)] = 60.0,
         retries: Annotated[int, Meta(ge=0)] = 2,
-        temperature: Annotated[float, Meta(ge=0)] = 0.0,
-        max_tokens: Annotated[int, Meta(ge=1)] = 1024,
+        temperature: float = 0.0,
+        max_tokens: Annotated[int, Meta(ge=0)] = 1024,
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
         self._prompt, self._score, self._scale = _template(prompt), _pattern(score), scale

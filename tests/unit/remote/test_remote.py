@@ -135,6 +135,15 @@ def test_refusals(
     talk(body, monkeypatch)
 
 
+def test_what_some_models_refuse_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(script: Script) -> None:
+        script.says(PATH, 200, completion("fine"))
+        await RemoteModel(f"{script.url}/v1", "judge", temperature=-1, max_tokens=0).chat(QUESTION)
+        assert script.asked[0][1].keys() == {"model", "messages"}
+
+    talk(body, monkeypatch)
+
+
 def test_the_deadline_holds_over_silence_and_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(script: Script) -> None:
         silent = asyncio.Event()
