@@ -12,6 +12,7 @@ import asyncio
 import enum
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -84,6 +85,7 @@ class Sandbox:
         self._show = tuple(show)
         self._turn = asyncio.Lock()
         self._closed = False
+        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
@@ -171,6 +173,7 @@ class Sandbox:
         if not await _ended(process, 2.0):
             _signal(process, signal.SIGKILL)
             await _ended(process, 2.0)
+        shutil.rmtree(self._fallback, ignore_errors=True)  # if the guard, who does it, was killed
 
     async def _connect(self) -> None:
         ours, theirs = socket.socketpair()
@@ -220,7 +223,7 @@ class Sandbox:
         pairs = [(name, str(value)) for name, value in self.limits._asdict().items()]
         pairs += [("show", path) for path in _shown(self._show)]
         pairs += [("path", sysconfig.get_path("purelib"))]
-        pairs += [("fallback", f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}")]
+        pairs += [("fallback", self._fallback)]
         return [f"{name}={value}" for name, value in pairs]
 
 
