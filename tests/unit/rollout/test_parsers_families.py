@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from asyncrl.rollout.parsers import guess, parsers
+from asyncrl.rollout.parsers import Parsed, guess, parsers
 from asyncrl.types import Message, ToolCall
 from tests.fakes.families import FAMILIES, TEMPLATES
 
@@ -55,3 +59,28 @@ def test_a_family_is_understood(name: str, count: int) -> None:
 def test_guess(model: str, parser: str | None) -> None:
     assert guess(model) == parser
     assert parser is None or parser in parsers
+
+
+PAGE = (Path(__file__).parents[3] / "docs/parsers.md").read_text()
+
+
+def test_the_page_names_every_format() -> None:
+    assert len(QUOTED) == 9
+    assert parsers.names() == sorted(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+
+
+QUOTED = re.findall(r"^\| [\w ]+ \| `([^`]+)` \| `([^`]+)` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("example", "complaint"), QUOTED)
+def test_the_page_quotes_what_the_model_reads(example: str, complaint: str) -> None:
+    written = f"<tool_call>{example}</tool_call>" if example[0] == "{" else example
+    assert parsers.get("pythonic" if example[0] == "[" else "hermes")(written).errors == (complaint,)
+
+
+def test_the_page_shows_a_parser_that_works() -> None:
+    names: dict[str, Any] = {}
+    exec(PAGE.partition("```python\n")[2].partition("```")[0], names)
+    assert names["read"]("I look. SEARCH: cats") == Parsed(
+        "I look.", (ToolCall("search", '{"query": "cats"}', "call_0"),)
+    )
