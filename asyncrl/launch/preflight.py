@@ -201,10 +201,13 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 def check_names(config: RunConfig) -> None:
     """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit."""
     from asyncrl.algorithms.recipe import compose
+    from asyncrl.gateway import load_agent
     from asyncrl.roles.rollout_setup import BUILT_IN, load_scorer, load_world
     from asyncrl.rollout.parsers import parsers
 
     load_world(config)
+    if config.rollout.agent:
+        load_agent(config.rollout.agent)
     load_scorer(config)
     parsers.load(config.rollout.parser)
     compose(config)

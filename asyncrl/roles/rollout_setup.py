@@ -14,6 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.gateway import Agent, load_agent
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.roles.roster import Client
 from asyncrl.roles.scoring import Scorer
@@ -32,20 +33,22 @@ BUILT_IN = {"torch": "asyncrl.engines.torch"}  # imported only by the workers th
 @dataclass(frozen=True)
 class Parts:
     """`build` makes an embedded engine with the initial weights; it may be called from a thread. `connect`
-    makes a client of a server. A run has one or the other."""
+    makes a client of a server. A run has one or the other. `agent`: what leads the episodes, if any does."""
 
     build: Callable[[], Engine] | None
     connect: Callable[[EngineEntry], Client] | None
     rules: Rules
     world: World
     scorer: Scorer
+    agent: Agent | None = None
 
 
 def prepare(config: RunConfig) -> Parts:
     """Everything that can be wrong with a name or a file is found here."""
     remote = config.engine.remote
     build, connect = (None, connector(config)) if remote else (engine_factory(config), None)
-    return Parts(build, connect, load_rules(config), load_world(config), load_scorer(config))
+    agent = load_agent(config.rollout.agent) if config.rollout.agent else None
+    return Parts(build, connect, load_rules(config), load_world(config), load_scorer(config), agent)
 
 
 def engine_factory(config: RunConfig) -> Callable[[], Engine]:

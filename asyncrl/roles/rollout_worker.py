@@ -23,7 +23,9 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
+from asyncrl.gateway import Gateway
 from asyncrl.observe.timeline import Timeline
+from asyncrl.roles.agent_player import Agents
 from asyncrl.roles.episode_runner import EpisodeRunner
 from asyncrl.roles.fleet import Fleet
 from asyncrl.roles.job import Desk
@@ -103,7 +105,10 @@ class Worker:
         desk = Desk(
             config.rollout, parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
-        self.runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, parts.world))
+        self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
+        self.runner = EpisodeRunner(
+            desk, self.agents.lead if self.agents else lambda job: TurnPlayer(job, parts.world)
+        )
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = self._beats = 0
         self._epoch = -1
@@ -126,6 +131,8 @@ class Worker:
         launch = self.config.launch
         self.lease = Lease(launch.lease, launch.start_timeout, loop.time())
         on_signals(self._end)
+        if self.agents is not None:
+            await self.agents.start()
         services = [asyncio.create_task(service) for service in self._services()]
         try:
             waited: list[asyncio.Future[Any]] = [self._ending, *services]
@@ -158,6 +165,8 @@ class Worker:
         await asyncio.gather(*services, return_exceptions=True)
         for name in ("train", "eval"):
             await self._lane(name).close()
+        if self.agents is not None:
+            await self.agents.close()
         await self.runner.desk.scorer.close()
         self.meter.flush()
         self.timeline.close()
