@@ -65,7 +65,5 @@ async def solve(sample: Sample, endpoint: Endpoint) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    import os
-
     calls = asyncio.run(answer(AsyncOpenAI(), os.environ["OPENAI_MODEL"], json.load(sys.stdin)["prompt"]))
     print(json.dumps({"calls": calls}))
