@@ -13,7 +13,8 @@ import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.tools.base import Replay, Tool, tools
-from asyncrl.tools.mcp_servers import CLOSE, Connection, Link, Server, ServerError, submit, there
+from asyncrl.tools.mcp_servers import CLOSE, Connection, Link, ServerError, submit, there
+from asyncrl.tools.mcp_transports import Server
 from asyncrl.tools.schema import Decode
 from asyncrl.types import Sample
 

@@ -54,3 +54,6 @@ for line in sys.stdin:
         sys.stdout.flush()
 if BROKEN == "deaf":  # nobody is there any more, and it does not care
     signal.pause()
+if BROKEN == "tidy":
+    with open(sys.argv[2], "w") as file:
+        file.write("put away")

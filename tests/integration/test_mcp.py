@@ -192,23 +192,37 @@ def test_a_server_that_hangs_is_started_again() -> None:
     assert gone(first)
 
 
-def test_servers_do_not_outlive_a_worker_that_is_killed() -> None:
-    script = """
+WORKER = """
 import asyncio, signal, sys
 from asyncrl.tools import call_tool, load_tool
 from asyncrl.types import ToolCall
 
 tool = load_tool("mcp", command=sys.argv[1], allow="pid")
 print(asyncio.run(call_tool(tool, ToolCall("pid", "{}"))).content, flush=True)
-signal.pause()
+if "deaf" in sys.argv[1]:
+    signal.pause()
 """
-    worker = subprocess.Popen([sys.executable, "-c", script, f"{PLAIN} deaf"], stdout=subprocess.PIPE)
+
+
+def test_servers_do_not_outlive_a_worker_that_is_killed() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, f"{PLAIN} deaf"], stdout=subprocess.PIPE)
     assert worker.stdout is not None
     server = int(worker.stdout.readline())
     assert not gone(server, 0.0)
     worker.kill()
     assert worker.wait(DEADLINE) == -signal.SIGKILL
     assert gone(server)
+
+
+def test_servers_are_told_of_the_end_of_their_worker(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    command = f"{PLAIN} tidy {left}"
+    worker = subprocess.run(
+        [sys.executable, "-c", WORKER, command], capture_output=True, timeout=2 * DEADLINE
+    )
+    assert worker.returncode == 0, worker.stderr
+    assert left.read_text() == "put away"
+    assert b"rror" not in worker.stderr
 
 
 def test_a_call_that_is_lost_says_so_and_is_not_repeated(shared: dict[str, Tool]) -> None:
