@@ -100,21 +100,12 @@ class Probe:
     def rewrites(self, roles: tuple[str, ...]) -> str:
         """What the template does to earlier turns when messages of these roles follow; '': nothing, it only
         appends. ConfigError when it refuses or hides them."""
-        rests = set()
-        for before, turn in itertools.product(((_USER,), (_SYSTEM, _USER)), _THINKING):
-            tools = (_TOOL,) if "tool" in roles or _SYSTEM in before else ()
-            try:
-                prompt = self._render(before, tools)
-            except ConfigError:
-                if _SYSTEM not in before:
-                    raise
-                continue  # a template without system messages
-            if turn is _THINKING[0] and prompt.rstrip().endswith("<think>"):
-                continue  # its model always thinks
-            found = self._appended(prompt, before, tools, turn, roles)
+        rests: set[str] = set()
+        for setting in self._settings(roles):
+            found = self._appended(setting, roles)
             if found.why:
                 return found.why
-            rests.add(found.rest)
+            rests |= found.rests
         return "" if len(rests) == 1 else "writes the same message differently in other places"
 
     def shows_tools(self) -> bool:
@@ -123,30 +114,36 @@ class Probe:
     def shows_calls(self) -> bool:
         return self.end(_news(("tool",))).mark == CALL
 
-    def _appended(
-        self,
-        prompt: str,
-        before: tuple[Message, ...],
-        tools: tuple[str, ...],
-        turn: Message,
-        roles: tuple[str, ...],
-    ) -> _Appended:
+    def _settings(self, roles: tuple[str, ...]) -> Iterator[_Setting]:
+        """Where a template may behave differently."""
+        for before, turn in itertools.product(((_USER,), (_SYSTEM, _USER)), _THINKING):
+            tools = (_TOOL,) if "tool" in roles or _SYSTEM in before else ()
+            try:
+                prompt = self._render(before, tools)
+            except ConfigError:
+                if _SYSTEM not in before:
+                    raise
+                continue  # a template without system messages
+            if turn.reasoning or THOUGHT in turn.content or not prompt.rstrip().endswith("<think>"):
+                yield _Setting(before, tools, prompt, turn)
+
+    def _appended(self, at: _Setting, roles: tuple[str, ...]) -> _Appended:
         """Two turns with the same answer: the first must stand unchanged before the second."""
         news = _news(roles)
-        exchange = (_turn(_calls(news), turn), *news)
-        one = self._render((*before, *exchange), tools)
-        two = self._render((*before, *exchange, *exchange), tools)
+        exchange = (_turn(_calls(news), at.turn), *news)
+        one = self._render((*at.before, *exchange), at.tools)
+        two = self._render((*at.before, *exchange, *exchange), at.tools)
         if hidden := [message.role for message in news if message.content not in one]:
             raise ConfigError(f"the chat template shows nothing of a message with the role {hidden[0]!r}")
-        if self._drops_reasoning(turn, news, one, two):
+        if self._drops_reasoning(at.turn, news, one, two):
             return _Appended("drops the reasoning of earlier turns")
-        end = self.end(news)
-        if not (one.startswith(prompt) and two.startswith(one)):
+        if not (one.startswith(at.prompt) and two.startswith(one)):
             return _Appended("changes what stands before the new messages")
-        first, second = end.rest(one[len(prompt) :]), end.rest(two[len(one) :])
-        if first is None:
+        end = self.end(news)
+        first, second = end.rest(one[len(at.prompt) :]), end.rest(two[len(one) :])
+        if first is None or second is None:
             return _Appended(f"no longer writes {end.token or 'the end of the turn'!r} where the turn ended")
-        return _Appended("", first) if first == second else _Appended("writes the second answer otherwise")
+        return _Appended("", frozenset({first, second}))
 
     def _drops_reasoning(self, turn: Message, news: tuple[Message, ...], one: str, two: str) -> bool:
         if turn.reasoning:
@@ -171,9 +168,17 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class _Setting:
+    before: tuple[Message, ...]
+    tools: tuple[str, ...]
+    prompt: str  # `before`, rendered
+    turn: Message  # what the model then says, but for its calls
+
+
+@dataclass(frozen=True)
 class _Appended:
     why: str  # not
-    rest: str = ""
+    rests: frozenset[str] = frozenset()
 
 
 def _news(roles: tuple[str, ...]) -> tuple[Message, ...]:
