@@ -233,6 +233,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each would take 128 MiB of the address space that is counted as memory
 }
 """All that the code sees of it: keys and tokens of the trainer's environment stay outside."""
 

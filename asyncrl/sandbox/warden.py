@@ -95,7 +95,9 @@ class Warden:
         self._freeze(False)
         reply = self._cell(request) if request.kind == wire.CELL else self._program(request)
         self._freeze(True)
-        self._reap()
+        if self._bury():
+            reply = reply._replace(lost=True)
+        self._status.clear()
         wire.write_all(LINK, reply.frame())
 
     def _cell(self, request: wire.Request) -> wire.Reply:
@@ -143,7 +145,7 @@ class Warden:
         else:
             self._end_all()
             self._forget_interpreter()
-        self._reap()
+        lost |= self._bury()
         self._drain(job, kept)
         status = self._status.pop(job.pid, 0)
         job.close()
@@ -248,19 +250,20 @@ class Warden:
         """Kill every process but this one; what was watched leaves its status."""
         self._status.update(processes.end_all(self._ground.alone))
 
-    def _reap(self) -> None:
-        """Bury what has ended; who watches a job finds its status in `_status`."""
-        watched = {self._interpreter.pid} if self._interpreter else set()
+    def _bury(self) -> bool:
+        """Take note of what has ended. Whether the interpreter is among it."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if pid == 0:
-                return
+                break
             self._status[pid] = os.waitstatus_to_exitcode(status)
-            if pid in watched:
-                self._forget_interpreter()
+        if self._interpreter is None or self._interpreter.pid not in self._status:
+            return False
+        self._forget_interpreter()
+        return True
 
     def _forget_interpreter(self) -> None:
         if self._interpreter:

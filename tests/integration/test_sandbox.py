@@ -143,6 +143,23 @@ def test_an_interpreter_that_ends_is_replaced(end: str) -> None:
     assert after.output == "False\n"
 
 
+def test_an_interpreter_that_ends_beside_a_shell_is_told() -> None:
+    async def body(box: Sandbox) -> None:
+        await box.cell("import os, threading\nthreading.Timer(0.2, os._exit, [3]).start()", 5)
+        result = await box.shell("sleep 0.5", 5)
+        assert (result.ending, result.lost) == (Ending.DONE, True)
+        assert (await box.cell("'os' in globals()", 5)).output == "False\n"
+
+    in_box(body)
+
+
+def test_threads_and_process_pools_have_room() -> None:
+    pool = "from multiprocessing import Pool\nwith Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
+    threads = "import threading\nmany = [threading.Thread(target=print, args=[n]) for n in range(4)]\n"
+    results = cells(pool, threads + "for one in many: one.start(); one.join()")
+    assert [result.output for result in results] == ["[1, 2]\n", "0\n1\n2\n3\n"]
+
+
 def test_a_stack_overflow_ends_only_the_interpreter() -> None:
     deep = "class A:\n    def __repr__(self): return repr(self)\nrepr(A())"
     died, after = cells(f"import sys\nsys.setrecursionlimit(10**9)\n{deep}", "1")
