@@ -18,7 +18,7 @@ class HiLo(Environment):
     async def reset(self, sample: Sample) -> Observation:
         game = extra_info(sample)
         self.low, self.high, self.secret = game["low"], game["high"], game["secret"]
-        return said(f"My number is between {self.low} and {self.high}. You have {self.left} guesses.")
+        return said(f"{self.low} to {self.high}.")
 
     async def step(self, message: Message) -> Observation:
         self.left -= 1

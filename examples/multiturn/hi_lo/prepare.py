@@ -5,7 +5,7 @@ from pathlib import Path
 
 import datasets
 
-RULES = "Find the user's number. Answer with one guess per turn and nothing else."
+RULES = "Guess the number."
 
 
 def row(index: int, high: int, secret: int) -> dict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,28 @@ def test_what_is_wrong_is_said_with_the_key(
 
 def test_all_of_them_are_registered() -> None:
     assert {"gymnasium", "scripted_user", "simulated_user"} <= set(environments.names())
+
+
+@pytest.mark.parametrize(
+    ("module", "plugin", "extra"),
+    [
+        ("gymnasium", {"gymnasium": {"id": "FrozenLake-v1"}}, "gymnasium"),
+        ("verifiers.v1", {"verifiers": {"taskset": "anything"}}, "verifiers"),
+    ],
+)
+def test_without_its_package_the_run_does_not_begin(
+    module: str, plugin: dict[str, dict[str, str]], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'asyncrl\[{extra}\]'"):
+        load_environment(plugin)  # type: ignore[arg-type]
+
+
+def test_the_packages_are_imported_only_where_they_are_used() -> None:
+    """Importing the environments costs none of the packages that they adapt."""
+    heavy = ["gymnasium", "verifiers", "openenv", "reasoning_gym", "mcp"]
+    code = f"import sys, asyncrl.environments; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == "[]"

@@ -49,7 +49,7 @@ def lines(heard: Sequence[Observation]) -> list[tuple[str, float, bool]]:
 )
 def test_a_game(guesses: list[str], expected: list[tuple[str, float, bool]]) -> None:
     heard = lines(play(7, guesses, guesses=4))
-    assert heard[0] == ("My number is between 1 and 16. You have 4 guesses.", 0.0, False)
+    assert heard[0] == ("1 to 16.", 0.0, False)
     assert heard[1:] == expected
 
 
