@@ -49,7 +49,7 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
         if not _loops:
             _loops.append(asyncio.new_event_loop())
             threading.Thread(target=_loops[0].run_forever, daemon=True, name="mcp").start()
-            atexit.register(_close_all)
+            atexit.register(_at_exit)
     return asyncio.run_coroutine_threadsafe(work, _loops[0])
 
 
@@ -176,14 +176,20 @@ class Link:
         return self._current
 
 
-def _close_all() -> None:
-    """At the end of the process: servers that are shared may have something to put away."""
+async def close_servers() -> None:
+    """End all connections of this process, within CLOSE seconds: servers may have something to put away. A
+    later call opens them again."""
+    if _loops:
+        await there(_close_all())
 
-    async def close() -> None:
-        await asyncio.gather(*(connection.close() for connection in list(_open) if not connection.over))
 
+async def _close_all() -> None:
+    await asyncio.gather(*(connection.close() for connection in list(_open) if not connection.over))
+
+
+def _at_exit() -> None:
     with suppress(TimeoutError):
-        submit(close()).result(CLOSE)
+        submit(_close_all()).result(CLOSE)
 
 
 def _why(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Session, Tool, Toolbox, ToolError, load_tools
-from asyncrl.tools.mcp_servers import STUCK
+from asyncrl.tools.mcp_servers import STUCK, close_servers
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -223,6 +223,14 @@ def test_servers_are_told_of_the_end_of_their_worker(tmp_path: Path) -> None:
     assert worker.returncode == 0, worker.stderr
     assert left.read_text() == "put away"
     assert b"rror" not in worker.stderr
+
+
+def test_closed_servers_are_gone_and_come_back_when_called() -> None:
+    tools = tools_of(command=PLAIN)
+    first = int(ask(tools, "pid").content)
+    asyncio.run(close_servers())
+    assert gone(first, 0.0)
+    assert int(ask(tools, "pid").content) != first
 
 
 def test_a_call_that_is_lost_says_so_and_is_not_repeated(shared: dict[str, Tool]) -> None:
