@@ -1,6 +1,6 @@
 """Where namespaces are forbidden, as in most containers: Landlock for files, seccomp for sockets.
 
-Both need no right but to give up gaining any. Landlock: Linux 5.13, and 6.12 for signals.
+Both need no right but to give up gaining any. Landlock: Linux 5.13, 6.2 against truncation, 6.12 for signals.
 """
 
 from __future__ import annotations
