@@ -3,8 +3,8 @@
     worker ──Start, then the text of one call's arguments at a time──► child
            ◄──────────────── Answer, of bounded size ────────────────
 
-Frames on the child's stdin and stdout: four bytes of length, then msgpack. What the tool prints
-goes to stderr.
+Frames over a socket that is the child's stdin and stdout: four bytes of length, then msgpack. What the tool
+prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import struct
+import subprocess
 import sys
 import threading
-from asyncio.subprocess import PIPE, Process
+from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -29,7 +31,7 @@ from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool
 from asyncrl.tools.replies import reply_of
-from asyncrl.tools.running import Late, line
+from asyncrl.tools.running import Late, in_thread, line
 
 START_SECONDS = 60.0  # for a child to import what the tool needs
 LENGTH = struct.Struct(">I")
@@ -81,44 +83,45 @@ def origin(tool: Tool) -> Start:
 class Child:
     """A process that runs one call at a time. `busy`: it has a call that it has not answered."""
 
-    def __init__(self, process: Process, largest: int) -> None:
-        self._process = process
-        self._largest = largest
+    def __init__(self, process: subprocess.Popen[bytes], reader: StreamReader, writer: StreamWriter) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
         self.busy = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def ended(self) -> bool:
-        return self._process.returncode is not None
+        return self._process.poll() is not None
 
     @property
     def usable(self) -> bool:
-        return not self.ended and not self.busy
+        return not self.busy and not self.ended
 
-    async def ask(self, message: Start | str) -> Answer:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    async def ask(self, message: Start | str, largest: int) -> Answer:
+        """ChildError when it ends, or answers with more than `largest` bytes."""
         self.busy = True
         body = _encode(message)
         try:
-            self._process.stdin.write(LENGTH.pack(len(body)) + body)
-            size = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))[0]
-            if size > self._largest:
+            self._writer.write(LENGTH.pack(len(body)) + body)
+            size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
+            if size > largest:
                 raise ChildError(f"the process of the tool gave {size} bytes")
-            answer = _answer(await self._process.stdout.readexactly(size))
+            answer = _answer(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._process.wait()
-            raise ChildError(f"the process of the tool ended with code {code}") from None
+            raise ChildError(f"the process of the tool ended with code {await self.gone()}") from None
         self.busy = False
         return answer
 
-    async def gone(self) -> None:
-        """Wait until a killed one has ended."""
-        await self._process.wait()
+    async def gone(self) -> int:
+        """Its exit code, once it has ended."""
+        return await in_thread(self._process.wait, "tool-process")
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._writer.close()
 
 
 class Lease:
@@ -133,7 +136,7 @@ class Lease:
         if not self.child.usable:
             self.child.kill()
             self.child = await self._pool.start()
-        answer = await self.child.ask(arguments)
+        answer = await self.child.ask(arguments, self._pool.largest)
         if answer.error:
             raise ChildError(answer.error)
         return answer
@@ -146,6 +149,7 @@ class Pool:
         self._origin = origin(tool)
         self._idle: list[Child] = []
         self._all: set[Child] = set()  # but for those that have ended
+        self.largest = 8 * tool.max_chars + 8192  # bytes of an answer
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Lease]:
@@ -163,16 +167,17 @@ class Pool:
 
     async def start(self) -> Child:
         """A child that has imported the tool. ChildError when it cannot, Late when that takes too long."""
-        command = (sys.executable, "-c", "from asyncrl.tools.process import serve; serve()")
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env={**os.environ, "PYTHONPATH": paths}
-        )
-        child = Child(process, 8 * self._origin.max_chars + 8192)
+        ours, theirs = socket.socketpair()
+        try:  # beside the loop: starting a process takes a while, more so on a busy machine
+            process = await in_thread(lambda: _spawn(theirs), "tool-process")
+        except BaseException:
+            ours.close()  # a child that was started all the same ends with it
+            raise
+        child = Child(process, *await asyncio.open_connection(sock=ours))
         self._all = {child} | {other for other in self._all if not other.ended}
         try:
             async with asyncio.timeout(START_SECONDS):
-                answer = await child.ask(self._origin)
+                answer = await child.ask(self._origin, self.largest)
         except TimeoutError:
             child.kill()
             raise Late(f"the process of the tool was not ready within {START_SECONDS:g} s") from None
@@ -192,6 +197,19 @@ class Pool:
             child.kill()
         if alive:
             await asyncio.wait([asyncio.ensure_future(child.gone()) for child in alive], timeout=5.0)
+
+
+def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
+    code = "from asyncrl.tools.process import serve; serve()"
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    with end:
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=end.fileno(),
+            stdout=end.fileno(),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
 
 
 # -- the child's end -------------------------------------------------------------------------------------

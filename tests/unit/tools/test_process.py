@@ -121,7 +121,7 @@ def test_a_child_ends_with_its_worker() -> None:
         "import asyncio, sys; from asyncrl.tools import load_tool; from asyncrl.tools.process import Pool\n"
         "async def main():\n"
         f"    async with Pool(load_tool({f'{FILE}:work'!r})).lease() as lease:\n"
-        "        print(lease.child._process.pid, flush=True)\n"
+        "        print(lease.child.pid, flush=True)\n"
         '        await lease.ask(\'{"what": "hang"}\')\n'
         "asyncio.run(main())\n"
     )
