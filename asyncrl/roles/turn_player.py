@@ -136,8 +136,11 @@ class TurnPlayer:
         last = episode.turns[-1].observation
         if self._environment is None or (last is not None and last.done):
             return 0.0
-        unheard = machine.spoken(self._rules, episode.turns[-1]) if last is None else None
+        unheard = self._said(episode, episode.turns[-1]) if last is None else None
         return await self._asked(self._environment.cut_short(unheard))
+
+    def _said(self, episode: Episode, turn: Turn) -> Message:
+        return machine.spoken(self._rules, turn, tools=bool(episode.opened.tools))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
         """What the environment says, within the deadline of a tool. WorldError."""
@@ -158,15 +161,15 @@ class TurnPlayer:
                 lambda text: self._rules.chat.shorten(text, limits.max_reply_tokens, limits.cut_replies),
             )
             if turn.observation is not None:
-                await self._step_again(turn)
+                await self._step_again(episode, turn)
         if recorded and episode.turns[-1].replies != recorded[-1].replies:
             await self.job.heard(episode.turns[-1])
 
-    async def _step_again(self, turn: Turn) -> None:
+    async def _step_again(self, episode: Episode, turn: Turn) -> None:
         assert self._environment is not None
         if self._environment.replay == "no":
             raise ProtocolError("the environment cannot be repeated, so the episode starts again")
-        again = await self._step(machine.spoken(self._rules, turn))
+        again = await self._step(self._said(episode, turn))
         if turn.observation is None or again.messages != turn.observation.messages:
             raise ProtocolError("the environment said something else when repeated")
 

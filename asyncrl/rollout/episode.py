@@ -264,7 +264,7 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     said = [*episode.sample.prompt, *episode.opened.messages]
     hidden = episode.folded
     for turn in episode.turns:
-        said.append(spoken(rules, turn))
+        said.append(spoken(rules, turn, tools=bool(episode.opened.tools)))
         for reply in turn.replies:
             said.append(tool_message(reply, DROPPED if hidden > 0 else reply.content))
             hidden -= 1
@@ -272,13 +272,19 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     return tuple(said)
 
 
-def spoken(rules: Rules, turn: Turn) -> Message:
-    """What the model said in a turn. A turn with malformed calls is quoted as it is."""
+def spoken(rules: Rules, turn: Turn, *, tools: bool = True) -> Message:
+    """What the model said in a turn. One with malformed calls is quoted as it is. `tools`: there are any."""
     text = rules.chat.decode(turn.ids)
-    parsed = rules.parse(text)
+    parsed = _read(rules, text, tools)
     if parsed.errors:
         return Message("assistant", text)
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
+
+
+def _read(rules: Rules, text: str, tools: bool) -> Parsed:
+    """Where there are no tools, nothing is a call, well-formed or not."""
+    parsed = rules.parse(text)
+    return parsed if tools else msgspec.structs.replace(parsed, calls=(), errors=())
 
 
 def tool_message(reply: ToolReply, content: str) -> Message:
@@ -307,7 +313,7 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
         return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
     if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
         return _with(episode, command=Fail(FailReason.ENGINE_ERROR, trouble))
-    parsed = rules.parse(rules.chat.decode(generation.ids))
+    parsed = _read(rules, rules.chat.decode(generation.ids), bool(episode.opened.tools))
     turn = Turn(
         index=len(episode.turns),
         context=asked.ids[len(before) :],
@@ -328,7 +334,7 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
         return _over(rules, episode, EpisodeEnd.LENGTH)
     own = not parsed.errors and any(call.name in episode.opened.own_tools for call in parsed.calls)
     if own or (rules.environment and not parsed.calls and not parsed.errors):
-        return _with(episode, command=Step(spoken(rules, turn)))
+        return _with(episode, command=Step(spoken(rules, turn, tools=bool(episode.opened.tools))))
     end = _end(rules.limits, episode, parsed)
     if end is not None:
         return _over(rules, episode, end)

@@ -69,6 +69,10 @@ def sample(prompt: str = "q", ground_truth: str = "42", row: int = 0) -> Sample:
     return Sample(row, "test", (Message("user", prompt),), ground_truth)
 
 
-def start(made: Rules, given: Sample | None = None, opened: Opened = Opened()) -> Episode:
+OPENED = Opened(tools=("",))
+"""There are tools; the prompt does not show them."""
+
+
+def start(made: Rules, given: Sample | None = None, opened: Opened = OPENED) -> Episode:
     """An episode that asks for its first turn, or has failed for want of room."""
     return advance(made, begin(given or sample()), opened)

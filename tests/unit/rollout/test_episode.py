@@ -39,7 +39,7 @@ from asyncrl.types import (
     Verdict,
     VersionSpan,
 )
-from tests.fakes.chat import END, FakeChat, call, encode, rules, sample, start
+from tests.fakes.chat import END, OPENED, FakeChat, call, encode, rules, sample, start
 from tests.fakes.engine import generation
 
 BAD = "<tool_call>{nonsense</tool_call>"
@@ -174,11 +174,11 @@ def test_recorded_turns_that_do_not_fit_are_refused() -> None:
     turns = play([call("a"), call("b")]).turns
     changed = msgspec.structs.replace(turns[1], context=(9, 9))
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(rules(), sample(), Opened(), [turns[0], changed])
+        resume(rules(), sample(), OPENED, [turns[0], changed])
     with pytest.raises(ProtocolError, match="does not continue"):
-        resume(rules(), sample("another prompt"), Opened(), turns)
+        resume(rules(), sample("another prompt"), OPENED, turns)
     with pytest.raises(ProtocolError, match="does not answer"):
-        resume(rules(), sample(), Opened(), [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)])
+        resume(rules(), sample(), OPENED, [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)])
 
 
 # -- limits, environments, rewritten histories --------------------------------------------------------
@@ -202,6 +202,13 @@ def test_replies_are_cut_before_anybody_reads_them() -> None:
     assert episode.command.ids[-len("[012][err]") - 1 : -1] == encode("[012][err]")
 
 
+@pytest.mark.parametrize("text", ["so " + call("a"), "so " + BAD])
+def test_without_tools_nothing_is_a_call(text: str) -> None:
+    made = rules()
+    episode = advance(made, start(made, opened=Opened()), Generated(generation(text)))
+    assert episode.command == Score("so", EpisodeEnd.ANSWERED)
+
+
 def said(*words: str, reward: float = 0.0, done: bool = False) -> Observed:
     return Observed(Observation(tuple(Message("user", word) for word in words), reward, done))
 
@@ -210,7 +217,7 @@ WORLD = rules(environment=True, max_turns=3)
 
 
 def test_an_environment_answers_turns_without_calls() -> None:
-    hello = Opened(messages=(Message("user", "guess"),))
+    hello = Opened(("",), messages=(Message("user", "guess"),))
     episode = advance(WORLD, start(WORLD, opened=hello), Generated(generation("5")))
     assert episode.turns[0].context == (*encode("qguess"), 2)
     assert episode.command == Step(Message("assistant", "5"))
@@ -240,7 +247,7 @@ def test_an_environment_that_says_nothing_fails_the_episode() -> None:
 
 
 def test_calls_that_the_environment_answers_go_to_it_and_others_to_tools() -> None:
-    own = Opened(own_tools=frozenset({"move"}))
+    own = Opened(("",), own_tools=frozenset({"move"}))
     episode = advance(WORLD, start(WORLD, opened=own), Generated(generation("so " + call("move"))))
     assert isinstance(episode.command, Step)
     assert [made.name for made in episode.command.message.tool_calls] == ["move"]
@@ -263,7 +270,7 @@ def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
     episode = advance(made, episode, Generated(generation("7")))
     assert [turn.row for turn in episode.turns] == [0, 1]
     assert episode.rows == tuple(turn.context + turn.ids for turn in episode.turns)
-    assert resume(made, sample(), Opened(), episode.turns) == episode
+    assert resume(made, sample(), OPENED, episode.turns) == episode
 
 
 def test_rows_are_limited() -> None:
@@ -288,7 +295,7 @@ def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
     assert shown.count("[[dropped]]") == episode.folded
     assert shown.endswith(f"x {len(episode.turns)}]\x02")
     assert conversation(made, episode)[0] == Message("user", "q")
-    again = resume(made, sample(), Opened(), episode.turns)
+    again = resume(made, sample(), OPENED, episode.turns)
     assert again == episode
 
 
@@ -385,8 +392,8 @@ def test_folding_recorded_turns_gives_the_same_state(
         if isinstance(episode.command, CallTools):
             episode = advance(made, episode, replies(episode.command))
             if lose_replies:  # the worker died before they were durable
-                assert resume(made, sample(), Opened(), waiting.turns) == waiting
-    assert resume(made, sample(), Opened(), episode.turns) == episode
+                assert resume(made, sample(), OPENED, waiting.turns) == waiting
+    assert resume(made, sample(), OPENED, episode.turns) == episode
 
 
 EVENTS = st.one_of(

@@ -121,7 +121,7 @@ message = st.builds(Message, st.sampled_from(["user", "user", "tool", "system"])
 messages = st.sampled_from([1, 1, 1, 2, 0]).flatmap(lambda count: st.tuples(*[message] * count))
 opened = st.builds(
     Opened,
-    tools=st.sampled_from([(), ("{}",)]),
+    tools=st.sampled_from([("",), ("{}",)]),
     own_tools=st.sampled_from([frozenset(), frozenset({"own"})]),
     messages=messages,
 )
