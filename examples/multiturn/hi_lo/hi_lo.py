@@ -8,7 +8,7 @@ from asyncrl.types import Message, Observation, Sample
 
 class HiLo(Environment):
     """The game ends with the right guess, or after `guesses` of them. The right one earns 1; `hint` is taken
-    off for each guess that what was said before had ruled out."""
+    off for each guess that what was said before had ruled out, and for each that was never made."""
 
     def __init__(self, *, guesses: int = 6, hint: float = 0.1) -> None:
         if guesses < 1:
@@ -34,6 +34,9 @@ class HiLo(Environment):
             return self._go_on("Higher.", penalty)
         self.high = min(self.high, guess - 1)
         return self._go_on("Lower.", penalty)
+
+    async def cut_short(self, unheard: Message | None) -> float:
+        return -self.hint * self.left  # else the model learns to talk until it is cut
 
     def _go_on(self, text: str, reward: float) -> Observation:
         return said(text, reward, done=self.left == 0)

@@ -17,6 +17,8 @@ from asyncrl.types import Message, Observation, Sample
 
 HI_LO = f"{Path(__file__).parents[3] / 'examples' / 'multiturn' / 'hi_lo' / 'hi_lo.py'}:HiLo"
 
+GAME = Sample(0, "hi_lo", (), "null", extra_info=json.dumps({"low": 1, "high": 16, "secret": 7}))
+
 
 def play(secret: int, turns: Sequence[str], **options: float) -> list[Observation]:
     sample = Sample(0, "hi_lo", (), "null", extra_info=json.dumps({"low": 1, "high": 16, "secret": secret}))
@@ -51,6 +53,16 @@ def test_a_game(guesses: list[str], expected: list[tuple[str, float, bool]]) -> 
     heard = lines(play(7, guesses, guesses=4))
     assert heard[0] == ("1 to 16.", 0.0, False)
     assert heard[1:] == expected
+
+
+def test_a_game_that_is_cut_costs_the_guesses_that_were_not_made() -> None:
+    async def cut() -> float:
+        game = load_environment({HI_LO: {"guesses": 4}})()
+        await game.reset(GAME)
+        await game.step(Message("assistant", "3"))
+        return await game.cut_short(Message("assistant", "hm hm hm"))
+
+    assert asyncio.run(cut()) == pytest.approx(-0.3)
 
 
 def test_a_player_needs_a_guess() -> None:
