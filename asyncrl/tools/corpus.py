@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ BATCH = 4096  # passages read, tokenised and written at once
 WORD = r"(?u)\b\w+\b"
 TEXTS = ("text", "contents")
 log = logging.getLogger("asyncrl.tools")
+_corpora: weakref.WeakValueDictionary[Path, Corpus] = weakref.WeakValueDictionary()  # those in use
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Cor
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         with _locked(home.with_suffix(".lock")):
-            return _opened(path, home, stopwords)
+            corpus = _corpora.get(home) or _opened(path, home, stopwords)
+            _corpora[home] = corpus
+            return corpus
     except OSError as error:
         where = f"search: cannot keep the index of {source} in {home.parent}"
         raise ConfigError(f"{where} ({one_line(error)}); set cache to a directory") from None

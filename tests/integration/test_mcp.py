@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Session, Tool, Toolbox, ToolError, load_tools
+from asyncrl.tools import Session, Tool, Toolbox, ToolError, load_tools, mcp_transports
 from asyncrl.tools.mcp_servers import STUCK, close_servers
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -28,6 +28,12 @@ COMMAND = f"{sys.executable} {SERVER}"
 PLAIN = f"{sys.executable} -S {FAKES / 'mcp_plain.py'}"
 SAMPLE = Sample(0, "", (), "")
 DEADLINE = 20.0
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that do not end when they are asked to are here on purpose."""
+    monkeypatch.setattr(mcp_transports, "GRACE", 0.1)
 
 
 def tools_of(**options: Any) -> dict[str, Tool]:

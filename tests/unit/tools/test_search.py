@@ -163,6 +163,13 @@ def test_a_changed_corpus_is_indexed_again(jsonl: Path, tmp_path: Path, builds: 
     assert len(builds) == 2
 
 
+def test_uses_of_one_corpus_share_it(jsonl: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    one = open_corpus(str(jsonl), cache)
+    assert open_corpus(str(jsonl), cache) is one
+    assert open_corpus(str(jsonl), cache, stopwords="") is not one
+
+
 def test_a_damaged_index_is_built_again(jsonl: Path, tmp_path: Path, builds: list[Path]) -> None:
     open_corpus(str(jsonl), str(tmp_path / "cache"))
     (home,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
