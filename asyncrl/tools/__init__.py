@@ -20,5 +20,4 @@ __all__ = [
     "tool",
     "tools",
     "unknown_tool",
-    "workspace",
 ]

@@ -20,7 +20,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.registry import Registry
-from asyncrl.tools.running import in_thread as in_thread
 from asyncrl.tools.schema import Decode, signature_of
 
 Replay = Literal["pure", "reapply", "no"]
