@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -96,6 +97,7 @@ def load_rules(config: RunConfig) -> Rules:
     """The chat template, the parser and the limits."""
     from transformers import AutoTokenizer  # takes seconds, and the launcher needs only names of this file
 
+    tokenizer: Any
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError) as error:
