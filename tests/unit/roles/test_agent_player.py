@@ -70,9 +70,9 @@ def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
 
     async def main() -> None:
         playing = asyncio.create_task(bench.run())
-        await asyncio.wait_for(bench.posted.wait(), 60)
-        for _ in range(20):  # the loop has nothing else to do than to answer
-            await asyncio.sleep(0)
+        while not playing.done() and "not yet durable" not in str(bench.waits._open.values()):
+            await settle()
+        assert not playing.done()
         assert not heard
         bench.auto_ack = True
         bench.outbox.ack(1)
@@ -208,6 +208,35 @@ def test_an_agent_that_ends_during_a_request_gives_it_up() -> None:
     bench.engine = Engine(bench.script)
     assert finished(bench).turns == 1
     assert bench.engine.cancelled == ["u/1#1"]
+
+
+def test_a_request_whose_client_left_gives_its_row_back() -> None:
+    entered, cancelled = threading.Event(), threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        first = await message(endpoint, "q")
+        bench.engine.gate.clear()
+        asking = asyncio.ensure_future(ask(endpoint, "q", first, "sure?"))
+        await asyncio.to_thread(entered.wait, 30)
+        asking.cancel()
+        await asyncio.to_thread(cancelled.wait, 30)
+        bench.engine.gate.set()
+        await message(endpoint, "q", first, "sure?")
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            if len(self.requests) == 1:
+                entered.set()
+            try:
+                return await super().generate(request)
+            finally:
+                if self.cancelled:
+                    cancelled.set()
+
+    bench = AgentBench(agent)
+    bench.engine = Engine(bench.script)
+    assert finished(bench).turns == 2
+    assert bench.rows == ["q42sure?42"]
 
 
 # -- limits ------------------------------------------------------------------------------------------
