@@ -22,7 +22,8 @@ from asyncrl.roles.episode_runner import AgentError
 from asyncrl.roles.job import Ended, Job
 from asyncrl.roles.waits import Changed, Waits
 from asyncrl.rollout.branches import Ask, Branches, Place, Refusal
-from asyncrl.rollout.episode import Fail, problem, scored
+from asyncrl.rollout.commands import Fail
+from asyncrl.rollout.turns import problem, scored
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
 

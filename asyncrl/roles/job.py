@@ -19,7 +19,8 @@ from asyncrl.errors import ProtocolError
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.waits import Waits
-from asyncrl.rollout.episode import Done, Fail, Rules, rows_of
+from asyncrl.rollout.commands import Done, Fail, Rules
+from asyncrl.rollout.turns import rows_of
 from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.transport.outbox import Outbox
 from asyncrl.types import EpisodeEnd, Generation, Heard, Message, Turn, Verdict

@@ -21,7 +21,7 @@ from asyncrl.roles.roster import Client
 from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.turn_player import World
 from asyncrl.rollout.chat import Chat
-from asyncrl.rollout.episode import Limits, Rules
+from asyncrl.rollout.commands import Limits, Rules
 from asyncrl.rollout.parsers import guess, parsers
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.transport.messages import EngineEntry

@@ -19,8 +19,10 @@ from asyncrl.environments import Environment
 from asyncrl.errors import ProtocolError, one_line
 from asyncrl.roles.episode_runner import WorldError
 from asyncrl.roles.job import Ended, Job
+from asyncrl.rollout import commands
 from asyncrl.rollout import episode as machine
-from asyncrl.rollout.episode import Episode, Rules
+from asyncrl.rollout.commands import Rules
+from asyncrl.rollout.episode import Episode
 from asyncrl.tools import Session, Toolbox
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
@@ -87,37 +89,37 @@ class TurnPlayer:
 
     # -- commands ------------------------------------------------------------------------------------
 
-    async def _answer(self, episode: Episode) -> machine.Event:
+    async def _answer(self, episode: Episode) -> commands.Event:
         """Carry out the command the episode waits for."""
         match episode.command:
-            case machine.Generate(ids=ids, max_new_tokens=limit, row=row):
-                return machine.Generated(await self.job.generate(ids, limit, row))
-            case machine.CallTools(calls=calls):
+            case commands.Generate(ids=ids, max_new_tokens=limit, row=row):
+                return commands.Generated(await self.job.generate(ids, limit, row))
+            case commands.CallTools(calls=calls):
                 await self.job.until_durable()
-                return machine.Replied(await self._call(calls))
-            case machine.Step(message=message):
+                return commands.Replied(await self._call(calls))
+            case commands.Step(message=message):
                 await self.job.until_durable()
-                return machine.Observed(await self._step(message))
-            case machine.Score(answer=answer, end=end):
+                return commands.Observed(await self._step(message))
+            case commands.Score(answer=answer, end=end):
                 said = machine.conversation(self._rules, msgspec.structs.replace(episode, folded=0))
                 verdict = await self.job.verdict(episode.turns, answer, end, said)
                 earned = verdict.score + await self._cut_short(episode)
-                return machine.Scored(msgspec.structs.replace(verdict, score=earned))
+                return commands.Scored(msgspec.structs.replace(verdict, score=earned))
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 
-    async def _open(self) -> machine.Opened:
+    async def _open(self) -> commands.Opened:
         """Open the tools, then let the environment begin."""
         await self._tools.open()
         if self.world.environment is None:
-            return machine.Opened(self._tools.schemas)
+            return commands.Opened(self._tools.schemas)
         self._environment = self.world.environment()
         first = await self._asked(self._environment.reset(self.job.assign.sample))
         if first.done:
             raise WorldError("the environment was over before the first turn")
         own = self._environment.tools
         schemas = (*self._tools.schemas, *(msgspec.json.encode(schema).decode() for schema in own))
-        return machine.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
+        return commands.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
 
     async def _call(self, calls: tuple[ToolCall, ...]) -> tuple[ToolReply, ...]:
         """All calls of a turn, side by side; each has its own deadline and none raises."""
@@ -189,5 +191,5 @@ class TurnPlayer:
 
 
 def _ended(episode: Episode) -> Ended:
-    assert isinstance(episode.command, machine.Done | machine.Fail)
+    assert isinstance(episode.command, commands.Done | commands.Fail)
     return Ended(episode.command, episode.turns, episode.tool_calls, episode.tool_seconds)

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.errors import ProtocolError
-from asyncrl.rollout.episode import Rules, spoken
+from asyncrl.rollout.commands import Rules
+from asyncrl.rollout.episode import spoken
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
 NEWS = ("system", "tool", "user")  # roles that can follow what the model said

@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rollout.chat_cut import shorten
 from asyncrl.rollout.chat_probe import Probe
 from asyncrl.rollout.chat_render import Renderer, Tokenizer, find_shape
-from asyncrl.rollout.episode import Cut
+from asyncrl.rollout.commands import Cut
 from asyncrl.types import Message
 
 __all__ = ["Chat", "Tokenizer"]

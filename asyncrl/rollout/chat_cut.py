@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from asyncrl.rollout.episode import Cut
+from asyncrl.rollout.commands import Cut
 
 CHARACTERS = 16  # per token at most, as far as anybody reads on: a reply of megabytes is not tokenised
 COMMON = 4  # characters per token of most texts: tried first

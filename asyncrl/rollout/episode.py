@@ -12,15 +12,31 @@ fresh episode (`resume`) gives the state it had, on any worker.
 from __future__ import annotations
 
 import bisect
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Sequence
 
 import msgspec
 
 from asyncrl.errors import ProtocolError
+from asyncrl.rollout.commands import (
+    CallTools,
+    Command,
+    Done,
+    Event,
+    Fail,
+    Generate,
+    Generated,
+    Limits,
+    Observed,
+    Open,
+    Opened,
+    Replied,
+    Rules,
+    Score,
+    Scored,
+    Step,
+)
 from asyncrl.rollout.parsers import Parsed
+from asyncrl.rollout.turns import problem, scored
 from asyncrl.types import (
     EpisodeEnd,
     FailReason,
@@ -32,142 +48,10 @@ from asyncrl.types import (
     ToolCall,
     ToolReply,
     Turn,
-    Verdict,
 )
 
-Cut = Literal["head", "middle", "tail"]
 FREE_SHARE = 4  # folding frees at least 1 / FREE_SHARE of a row, or it would come again with the next turn
 DROPPED = "[dropped]"
-
-
-class Template(Protocol):
-    """What is used of a `Chat`. `tools` are OpenAI schemas, as JSON text."""
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]: ...
-    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]: ...
-    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def shorten(self, text: str, limit: int, where: Cut) -> str: ...
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """See RolloutConfig, which has the same keys."""
-
-    max_turns: int
-    max_tokens: int
-    max_new_tokens: int
-    max_bad_calls: int
-    max_calls: int = 64
-    max_reply_tokens: int = 2048
-    cut_replies: Cut = "middle"
-    history: Literal["append", "fork", "fold"] = "append"
-    max_rows: int = 8
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What all episodes of a run have in common. `environment`: somebody answers turns without tool calls."""
-
-    chat: Template
-    parse: Callable[[str], Parsed]
-    limits: Limits
-    environment: bool = False
-
-
-# -- commands: what the episode waits for ----------------------------------------------------------
-
-
-class Open(msgspec.Struct, frozen=True):
-    """Open the tools, reset the environment."""
-
-
-class Generate(msgspec.Struct, frozen=True):
-    """Sample a turn after `ids`, the whole prefix; it belongs to row `row`."""
-
-    ids: tuple[int, ...]
-    max_new_tokens: int
-    row: int = 0
-
-
-class CallTools(msgspec.Struct, frozen=True):
-    """Run these calls, once the turn that made them is durable. `errors` are the turn's malformed calls."""
-
-    calls: tuple[ToolCall, ...]
-    errors: tuple[str, ...] = ()
-
-
-class Step(msgspec.Struct, frozen=True):
-    """Tell the environment what the model said, once that turn is durable."""
-
-    message: Message
-
-
-class Score(msgspec.Struct, frozen=True):
-    """Reward the episode. `answer` is the last turn's text outside tool calls."""
-
-    answer: str
-    end: EpisodeEnd
-
-
-class Done(msgspec.Struct, frozen=True):
-    """The episode is over and has a reward: the sum of `turn_rewards`, one per turn. `components` and
-    `shaping` as in `Verdict`."""
-
-    reward: float
-    end: EpisodeEnd
-    turn_rewards: tuple[float, ...]
-    components: dict[str, float] = {}
-    shaping: float = 0.0
-
-
-class Fail(msgspec.Struct, frozen=True):
-    """The episode has no trajectory."""
-
-    reason: FailReason
-    detail: str
-
-
-Command = Open | Generate | CallTools | Step | Score | Done | Fail
-
-
-# -- events: the answers -----------------------------------------------------------------------------
-
-
-class Opened(msgspec.Struct, frozen=True):
-    """Answers Open: schemas of the tools (JSON text), the names of those that the environment answers itself,
-    and what it says after the sample's prompt."""
-
-    tools: tuple[str, ...] = ()
-    own_tools: frozenset[str] = frozenset()
-    messages: tuple[Message, ...] = ()
-
-
-class Generated(msgspec.Struct, frozen=True):
-    """Answers Generate."""
-
-    generation: Generation
-
-
-class Replied(msgspec.Struct, frozen=True):
-    """Answers CallTools: one reply per call, in the order of the calls."""
-
-    replies: tuple[ToolReply, ...]
-
-
-class Observed(msgspec.Struct, frozen=True):
-    """Answers Step."""
-
-    observation: Observation
-
-
-class Scored(msgspec.Struct, frozen=True):
-    """Answers Score."""
-
-    verdict: Verdict
-
-
-Event = Opened | Generated | Replied | Observed | Scored
 
 
 class Episode(msgspec.Struct, frozen=True):
@@ -443,52 +327,3 @@ def _cut(rules: Rules, text: str) -> str:
 
 def _malformed(error: str) -> ToolReply:
     return ToolReply(ToolCall("malformed_call", "{}"), f"error: {error}", error)
-
-
-# -- what every kind of episode shares ---------------------------------------------------------------
-
-
-def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: Verdict) -> Done | Fail:
-    """Turn k earns what the verdict, its tools and the environment give it; the last one, score and shaping
-    too."""
-    if verdict.turns and len(verdict.turns) != len(turns):
-        detail = (
-            f"the reward function gave {len(verdict.turns)} turn rewards to an episode of {len(turns)} turns"
-        )
-        return Fail(FailReason.REWARD_ERROR, detail)
-    parts = [
-        [*(reply.reward for reply in turn.replies), turn.observation.reward if turn.observation else 0.0]
-        for turn in turns
-    ]
-    for part, given in zip(parts, verdict.turns, strict=False):
-        part.append(given)
-    parts[-1] += [verdict.score, verdict.shaping]
-    rewards = tuple(map(math.fsum, parts))
-    return Done(math.fsum(rewards), end, rewards, verdict.components, verdict.shaping)
-
-
-def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
-    """The tokens of each row."""
-    rows: dict[int, tuple[int, ...]] = {}
-    for turn in turns:
-        rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.ids
-    return [rows[row] for row in sorted(rows)]
-
-
-def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
-    """What makes an engine's answer unusable, or ''. Tokens that do not line up must never be trained."""
-    count = len(generation.ids)
-    if generation.stop is StopReason.ABORT:
-        return "the engine aborted the turn"
-    if not 1 <= count <= limit:
-        return f"the engine returned {count} tokens, asked for 1 to {limit}"
-    if len(generation.logprobs) != count:
-        return f"the engine returned {count} tokens with {len(generation.logprobs)} log-probs"
-    edges = [0, *(span.end for span in generation.spans)]
-    if edges[-1] != count or any(
-        span.start != start or span.end <= start for span, start in zip(generation.spans, edges, strict=False)
-    ):
-        return f"the engine's version spans do not cover its {count} tokens"
-    if generation.stop is StopReason.STOP and generation.ids[-1] not in stop_ids:
-        return f"the engine stopped at token {generation.ids[-1]}, which is no stop id"
-    return ""

@@ -29,7 +29,8 @@ from asyncrl.types import Member, Trajectory, Turn, VersionSpan
 class Example:
     """One trajectory with what its loss needs. Arrays are per model token, in order, [T_i].
 
-    `rows`: all its tokens, one array per row; a model token is rows[row_of][position]. `weight` (per token) and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
+    `rows`: all its tokens, one array per row; a model token is rows[row_of][position]. `weight` (per token)
+    and `denominator` come from the aggregation rule. `rewards`: what fell on each token.
     `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
     training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
     before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
@@ -94,7 +95,8 @@ class MicroBatch:
     """Padded ids [B, T] and the model tokens of all rows, flattened to [N].
 
     Token i is ids[row[i], position[i]], predicted from position - 1, of episode[i]: an episode may have
-    several rows. `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may contribute: not stale, not excluded. What no model
+    several rows. `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
+    contribute: not stale, not excluded. What no model
     or recipe has said is None: `prox` where the policy does not change between now and the optimizer step.
     """
 

@@ -57,7 +57,9 @@ def evaluate(
     )
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     token = recipe.loss.of(
-        LossInput(logp, prox, mu, micro.advantage, micro.episode, fresh, correction, reference, micro.prepared)
+        LossInput(
+            logp, prox, mu, micro.advantage, micro.episode, fresh, correction, reference, micro.prepared
+        )
     )
     weight = torch.where(fresh, micro.weight, 0.0)
     policy = torch.where(fresh, weight * token.value, 0.0)

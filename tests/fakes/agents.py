@@ -21,7 +21,7 @@ from asyncrl.roles.lanes import OwnLane
 from asyncrl.roles.meter import Meter
 from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.waits import Waits
-from asyncrl.rollout.episode import rows_of
+from asyncrl.rollout.turns import rows_of
 from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, Generated
 from asyncrl.transport.outbox import Outbox, Record
 from asyncrl.types import Turn

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.rollout.episode import Cut, Episode, Limits, Opened, Rules, advance, begin
+from asyncrl.rollout.commands import Cut, Limits, Opened, Rules
+from asyncrl.rollout.episode import Episode, advance, begin
 from asyncrl.rollout.parsers import hermes
 from asyncrl.types import Message, Sample
 

@@ -19,7 +19,8 @@ from asyncrl.registry import Registry
 from asyncrl.rewards import RewardInput, in_loop
 from asyncrl.rewards.shaping import shapings
 from asyncrl.roles.scoring import Scorer
-from asyncrl.rollout.episode import CallTools, Done, Generated, Replied, Scored, advance
+from asyncrl.rollout.commands import CallTools, Done, Generated, Replied, Scored
+from asyncrl.rollout.episode import advance
 from asyncrl.tools import call_tool
 from asyncrl.types import Sample
 from tests.fakes.chat import call, rules, start

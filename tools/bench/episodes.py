@@ -38,7 +38,7 @@ from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.turn_player import TurnPlayer, World
 from asyncrl.roles.waits import Waits
 from asyncrl.rollout.chat import Chat
-from asyncrl.rollout.episode import Limits, Rules
+from asyncrl.rollout.commands import Limits, Rules
 from asyncrl.rollout.parsers import hermes
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
 from asyncrl.transport.messages import Assign, Attempt, Failed

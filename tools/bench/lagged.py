@@ -33,6 +33,7 @@ from asyncrl.engines.torch import TorchEngine, replace_weights
 from asyncrl.rewards import RewardInput
 from asyncrl.roles.rollout_setup import Parts, prepare
 from asyncrl.roles.worker_desk import sampling_key
+from asyncrl.rollout import commands
 from asyncrl.rollout import episode as machine
 from asyncrl.rollout.episode import Episode
 from asyncrl.tools import Session
@@ -116,24 +117,26 @@ class Player:
     async def _episode(self, engine: Engine, ask: Ask) -> Episode:
         rules, tools = self.parts.rules, self.parts.world.toolbox.session(ask.sample)
         await tools.open()
-        episode = machine.advance(rules, machine.begin(ask.sample), machine.Opened(tools.schemas))
+        episode = machine.advance(rules, machine.begin(ask.sample), commands.Opened(tools.schemas))
         while not episode.over:
             episode = machine.advance(rules, episode, await self._answer(engine, ask, tools, episode))
         await tools.close()
         engine.release(ask.uid)
-        if isinstance(episode.command, machine.Fail):
+        if isinstance(episode.command, commands.Fail):
             raise RuntimeError(f"episode {ask.uid} failed: {episode.command.detail}")
         return episode
 
-    async def _answer(self, engine: Engine, ask: Ask, tools: Session, episode: Episode) -> machine.Event:
+    async def _answer(self, engine: Engine, ask: Ask, tools: Session, episode: Episode) -> commands.Event:
         match episode.command:
-            case machine.Generate(ids=ids, max_new_tokens=limit):
+            case commands.Generate(ids=ids, max_new_tokens=limit):
                 sampling = Sampling(limit, self.parts.rules.chat.stop_ids, self.config.rollout.temperature)
-                return machine.Generated(await engine.generate(Request(ask.uid, ids, sampling, ask.key)))
-            case machine.CallTools(calls=calls):
-                return machine.Replied(tuple([await tools.call(call) for call in calls]))
-            case machine.Score(answer=answer, end=end):
-                return machine.Scored(await self.parts.scorer.score(RewardInput(ask.sample, answer, end=end)))
+                return commands.Generated(await engine.generate(Request(ask.uid, ids, sampling, ask.key)))
+            case commands.CallTools(calls=calls):
+                return commands.Replied(tuple([await tools.call(call) for call in calls]))
+            case commands.Score(answer=answer, end=end):
+                return commands.Scored(
+                    await self.parts.scorer.score(RewardInput(ask.sample, answer, end=end))
+                )
             case command:
                 raise AssertionError(f"nothing answers {type(command).__name__}")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
 from asyncrl.rollout.branches import Ask, Branches, Place, Refusal, same
-from asyncrl.rollout.episode import rows_of
+from asyncrl.rollout.turns import rows_of
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 from tests.fakes.chat import FakeChat, call, encode, rules
 from tests.fakes.engine import generation

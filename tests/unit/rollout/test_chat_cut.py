@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.rollout.chat_cut import shorten
-from asyncrl.rollout.episode import Cut
+from asyncrl.rollout.commands import Cut
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
 

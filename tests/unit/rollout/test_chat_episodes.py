@@ -9,9 +9,8 @@ import pytest
 
 from asyncrl.errors import ProtocolError
 from asyncrl.rollout.chat import Chat
-from asyncrl.rollout.episode import (
+from asyncrl.rollout.commands import (
     CallTools,
-    Episode,
     Generate,
     Generated,
     Limits,
@@ -20,11 +19,8 @@ from asyncrl.rollout.episode import (
     Replied,
     Rules,
     Step,
-    advance,
-    begin,
-    conversation,
-    resume,
 )
+from asyncrl.rollout.episode import Episode, advance, begin, conversation, resume
 from asyncrl.rollout.parsers import parsers
 from asyncrl.types import (
     Generation,

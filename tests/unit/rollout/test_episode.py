@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
-from asyncrl.rollout.episode import (
+from asyncrl.rollout.commands import (
     CallTools,
     Done,
-    Episode,
     Fail,
     Generate,
     Generated,
@@ -24,10 +23,8 @@ from asyncrl.rollout.episode import (
     Score,
     Scored,
     Step,
-    advance,
-    conversation,
-    resume,
 )
+from asyncrl.rollout.episode import Episode, advance, conversation, resume
 from asyncrl.types import (
     EpisodeEnd,
     FailReason,

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
-from asyncrl.rollout.episode import (
-    DROPPED,
+from asyncrl.rollout.commands import (
     CallTools,
     Command,
     Done,
-    Episode,
     Event,
     Fail,
     Generate,
@@ -29,13 +27,9 @@ from asyncrl.rollout.episode import (
     Score,
     Scored,
     Step,
-    advance,
-    begin,
-    conversation,
-    expire,
-    resume,
-    rows_of,
 )
+from asyncrl.rollout.episode import DROPPED, Episode, advance, begin, conversation, expire, resume
+from asyncrl.rollout.turns import rows_of
 from asyncrl.types import (
     EpisodeEnd,
     FailReason,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollout.episode import CallTools, Done, Episode, Fail, Generated, Replied, Scored, advance
+from asyncrl.rollout.commands import CallTools, Done, Fail, Generated, Replied, Scored
+from asyncrl.rollout.episode import Episode, advance
 from asyncrl.types import EpisodeEnd, FailReason, ToolReply, Verdict
 from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
