@@ -33,7 +33,7 @@ OPEN_KEYS = (  # mappings with keys of the user's choice
     "algorithm.shaping",
 )
 
-SPEC = "a name, module:attribute, file.py:attribute or folder, as in rollout.tools"
+SPEC = "SPEC: a name, module:attribute, file.py:attribute or folder, as in rollout.tools."
 
 HELP = """\
   asyncrl train                     train the calculator demo on a CPU; the last line says where the run is
@@ -126,25 +126,27 @@ def _runs(argv: list[str]) -> int:
 
 
 def _tools(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="asyncrl tools", description="List tools, or call one of them.")
-    actions = parser.add_subparsers(dest="action", required=True)
-    listing = actions.add_parser("list", help="name, parameters, description and options")
-    listing.add_argument("specs", nargs="*", metavar="SPEC", help=f"{SPEC}; all by default")
-    calling = actions.add_parser("call", help="open a tool, call it once, print the reply")
-    calling.add_argument("spec", metavar="NAME", help=SPEC)
-    calling.add_argument("arguments", nargs="?", default="{}", help="a JSON object")
-    calling.add_argument("--name", default="", help="the tool, where NAME gives several")
-    calling.add_argument("--sample", type=Path, help="JSON file of a data row that the tool is opened with")
-    for action in (listing, calling):
-        action.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="repeatable")
-    options = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="asyncrl tools",
+        description="list [SPEC...]: name, parameters, description and options of tools. call SPEC [JSON]: "
+        "open a tool, call it once with these arguments, print the reply. " + SPEC,
+    )
+    parser.add_argument("action", choices=("list", "call"))
+    parser.add_argument("given", nargs="*", metavar="SPEC", help="list: all there are by default")
+    parser.add_argument("--name", default="", help="call: the tool, where SPEC gives several")
+    parser.add_argument("--sample", type=Path, help="call: JSON file of a data row the tool is opened with")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
+    options = parser.parse_intermixed_args(argv)
     sys.path.insert(0, os.getcwd())
     from asyncrl.tools import command
 
-    given = command.options_of(options.option)
+    made = command.options_of(options.option)
     if options.action == "list":
-        return command.list_tools(options.specs, given)
-    return command.call(options.spec, options.arguments, given, options.name, options.sample)
+        return command.list_tools(options.given, made)
+    if len(options.given) not in (1, 2):
+        parser.error("call takes a SPEC and, as one word, a JSON object")
+    spec, text = (*options.given, "{}")[:2]
+    return command.call(spec, text, made, options.name, options.sample)
 
 
 # -- composition -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -76,6 +76,8 @@ class Tool:
     """Run a sync function in a process of a pool, where the deadline kills it."""
     remake: Callable[..., Tool] | None = None
     """The factory that made it, for samples that bring constructor arguments."""
+    end: Callable[[], Awaitable[None]] | None = None
+    """Awaited once at the end of a worker, for what its tools share, such as connections."""
 
     def __post_init__(self) -> None:
         bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0, "max_chars": 63}

@@ -56,10 +56,13 @@ class Toolbox:
         return json.dumps(tool.schema, ensure_ascii=False)
 
     async def close(self) -> None:
-        """End the processes of tools; they also end with this one."""
-        for gate in self.gates.values():
-            if gate.pool is not None:
-                await gate.pool.close()
+        """End what tools share: their processes and connections. Bounded, and never raises."""
+        pools = [gate.pool.close() for gate in self.gates.values() if gate.pool is not None]
+        ends = {tool.end for tool in self.tools.values() if tool.end is not None}
+        ended = (bounded(finish(end), CLOSE_SECONDS, set()) for end in ends)
+        for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
+            if isinstance(problem, Exception):
+                log.warning("closing tools: %s", line(problem))
 
     def limit(self, tool: Tool) -> float:
         """Seconds that one call of a tool may take."""

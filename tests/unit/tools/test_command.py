@@ -89,6 +89,6 @@ def test_what_goes_wrong_is_told(
 
 
 def test_options_reach_the_factory(capsys: pytest.CaptureFixture[str]) -> None:
-    call = ["tools", "call", "calculator", '{"a": 1, "op": "plus", "b": 2}', "--option", "latency_mean=-1"]
+    call = ["tools", "call", "calculator", "--option", "latency_mean=-1", '{"a": 1, "op": "plus", "b": 2}']
     assert cli.main(call) == 2
     assert "must not be negative" in capsys.readouterr().err

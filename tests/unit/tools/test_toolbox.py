@@ -375,6 +375,21 @@ def test_close_cancels_calls_that_run() -> None:
     asyncio.run(main())
 
 
+def test_what_tools_share_is_ended_once_and_never_raises() -> None:
+    ends: list[str] = []
+
+    async def good() -> None:
+        ends.append("good")
+
+    async def bad() -> None:
+        ends.append("bad")
+        raise OSError
+
+    tools = {str(n): replace(echo, end=end) for n, end in enumerate((good, good, bad, None))}
+    asyncio.run(Toolbox(tools).close())
+    assert sorted(ends) == ["bad", "good"]
+
+
 def test_tools_of_one_state_share_an_object() -> None:
     made: list[list[str]] = []
 
