@@ -170,8 +170,9 @@ class AgentPlayer:
     async def _scored(self, end: EpisodeEnd, result: Any) -> Ended:
         turns, rules = tuple(self._branches.turns), self.job.desk.rules
         answer = rules.parse(rules.chat.decode(turns[-1].ids)).content
-        verdict = await self.job.verdict(turns, answer, end, self._branches.shown, result)
-        return Ended(scored(turns, end, verdict), turns, self._branches.calls, self._absence.seconds)
+        calls = self._branches.calls
+        verdict = await self.job.verdict(turns, answer, end, self._branches.shown, calls, result)
+        return Ended(scored(turns, end, verdict), turns, calls, self._absence.seconds)
 
     def _check_recalled(self) -> None:
         if self._branches.recalling:

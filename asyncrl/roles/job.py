@@ -128,16 +128,17 @@ class Job:
         answer: str,
         end: EpisodeEnd,
         messages: tuple[Message, ...],
+        tool_calls: int,
         result: object = None,
     ) -> Verdict:
-        """The reward of the episode, shaped if it trains. `result`: what an agent program returned, a JSON
+        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones. `result`: what an agent program returned, a JSON
         value. Raises RewardError."""
         given = RewardInput(
             sample=self.assign.sample,
             answer=answer,
             messages=messages,
             turns=len(turns),
-            tool_calls=sum(len(turn.replies) for turn in turns),
+            tool_calls=tool_calls,
             end=end,
             transcript=self.transcript(turns),
             result=result,

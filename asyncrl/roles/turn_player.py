@@ -102,7 +102,7 @@ class TurnPlayer:
                 return commands.Observed(await self._step(message))
             case commands.Score(answer=answer, end=end):
                 said = machine.conversation(self._rules, msgspec.structs.replace(episode, folded=0))
-                verdict = await self.job.verdict(episode.turns, answer, end, said)
+                verdict = await self.job.verdict(episode.turns, answer, end, said, episode.tool_calls)
                 earned = verdict.score + await self._cut_short(episode)
                 return commands.Scored(msgspec.structs.replace(verdict, score=earned))
             case command:

@@ -121,6 +121,18 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert (first.tokens, first.model_tokens) == (len(turn.context) + len(turn.ids), len(turn.ids))
 
 
+def test_rewards_are_told_of_the_calls_that_were_made() -> None:
+    told: list[Any] = []
+
+    def watching(**arguments: Any) -> float:
+        extra = arguments["extra_info"]
+        told.extend((extra["num_turns"], extra["tool_calls"], [m["role"] for m in extra["messages"]]))
+        return 0.0
+
+    Bench([BAD + look("left"), "42"], watching).play()
+    assert told == [2, 1, ["user", "assistant", "tool", "tool", "assistant"]]
+
+
 def test_requests_carry_the_session_the_key_and_the_whole_prefix() -> None:
     bench = Bench([look("left"), "42"])
     bench.play()
