@@ -27,15 +27,16 @@ def bench() -> Any:
 def test_good_episodes_do_not_wait_for_bad_tools(bench: Any) -> None:
     """One that hangs (in three ways), crashes, ignores cancellation, replies 10 MB: all episodes end, and the
     turns of the good ones end long before the deadline of the bad tools."""
-    load = bench.Load(episodes=12, turns=3, tool_seconds=0.02, turn_seconds=0.05, bad=len(bench.BAD))
+    bad = len(bench.BAD)
+    load = bench.Load(episodes=12 + bad, turns=3, tool_seconds=0.02, turn_seconds=0.05, bad=bad)
     figures = asyncio.run(bench.run(load))
     assert not figures.failed
-    assert figures.turns == 3 * (12 + len(bench.BAD))
-    assert len(figures.overhead) == 2 * 12
+    assert figures.turns == 2 * 3 * (12 + len(bench.BAD))
+    assert len(figures.overhead) == 2 * 2 * 12
     assert statistics.median(figures.overhead) < bench.BAD_SECONDS / 2
     assert figures.row("good").count("|") == 6
 
 
 def test_the_ideal_only_sleeps(bench: Any) -> None:
     load = bench.Load(4, 3, 0.001, 0.001)
-    assert len(asyncio.run(bench.ideal(load)).overhead) == 2 * 4
+    assert len(asyncio.run(bench.ideal(load)).overhead) == 2 * 3 * 4

@@ -6,7 +6,7 @@ Episodes run through the real runner, chat template, parser, toolbox and outbox,
 The engine is scripted (a turn takes --turn-seconds, give or take half), the tool sleeps a log-normal time of
 mean --tool-seconds (sigma 1.5), records are acknowledged at once. Overhead: the wall time from one request
 to the next, less what engine and tool were told to take. "ideal": the same sleeps in bare asyncio tasks.
-"with bad tools" adds a fifth as many episodes whose tools hang (coroutines, threads, processes), crash,
+"with bad tools": in a fifth of the episodes the tools hang (coroutines, threads, processes), crash,
 reply 10 MB or ignore cancellation: overhead is of the good episodes, CPU is that of all by the turns of all.
 """
 
@@ -48,13 +48,14 @@ from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/multiturn/calculator/model"
 SIGMA = 1.5
+ROUNDS = 2  # episodes one after another in each place
 BAD_SECONDS = 1.0  # deadline of the bad tools
 LONGEST = 30.0  # seconds of one good call: a run should end
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is run. Times in seconds."""
+    """What is run: `bad` of the episodes have bad tools. Times in seconds."""
 
     episodes: int
     turns: int
@@ -87,8 +88,8 @@ def draw(load: Load, random_: random.Random) -> tuple[float, float]:
 
 
 def starts(load: Load, count: int) -> list[float]:
-    """Seconds after which episodes begin: spread over two turns, as in a run that has gone on for a while."""
-    return [2 * (load.turn_seconds + load.tool_seconds) * n / count for n in range(count)]
+    """Seconds after which episodes begin: spread over the length of one, as where they replace each other."""
+    return [load.turns * (load.turn_seconds + load.tool_seconds) * n / count for n in range(count)]
 
 
 # -- tools -------------------------------------------------------------------------------------------------
@@ -214,12 +215,13 @@ async def run(load: Load) -> Figures:
     )
     runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, World(box)))
     bad = [f"{BAD[n % len(BAD)].name}-{n}" for n in range(load.bad)]
-    names = [*bad, *(f"work-{n}" for n in range(load.episodes))]
+    names = [*bad, *(f"work-{n}" for n in range(load.episodes - load.bad))]
     random.Random(2).shuffle(names)
 
     async def begin(name: str, start: float) -> None:
         await asyncio.sleep(start)
-        await runner.run(assign(name), (), engine)
+        for number in range(ROUNDS):
+            await runner.run(assign(f"{name}-{number}"), (), engine)
 
     service = asyncio.create_task(outbox.run())
     gc.collect()
@@ -246,16 +248,15 @@ async def ideal(load: Load) -> Figures:
 
     async def episode(start: float) -> None:
         await asyncio.sleep(start)
-        for _ in range(load.turns - 1):
+        for _ in range(ROUNDS * load.turns):
             begin, told = time.perf_counter(), draw(load, random_)
             for seconds in told:
                 await asyncio.sleep(seconds)
             figures.overhead.append(time.perf_counter() - begin - sum(told))
-        await asyncio.sleep(draw(load, random_)[0])
 
     wall, cpu = time.perf_counter(), time.process_time()
     await asyncio.gather(*map(episode, starts(load, load.episodes)))
-    figures.wall, figures.turns = time.perf_counter() - wall, load.episodes * load.turns
+    figures.wall, figures.turns = time.perf_counter() - wall, ROUNDS * load.episodes * load.turns
     figures.cpu = (time.process_time() - cpu) / figures.turns
     return figures
 
