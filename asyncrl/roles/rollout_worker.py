@@ -11,6 +11,7 @@ again from the last durable turn, by whoever gets the episode next.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Callable, Coroutine
@@ -68,6 +69,8 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     torch.set_num_threads(config.rollout.threads)
     parts = prepare(config)
     engine = parts.build() if parts.build is not None else None
+    gc.collect()
+    gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
@@ -95,6 +98,7 @@ class Worker:
         engine: Engine | None,
     ) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation
+        self._parts = parts
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
@@ -167,7 +171,7 @@ class Worker:
             await self._lane(name).close()
         if self.agents is not None:
             await self.agents.close()
-        await self.runner.desk.scorer.close()
+        await asyncio.gather(self._parts.world.toolbox.close(), self._parts.scorer.close())
         self.meter.flush()
         self.timeline.close()
         self._control.close()
