@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "config", "registry"), 0),
+    **dict.fromkeys(("types", "errors", "config", "registry", "foreign"), 0),
     **dict.fromkeys(("algorithms", "buffer", "rollout"), 1),
     **dict.fromkeys(
         (
@@ -38,6 +38,7 @@ LEVELS = {
 EXCEPTIONS = {
     ("config", "errors"),
     ("registry", "errors"),
+    ("foreign", "errors"),
     ("engines", "weights"),  # engines load what weights publishes
     ("transport", "weights"),  # messages name versions by WeightsRef
     ("trainer", "weights"),  # an export is written as a published version is

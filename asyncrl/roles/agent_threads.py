@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.errors import one_line
+from asyncrl.foreign import in_thread
 from asyncrl.gateway import Agent, Endpoint
-from asyncrl.tools.running import in_thread
 from asyncrl.types import Sample
 
 CLOSE = 5.0  # seconds that a cancelled agent has for its own clean-up

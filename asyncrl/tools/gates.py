@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from asyncrl.foreign import Late
 from asyncrl.tools.base import Tool
 from asyncrl.tools.process import Lease, Pool
-from asyncrl.tools.running import Late
 
 MOST_STRAYS = 100  # calls of one tool left behind at their deadlines; with more it is not called
 

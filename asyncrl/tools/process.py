@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.foreign import Late, in_thread, line
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool
 from asyncrl.tools.replies import reply_of
-from asyncrl.tools.running import Late, in_thread, line
 
 START_SECONDS = 60.0  # for a child to import what the tool needs
 LENGTH = struct.Struct(">I")

@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import AsyncrlError, ProtocolError
+from asyncrl.foreign import bounded, finish, line
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.process import Lease
 from asyncrl.tools.replies import cut, reply_of
-from asyncrl.tools.running import bounded, finish, line
 from asyncrl.tools.schema import outline
 from asyncrl.tools.wanted import Wanted, accepted, chosen, wanted
 from asyncrl.types import Sample, ToolCall, ToolReply

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.foreign import line
 from asyncrl.tools.base import Tool, ToolError, names
-from asyncrl.tools.running import line
 from asyncrl.types import Sample
 
 log = logging.getLogger("asyncrl.tools")

@@ -129,7 +129,7 @@ def test_a_bad_call_is_told_what_is_wrong_and_what_is_allowed(sentence: dict[str
 
 def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the end of the event loop."""
-    monkeypatch.setattr("asyncrl.tools.running.GRACE", 0.01)
+    monkeypatch.setattr("asyncrl.foreign.GRACE", 0.01)
 
     @tool(timeout=0.05)
     async def stubborn() -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 from asyncrl.errors import AsyncrlError
 
-log = logging.getLogger("asyncrl.tools")
+log = logging.getLogger("asyncrl.worker")
 
 GRACE = 1.0  # seconds for cancelled work to end
-SLOW = 0.1  # seconds that a sync tool may hold the event loop before the log says so
+SLOW = 0.1  # seconds that a sync function may hold the event loop before the log says so
 _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
 
 
