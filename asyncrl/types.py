@@ -87,13 +87,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class ToolReply(msgspec.Struct, frozen=True):
     """What a tool call gave back. `error` names the failure; the content is readable by the model, the
-    `reward` falls on the turn that made the call."""
+    `reward` falls on the turn that made the call. `refused`: nothing was run, the call itself was wrong."""
 
     call: ToolCall
     content: str
     error: str | None = None
     seconds: float = 0.0
     reward: float = 0.0
+    refused: bool = False
 
 
 class Observation(msgspec.Struct, frozen=True):

@@ -172,7 +172,10 @@ class TurnPlayer:
         if self._environment.replay == "no":
             raise ProtocolError("the environment cannot be repeated, so the episode starts again")
         again = await self._step(self._said(episode, turn))
-        if turn.observation is None or again.messages != turn.observation.messages:
+        if (
+            turn.observation is None
+            or machine.as_read(self._rules, again).messages != turn.observation.messages
+        ):
             raise ProtocolError("the environment said something else when repeated")
 
     # -- records -------------------------------------------------------------------------------------

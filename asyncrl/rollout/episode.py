@@ -12,7 +12,7 @@ fresh episode (`resume`) gives the state it had, on any worker.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -35,7 +35,7 @@ from asyncrl.rollout.commands import (
     Scored,
     Step,
 )
-from asyncrl.rollout.parsers import Parsed
+from asyncrl.rollout.parsers import Parsed, unread
 from asyncrl.rollout.turns import problem, scored
 from asyncrl.types import (
     EpisodeEnd,
@@ -63,8 +63,8 @@ class Episode(msgspec.Struct, frozen=True):
     opened: Opened = Opened()
     rows: tuple[tuple[int, ...], ...] = ()
     turns: tuple[Turn, ...] = ()
-    bad_calls: int = 0  # malformed ones in a row, up to now
-    tool_calls: int = 0  # answered well-formed ones
+    bad_calls: int = 0  # malformed and refused ones in a row, up to now
+    tool_calls: int = 0  # well-formed ones
     folded: int = 0
 
     @property
@@ -124,6 +124,8 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
         generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds)
         episode = advance(rules, episode, Generated(generation))
+        if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
+            raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
         if turn.replies and isinstance(episode.command, CallTools):
             episode = advance(rules, episode, Replied(turn.replies[: len(episode.command.calls)]))
         if turn.observation is not None and isinstance(episode.command, Step):
@@ -167,8 +169,12 @@ def spoken(rules: Rules, turn: Turn, *, tools: bool = True) -> Message:
 
 def _read(rules: Rules, text: str, tools: bool) -> Parsed:
     """Where there are no tools, nothing is a call, well-formed or not."""
-    parsed = rules.parse(text)
-    return parsed if tools else msgspec.structs.replace(parsed, calls=(), errors=())
+    return rules.parse(text) if tools else unread(rules.parse, text)
+
+
+def as_read(rules: Rules, observation: Observation) -> Observation:
+    """With its messages cut, as the model reads them."""
+    return msgspec.structs.replace(observation, messages=tuple(_read_by_model(rules, observation.messages)))
 
 
 def tool_message(reply: ToolReply, content: str) -> Message:
@@ -181,6 +187,7 @@ def tool_message(reply: ToolReply, content: str) -> Message:
 
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
     limits = rules.limits
+    opened = msgspec.structs.replace(opened, messages=tuple(_read_by_model(rules, opened.messages)))
     prompt = rules.chat.prompt_ids((*episode.sample.prompt, *opened.messages), opened.tools)
     room = limits.max_tokens - len(prompt)
     episode = _with(episode, opened=opened)
@@ -212,12 +219,14 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
         episode,
         rows=(*episode.rows[: asked.row], asked.ids + generation.ids),
         turns=(*episode.turns, turn),
-        bad_calls=len(parsed.errors) + (0 if parsed.calls else episode.bad_calls),
     )
     if generation.stop is StopReason.LENGTH:
         return _over(rules, episode, EpisodeEnd.LENGTH)
+    if episode.tool_calls + len(parsed.calls) > rules.limits.max_calls:
+        return _over(rules, episode, EpisodeEnd.MAX_CALLS)
     own = not parsed.errors and any(call.name in episode.opened.own_tools for call in parsed.calls)
     if own or (rules.environment and not parsed.calls and not parsed.errors):
+        episode = _with(episode, tool_calls=episode.tool_calls + len(parsed.calls), bad_calls=0)
         return _with(episode, command=Step(spoken(rules, turn, tools=bool(episode.opened.tools))))
     end = _end(rules.limits, episode, parsed)
     if end is not None:
@@ -232,29 +241,36 @@ def _end(limits: Limits, episode: Episode, parsed: Parsed) -> EpisodeEnd | None:
     read their replies."""
     if not parsed.calls and not parsed.errors:
         return EpisodeEnd.ANSWERED
-    if episode.bad_calls >= limits.max_bad_calls:
+    if not parsed.calls and episode.bad_calls + len(parsed.errors) >= limits.max_bad_calls:
         return EpisodeEnd.BAD_CALLS
     if len(episode.turns) >= limits.max_turns:
         return EpisodeEnd.MAX_TURNS
-    if episode.tool_calls + len(parsed.calls) > limits.max_calls:
-        return EpisodeEnd.MAX_CALLS
     return None
 
 
 def _replied(
     rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
 ) -> Episode:
-    """Attach the replies to the turn, malformed calls last, as long as the model may read them."""
+    """Attach the replies to the turn, malformed calls last, as the model may read them."""
     everything = tuple(
         msgspec.structs.replace(reply, content=_cut(rules, reply.content))
         for reply in (*replies, *map(_malformed, errors))
     )
     turn = msgspec.structs.replace(episode.turns[-1], replies=everything)
-    episode = _with(episode, turns=(*episode.turns[:-1], turn), tool_calls=episode.tool_calls + len(replies))
+    bad = sum(reply.refused for reply in everything)
+    episode = _with(
+        episode,
+        turns=(*episode.turns[:-1], turn),
+        tool_calls=episode.tool_calls + len(replies),
+        bad_calls=bad + (episode.bad_calls if bad == len(everything) else 0),
+    )
+    if episode.bad_calls >= rules.limits.max_bad_calls:
+        return _over(rules, episode, EpisodeEnd.BAD_CALLS)
     return _go_on(rules, episode, tuple(tool_message(reply, reply.content) for reply in everything))
 
 
 def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episode:
+    observation = as_read(rules, observation)
     turn = msgspec.structs.replace(episode.turns[-1], observation=observation)
     episode = _with(episode, turns=(*episode.turns[:-1], turn))
     if observation.done:
@@ -308,8 +324,8 @@ def _folded(rules: Rules, episode: Episode) -> Episode | None:
 
 
 def _over(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
-    answer = rules.parse(rules.chat.decode(episode.turns[-1].ids)).content
-    return _with(episode, command=Score(answer, end))
+    text = rules.chat.decode(episode.turns[-1].ids)
+    return _with(episode, command=Score(_read(rules, text, bool(episode.opened.tools)).content, end))
 
 
 def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:
@@ -325,5 +341,10 @@ def _cut(rules: Rules, text: str) -> str:
     return rules.chat.shorten(text, rules.limits.max_reply_tokens, rules.limits.cut_replies)
 
 
+def _read_by_model(rules: Rules, messages: Sequence[Message]) -> Iterator[Message]:
+    for message in messages:
+        yield msgspec.structs.replace(message, content=_cut(rules, message.content))
+
+
 def _malformed(error: str) -> ToolReply:
-    return ToolReply(ToolCall("malformed_call", "{}"), f"error: {error}", error)
+    return ToolReply(ToolCall("malformed_call", "{}"), f"error: {error}", error, refused=True)

@@ -1,6 +1,6 @@
 """How a model writes tool calls. A parser turns the text of a turn into calls; it never raises."""
 
-from asyncrl.rollout.parsers.base import Parsed, Parser, parsers, visible
+from asyncrl.rollout.parsers.base import Parsed, Parser, parsers, unread, visible
 from asyncrl.rollout.parsers.guess import guess
 from asyncrl.rollout.parsers.harmony import harmony
 from asyncrl.rollout.parsers.json_calls import hermes, llama3, mistral
@@ -22,5 +22,6 @@ __all__ = [
     "parsers",
     "pythonic",
     "qwen3_coder",
+    "unread",
     "visible",
 ]

@@ -99,6 +99,15 @@ class Format:
         return before(began, (*self.opens, self.think.close)).rstrip()
 
 
+def unread(parser: Parser, text: str) -> Parsed:
+    """A turn where there are no tools: whatever looks like a call is content."""
+    if isinstance(parser, Format):
+        reasoning, rest = split(text, parser.think)
+        return Parsed(rest.strip(), reasoning=reasoning)
+    parsed = parser(text)
+    return Parsed(text, reasoning=parsed.reasoning) if parsed.calls or parsed.errors else parsed
+
+
 @runtime_checkable
 class _Streamed(Protocol):
     def visible(self, text: str, thinking: bool) -> str: ...

@@ -68,7 +68,7 @@ def test_its_own_calls_go_to_it_and_others_to_tools() -> None:
     bench = Bench([call("move"), look("left"), BAD, "42"], nothing, Board)
     end = bench.play()
     assert isinstance(end, Finished)
-    assert (end.turns, end.tool_calls) == (4, 1)
+    assert (end.turns, end.tool_calls) == (4, 2)
     assert (Board.log, bench.calls) == (["reset", "move", "42", "close"], ["left"])
     assert '"move"' in "".join(map(chr, bench.engine.requests[0].ids))
 

@@ -188,6 +188,50 @@ def test_tool_calls_are_limited() -> None:
     assert episode.tool_calls == 2
 
 
+def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
+    """Calls of tools that are not there, or with wrong arguments: nothing was run."""
+    made = rules(max_bad_calls=3)
+
+    def answered(episode: Episode, text: str, refused: bool) -> Episode:
+        episode = advance(made, episode, Generated(generation(text)))
+        if not isinstance(episode.command, CallTools):
+            return episode
+        said = (ToolReply(c, "no", refused=refused) for c in episode.command.calls)
+        return advance(made, episode, Replied(tuple(said)))
+
+    episode = answered(answered(start(made), BAD, True), call("nope"), True)
+    assert episode.bad_calls == 2
+    assert answered(episode, call("a"), False).bad_calls == 0
+    assert answered(episode, call("a") + BAD, False).bad_calls == 1
+    assert answered(episode, call("nope"), True).command == Score("", EpisodeEnd.BAD_CALLS)
+
+
+def test_calls_that_the_environment_answers_are_limited_too() -> None:
+    own = Opened(("",), own_tools=frozenset({"move"}))
+    made = rules(environment=True, max_calls=1)
+    episode = advance(made, start(made, opened=own), Generated(generation(call("move"))))
+    episode = advance(made, episode, said("moved"))
+    assert episode.tool_calls == 1
+    episode = advance(made, episode, Generated(generation(call("move"))))
+    assert episode.command == Score("", EpisodeEnd.MAX_CALLS)
+
+
+def test_what_an_environment_says_is_cut() -> None:
+    made = rules(environment=True, max_reply_tokens=3)
+    hello = Opened(messages=(Message("user", "guess"),))
+    episode = advance(made, start(made, opened=hello), Generated(generation("5")))
+    assert episode.turns[0].context == (*encode("qgue"), 2)
+    episode = advance(made, episode, said("higher"))
+    assert episode.turns[0].observation == Observation((Message("user", "hig"),))
+    assert resume(made, sample(), hello, episode.turns) == episode
+
+
+def test_a_recorded_turn_that_is_too_long_by_now_is_refused() -> None:
+    turns = play([call("a"), "a long answer"]).turns
+    with pytest.raises(ProtocolError, match="recorded turn 0: the engine returned"):
+        resume(rules(max_new_tokens=5), sample(), OPENED, turns)
+
+
 def test_replies_are_cut_before_anybody_reads_them() -> None:
     made = rules(max_reply_tokens=3)
     episode = start(made)
@@ -202,8 +246,8 @@ def test_replies_are_cut_before_anybody_reads_them() -> None:
 @pytest.mark.parametrize("text", ["so " + call("a"), "so " + BAD])
 def test_without_tools_nothing_is_a_call(text: str) -> None:
     made = rules()
-    episode = advance(made, start(made, opened=Opened()), Generated(generation(text)))
-    assert episode.command == Score("so", EpisodeEnd.ANSWERED)
+    episode = advance(made, start(made, opened=Opened()), Generated(generation("<think>hm</think>" + text)))
+    assert episode.command == Score(text, EpisodeEnd.ANSWERED)
 
 
 def said(*words: str, reward: float = 0.0, done: bool = False) -> Observed:

@@ -28,7 +28,7 @@ from asyncrl.rollout.commands import (
     Scored,
     Step,
 )
-from asyncrl.rollout.episode import DROPPED, Episode, advance, begin, conversation, expire, resume
+from asyncrl.rollout.episode import DROPPED, Episode, advance, as_read, begin, conversation, expire, resume
 from asyncrl.rollout.turns import rows_of
 from asyncrl.types import (
     EpisodeEnd,
@@ -272,7 +272,8 @@ def no_reply_is_lost_and_the_next_turn_reads_it(play: Played) -> None:
             for reply, given in zip(turn.replies, event.replies, strict=False):
                 assert reply.content == given.content[: made.limits.max_reply_tokens]
         else:
-            assert turn.observation == event.observation
+            assert isinstance(event, Observed)
+            assert turn.observation == as_read(made, event.observation)
         if isinstance(after.command, Generate):
             assert_read(after, turn)
 
