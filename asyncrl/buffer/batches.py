@@ -204,19 +204,24 @@ class Batches:
         return min(known, default=1 << 60)
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
-        """The rows of a plan by rank: back and forth from the longest, so that no rank has more rows than
+        """The episodes of a plan by rank: back and forth from the longest, so that no rank has more rows than
         its padded budget allows and all have about the same tokens."""
         parts: list[list[str]] = [[] for _ in range(ranks)]
         for index, uid in enumerate(uids):
-            turn, place = divmod(index, ranks)
-            parts[place if turn % 2 == 0 else ranks - 1 - place].append(uid)
+            parts[_rank(index, ranks)].append(uid)
         return parts
 
     def _bucket(self, pool: list[Episode], ranks: int) -> list[Episode]:
-        """The longest trajectories that fit a padded micro-batch per rank: similar lengths pad least."""
-        ordered = sorted(pool, key=lambda episode: (-episode.tokens, episode.group, episode.member))
-        longest = max(1, ordered[0].tokens)
-        return ordered[: max(1, self.micro_tokens // longest) * ranks]
+        """The episodes with the longest rows that fit a padded micro-batch per rank, as they are dealt:
+        similar lengths pad least."""
+        ordered = sorted(pool, key=lambda episode: (-episode.width, episode.group, episode.member))
+        most, held = self.micro_tokens // max(1, ordered[0].width), [0] * ranks
+        for index, episode in enumerate(ordered):
+            rank = _rank(index, ranks)
+            if held[rank] and held[rank] + episode.rows > most:
+                return ordered[:index]
+            held[rank] += episode.rows
+        return ordered
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
@@ -239,3 +244,9 @@ class Batches:
         used = {episode.group for episode in self.taken.values()}
         self.baselines = {group: self.baselines[group] for group in used}
         return uids
+
+
+def _rank(index: int, ranks: int) -> int:
+    """Who gets the episode at this place of a plan."""
+    turn, place = divmod(index, ranks)
+    return place if turn % 2 == 0 else ranks - 1 - place

@@ -54,8 +54,10 @@ class Episode(msgspec.Struct):
     end: EpisodeEnd = EpisodeEnd.ANSWERED
     turns: int = 0  # durable turns
     tool_calls: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of all rows
     model_tokens: int = 0
+    rows: int = 1
+    longest_row: int = 0  # tokens; 0: not told yet, all may be in one
     seconds: float = 0.0
     tool_s: float = 0.0
     step: int = -1
@@ -67,6 +69,11 @@ class Episode(msgspec.Struct):
         return Member(
             self.member, self.reward, self.model_tokens, self.turn_rewards, self.components, self.shaping
         )
+
+    @property
+    def width(self) -> int:
+        """Tokens that each of its rows takes in a padded batch by itself."""
+        return self.longest_row or self.tokens
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""

@@ -170,6 +170,7 @@ class Job:
         command = ended.command
         if isinstance(command, Fail):
             return Failed(0, self.attempt, command.reason, command.detail)
+        rows = rows_of(ended.turns)
         return Finished(
             seq=0,
             attempt=self.attempt,
@@ -183,7 +184,8 @@ class Job:
             turn_rewards=command.turn_rewards,
             components=command.components,
             shaping=command.shaping,
-            rows=len(rows_of(ended.turns)),
+            rows=len(rows),
+            longest_row=max(map(len, rows)),
         )
 
 

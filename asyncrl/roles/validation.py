@@ -38,7 +38,8 @@ class Session:
     running: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # uid -> (worker, assign seq)
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     scores: dict[str, Finished] = field(default_factory=dict)
-    failed: int = 0
+    failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    failed: list[str] = field(default_factory=list)  # given up
     versions: set[int] = field(default_factory=set)  # that sampled its tokens
 
 
@@ -102,13 +103,22 @@ class Validation:
             session.scores[uid] = message
         elif isinstance(message, Failed):
             log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
-            session.failed += 1
+            self._again(session, uid)
         else:
             if isinstance(message, Generated) and message.model_tokens:
                 session.versions |= {message.oldest, message.newest}
             return
         del session.running[uid]
         worker.eval_running -= 1
+
+    def _again(self, session: Session, uid: str) -> None:
+        """An attempt failed: try again as often as in training."""
+        session.failures[uid] += 1
+        if session.failures[uid] > self.core.config.rollout.retries:
+            session.failed.append(uid)
+        else:
+            session.attempts[uid] += 1
+            session.queue.append(uid)
 
     @property
     def busy(self) -> bool:
@@ -194,12 +204,16 @@ class Validation:
             self.engines.release()
 
     def _metrics(self, session: Session) -> dict[str, float]:
-        """`val-core/<source>/<mode>/mean@1` per data source, and over all of them."""
+        """`val-core/<source>/<mode>/mean@1` per data source, and over all of them. An episode that failed at
+        every attempt counts as 0: who breaks the world would be left out of the mean otherwise."""
         scores: dict[str, list[float]] = defaultdict(list)
-        for uid, finished in session.scores.items():
+        earned = {uid: finished.reward for uid, finished in session.scores.items()}
+        for uid, reward in (earned | dict.fromkeys(session.failed, 0.0)).items():
             _, mode, row = uid.split("/")
-            scores[f"val-core/{self.samples[int(row)].data_source}/{mode}/mean@1"].append(finished.reward)
-            scores[f"val-core/all/{mode}/mean@1"].append(finished.reward)
+            scores[f"val-core/{self.samples[int(row)].data_source}/{mode}/mean@1"].append(reward)
+            scores[f"val-core/all/{mode}/mean@1"].append(reward)
+        for uid, finished in session.scores.items():
+            mode = uid.split("/")[1]
             scores[f"val-aux/{mode}/num_turns/mean"].append(finished.turns)
             scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.tool_calls)
         means = {name: sum(values) / len(values) for name, values in scores.items()}
@@ -208,7 +222,7 @@ class Validation:
             means = {}
         return means | {
             "val-aux/episodes": float(len(session.scores)),
-            "val-aux/failed": float(session.failed + unfinished),
+            "val-aux/failed": float(len(session.failed) + unfinished),
             "val-aux/policy_version": float(max(session.versions, default=session.ref.version)),
             "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version)),
         }

@@ -210,6 +210,7 @@ class WorkerDesk:
                 episode.tool_s = message.tool_s
                 episode.turn_rewards, episode.components = message.turn_rewards, message.components
                 episode.shaping = message.shaping
+                episode.rows, episode.longest_row = message.rows, message.longest_row
                 core.buffer.finish(episode, message.reward, message.end, now)
                 self.on_landed(episode, message)
             case Failed():

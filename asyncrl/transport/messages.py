@@ -210,6 +210,7 @@ class Finished(Message, frozen=True):
     components: dict[str, float] = {}
     shaping: float = 0.0
     rows: int = 1
+    longest_row: int = 0  # tokens
 
     @property
     def score(self) -> float:

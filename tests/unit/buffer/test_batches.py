@@ -96,23 +96,27 @@ def test_a_restarted_trainer_is_given_the_same_plans() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=8, max_size=8),
+    shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=8, max_size=8),
     budget=st.integers(30, 120),
     ranks=st.sampled_from([1, 2, 4]),
 )
-def test_every_row_is_planned_once_and_fits(lengths: list[int], budget: int, ranks: int) -> None:
+def test_every_episode_is_planned_once_and_all_its_rows_fit(
+    shapes: list[tuple[int, int]], budget: int, ranks: int
+) -> None:
+    """Rows are padded to the longest of the micro-batch; an episode that is larger goes by itself."""
     buffer, batches = make(groups_per_batch=4)
     batches.micro_tokens = budget
     admit(buffer, 4)
-    for uid, tokens in zip([f"{g}.{m}" for g in range(4) for m in range(2)], lengths, strict=True):
+    for uid, (longest, rows) in zip([f"{g}.{m}" for g in range(4) for m in range(2)], shapes, strict=True):
         episode = land(buffer, uid)
-        episode.tokens = tokens
+        episode.tokens, episode.rows, episode.longest_row = longest * rows, rows, longest
     micro, seen = 0, []
     while plan := batches.plan(0, micro, ranks):
         parts = batches.deal(plan, ranks)
         assert sorted(uid for part in parts for uid in part) == sorted(plan)
-        for tokens in [[batches.taken[uid].tokens for uid in part] for part in parts]:
-            assert len(tokens) * max(tokens, default=0) <= budget
+        for part in [[batches.taken[uid] for uid in part] for part in parts]:
+            padded = sum(e.rows for e in part) * max((e.longest_row for e in part), default=0)
+            assert padded <= budget or len(part) == 1
         seen += plan
         micro += 1
     assert sorted(seen) == sorted(f"{g}.{m}" for g in range(4) for m in range(2))

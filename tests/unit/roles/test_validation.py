@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.roles.validation import Validation
+from asyncrl.transport.messages import Assign, Failed, Finished
+from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.weights import disk
-from tests.unit.roles.test_worker_desk import SAMPLE, Desk
+from tests.unit.roles.test_worker_desk import SAMPLE, A, Desk
 from tests.unit.weights.test_delta import Training
 
 
@@ -35,3 +37,30 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     disk.prune(training.directory, keep=1)
     assert not validation.begin(step=1, count=1, final=False, now=0.0)
     assert not validation.busy
+
+
+def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Path) -> None:
+    """Else an agent that breaks on bad answers would be judged by the good ones."""
+    training, desk = Training(tmp_path / "weights"), Desk(tmp_path)
+    training.publish(1)
+    desk.core.latest = training.ref(0)
+    desk.join(A)
+    (worker,) = desk.desk.workers.values()
+    worker.eval_version = training.ref(0).order
+    validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
+    assert validation.begin(step=1, count=1, final=False, now=0.0)
+    tries = dict.fromkeys(("sampled", "greedy"), 0)
+    while validation.busy:
+        validation.tick(0.0, exclusive=True)
+        for _, message in desk.sent.take(Assign):
+            mode = message.attempt.uid.split("/")[1]
+            tries[mode] += 1
+            record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
+            if mode == "greedy":
+                record = Finished(0, message.attempt, 1.0, EpisodeEnd.ANSWERED, 1, 0, 1.0, 0.0)
+            validation.record(worker, record)
+    assert tries == {"sampled": 1 + desk.core.config.rollout.retries, "greedy": 1}
+    ((_, metrics),) = validation.results
+    assert metrics["val-core/all/sampled/mean@1"] == 0.0
+    assert metrics["val-core/all/greedy/mean@1"] == metrics["val-aux/failed"] == 1.0
+    assert worker.eval_running == 0
