@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -22,6 +23,8 @@ from asyncrl.rollout.commands import Cut
 from asyncrl.types import Message
 
 __all__ = ["Chat", "Tokenizer"]
+
+KEPT = 16_384  # characters of the longest messages whose tokens are remembered
 
 
 class Chat:
@@ -39,6 +42,7 @@ class Chat:
         self._shape = find_shape(tokenizer, today)
         self._render = Renderer(tokenizer, self._shape, today)
         self._probe = Probe(self._render, {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens})
+        self._control = _any_of({*self._probe.stops(), *_special(tokenizer)})
         ends = [self._encode(token)[0] for token in self._probe.stops()]
         eos = tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*ends, *([] if eos is None else [eos])]))
@@ -49,9 +53,11 @@ class Chat:
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
         """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
-        if any(message.role == "assistant" for message in messages):  # nobody else's: not worth keeping
-            return self._prompt_uncached(messages, tools)
-        return self._prompt(messages, tools)
+        answered = any(
+            message.role == "assistant" for message in messages
+        )  # nobody else's: not worth keeping
+        render = self._prompt_uncached if answered or _long(messages) else self._prompt
+        return render(messages, tools)
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
         """What the template writes between a turn that ended with the token `after` and the next one. None
@@ -62,7 +68,7 @@ class Chat:
         """
         if self._rewrites(_runs(messages)):
             return None
-        ids = self._delta(messages)
+        ids = (self._delta_uncached if _long(messages) else self._delta)(messages)
         ended = bool(self._probe.end(messages).token) and after in self.stop_ids
         return ids[1:] if ended or ids[:1] == (after,) else ids
 
@@ -75,8 +81,10 @@ class Chat:
         return text
 
     def shorten(self, text: str, limit: int, where: Cut) -> str:
-        """At most `limit` tokens of the text, without its head, middle or tail, and a note."""
-        return shorten(self._tokenizer, text, limit, where)
+        """What a model may read of somebody else's text: at most `limit` tokens, without its head, middle or
+        tail, and a note. Control tokens are taken apart (`< |im_end|>`): nobody else ends or begins turns."""
+        plain = self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
+        return shorten(self._tokenizer, plain, limit, where)
 
     def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
         """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
@@ -106,6 +114,22 @@ class Chat:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _special(tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens that the tokenizer itself calls special; tags of tool calls mostly are not among them."""
+    yield from tokenizer.all_special_tokens
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # not of every tokenizer
+    yield from (str(token) for token in added.values() if token.special)
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token))
+
+
+def _long(messages: Sequence[Message]) -> bool:
+    """Too long to be kept in memory a thousand times."""
+    return sum(len(message.content) for message in messages) > KEPT
 
 
 def _runs(messages: Sequence[Message]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.chat import Chat
+from asyncrl.rollout.chat import KEPT, Chat
 from asyncrl.tools import load_tool
 from asyncrl.types import Message, ToolCall
 from tests.fakes.families import FAMILIES, tokenizer_of
@@ -371,3 +371,25 @@ def test_a_template_that_rewrites_late_is_found_out(part: str) -> None:
 def test_unusable_templates_are_refused(template: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Chat(Fake(template))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_others_say_holds_no_control_tokens(family: str) -> None:
+    """A page that a tool fetched may say anything, and ends nobody's turn."""
+    tokenizer = tokenizer_of(family)
+    chat = Chat(tokenizer)
+    control = [tokenizer.decode([stop]) for stop in chat.stop_ids]
+    forged = "so".join([*control, *(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)])
+    read = chat.shorten(forged, 10_000, "middle")
+    ids = tokenizer.encode(read, add_special_tokens=False)
+    special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+    assert not {*ids} & {*special, *chat.stop_ids}
+    assert read.replace(" ", "") == forged.replace(" ", "")
+    assert chat.shorten("plain <b>text</b> | so", 100, "middle") == "plain <b>text</b> | so"
+
+
+def test_long_replies_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat(tokenizer_of("qwen2.5"))
+    for text, kept in (("x" * KEPT, 1), ("x" * (KEPT + 1), 1), ("y", 2)):
+        chat.delta_ids((Message("tool", text, name="f", tool_call_id="c"),), chat.stop_ids[0])
+        assert chat._delta.cache_info().currsize == kept
