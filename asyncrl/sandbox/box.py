@@ -21,7 +21,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.errors import AsyncrlError, one_line
@@ -55,12 +55,13 @@ class Ending(enum.StrEnum):
 class Result:
     """`output`: what was printed, standard error included, its middle left out where it is long (`omitted`
     bytes). `status`: the exit status, or minus the signal that ended the process; 0 for a cell. `lost`: the
-    variables of earlier cells are gone."""
+    variables of earlier cells are gone; `emptied`: so are the files, as the sandbox was started again."""
 
     ending: Ending
     output: str
     status: int = 0
     lost: bool = False
+    emptied: bool = False
     omitted: int = 0
     seconds: float = 0.0
 
@@ -85,6 +86,7 @@ class Sandbox:
         self._show = tuple(show)
         self._turn = asyncio.Lock()
         self._closed = False
+        self._cut_off = False  # a call was, and with it all state ended; nobody was told yet
         self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
@@ -123,8 +125,8 @@ class Sandbox:
         return await self._ask(wire.Request(wire.CELL, seconds, _encoded(code, wire.MAX_CELL)))
 
     async def program(self, code: str, seconds: float, stdin: str = "") -> Result:
-        """Run a whole Python program in an interpreter of its own. Nothing of it survives but its files; nor
-        do processes and cells of before."""
+        """Run a whole Python program in an interpreter of its own and an empty directory: processes, cells
+        and files of before end. Of the program its files survive."""
         source = _encoded(code, wire.MAX_SOURCE)
         return await self._ask(wire.Request(wire.PROGRAM, seconds, source, stdin.encode(errors="replace")))
 
@@ -150,18 +152,15 @@ class Sandbox:
                     result = await self._exchange(request)
             except (OSError, EOFError, SandboxError):
                 await self._end()
-                result = Result(Ending.DIED, "", lost=True)
+                result = Result(Ending.DIED, "", lost=True, emptied=True)
             except BaseException:  # cancelled: the reply would answer the next question
+                self._cut_off = True
                 await self._end()
                 raise
-        return Result(
-            result.ending,
-            result.output,
-            result.status,
-            result.lost,
-            result.omitted,
-            time.monotonic() - started,
-        )
+            if self._cut_off:
+                self._cut_off = False
+                result = replace(result, lost=True, emptied=True)
+        return replace(result, seconds=time.monotonic() - started)
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -217,7 +216,7 @@ class Sandbox:
         if ending not in ENDINGS or size > MAX_OUTPUT:
             raise SandboxError("the sandbox broke the protocol")
         output = (await self._reader.readexactly(size)).decode("utf-8", "replace")
-        return Result(ENDINGS[ending], output, status, lost, omitted)
+        return Result(ENDINGS[ending], output, status, lost, omitted=omitted)
 
     def _arguments(self) -> list[str]:
         pairs = [(name, str(value)) for name, value in self.limits._asdict().items()]

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncrl.sandbox import locks
+from asyncrl.sandbox import calls, locks
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
@@ -31,17 +31,17 @@ OWN_USERS = 0x70000000
 """Root's sandboxes run as a user of this number plus the guard's process id, which no other process has."""
 HOME = "/sandbox"
 ASIDE = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""By their names inside. `full` reads as `zero` does, and cannot be mapped, as memory that no limit counts."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Limits(NamedTuple):
-    """Sizes are MiB. `memory`, `cpu_seconds`, `open_files` and `file` (the largest) are of one process;
-    `disk` is of the private directory, `processes` of all processes and threads together."""
+    """Sizes are MiB. `memory`, `open_files` and `file` (the largest) are of one process; `disk` is of the
+    private directory, `processes` of all processes and threads together."""
 
     memory: int = 512
-    cpu_seconds: int = 120
     processes: int = 32
     open_files: int = 64
     file: int = 32
@@ -62,13 +62,15 @@ class Plan(NamedTuple):
 class Ground(NamedTuple):
     """Where code runs. `home`: its directory. `holds`: what is kept from it (wire.HOLDS). `alone`: a signal
     to all processes reaches its own only. `processes`: the limit to set, others of its user counted in.
-    `files`: a ruleset of locks.py that its processes take on; -1: they need none, or there is none."""
+    `files`: a ruleset of locks.py that its processes take on; -1: they need none, or there is none.
+    `filtered`: calls.py works here."""
 
     home: str
     holds: frozenset[str]
     alone: bool
     processes: int
     files: int
+    filtered: bool
     notes: str
 
 
@@ -102,7 +104,10 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     os.chdir(home)
     drop_rights()
     files = -1 if "files" in holds else _lock_files(plan, home, holds, notes)
-    if "network" not in holds and attempt(locks.forbid_sockets, notes):
+    filtered = attempt(lambda: calls.refuse(calls.UNCOUNTED), notes)
+    if filtered and "files" in holds:  # outside there may be directories that are memory
+        holds.add("memory")
+    if "network" not in holds and attempt(lambda: calls.refuse(calls.SOCKETS), notes):
         holds.add("network")
     if own:
         holds.add("orphans")  # the guard is another user, whom they cannot kill
@@ -111,12 +116,12 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     counted = own or ("user" in spaces and _kernel() >= (5, 14))
     others = 3 if counted else 3 + _tasks(os.getuid())  # the guard, the warden, the interpreter
     alone = own or "pid" in spaces
-    return Ground(home, frozenset(holds), alone, plan.limits.processes + others, files, "; ".join(notes))
+    return Ground(home, frozenset(holds), alone, plan.limits.processes + others, files, filtered, "; ".join(notes))
 
 
 def _lock_files(plan: Plan, home: str, holds: set[str], notes: list[str]) -> int:
     """A ruleset in place of a new root. It also keeps signals inside, where the kernel is new enough."""
-    devices = [f"/dev/{name}" for name in DEVICES]
+    devices = [f"/dev/{name}" for name in DEVICES.values()]
     try:
         fd = locks.ruleset(plan.shown, [home, *devices])
     except OSError as error:
@@ -140,8 +145,8 @@ def new_root(plan: Plan, uid: int) -> None:
         sizes = f"size={plan.limits.disk}m,nr_inodes=16k,mode=700,uid={uid},gid={uid}"
         mount("tmpfs", ASIDE + HOME, "tmpfs", MS_NOSUID | MS_NODEV, sizes)
         attempt(lambda: mount("proc", f"{ASIDE}/proc", "proc", MS_NOSUID | MS_NODEV), [])
-        for name in DEVICES:
-            mount(f"/dev/{name}", f"{ASIDE}/dev/{name}", "", MS_BIND)
+        for name, source in DEVICES.items():
+            mount(f"/dev/{source}", f"{ASIDE}/dev/{name}", "", MS_BIND)
         os.chdir(ASIDE)
         check(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
         check(libc.umount2(b".", MNT_DETACH), "umount of the old root")

@@ -1,6 +1,6 @@
-"""Where namespaces are forbidden, as in most containers: Landlock for files, seccomp for sockets.
+"""Where namespaces are forbidden, as in most containers: Landlock for files, and against signals to others.
 
-Both need no right but to give up gaining any. Landlock: Linux 5.13, 6.2 against truncation, 6.12 for signals.
+It needs no right but to give up gaining any. Linux 5.13, 6.2 against truncation, 6.12 for signals.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
 RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # first version: rights
 SCOPES_SINCE, SCOPES = 6, 3  # abstract sockets and signals stay inside
 
-PR_SET_SECCOMP, MODE_FILTER = 22, 2
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno
-EACCES = 13
-IO_URING_SETUP, X32 = 425, 0x40000000
-MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # audit's number, socket(2)'s
-
 
 class _Ruleset(ctypes.Structure):
     _fields_ = (("files", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
@@ -33,10 +26,6 @@ class _Ruleset(ctypes.Structure):
 class _Beneath(ctypes.Structure):
     _pack_ = 1
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
 def landlock_version() -> int:
@@ -60,29 +49,6 @@ def ruleset(read: Iterable[str], write: Iterable[str]) -> int:
 def restrict(fd: int) -> None:
     """From now on, and for all children. Needs PR_SET_NO_NEW_PRIVS."""
     _call(RESTRICT_SELF, fd, 0)
-
-
-def forbid_sockets() -> None:
-    """Refuse new sockets, io_uring (which makes some), and system calls by another machine's numbers."""
-    audit, socket = MACHINES[os.uname().machine]
-    lines = [
-        (LOAD, 0, 0, 4),
-        (EQUAL, 1, 0, audit),
-        (RETURN, 0, 0, REFUSE | EACCES),
-        (LOAD, 0, 0, 0),
-        (AT_LEAST, 3, 0, X32),
-        (EQUAL, 2, 0, socket),
-        (EQUAL, 1, 0, IO_URING_SETUP),
-        (RETURN, 0, 0, ALLOW),
-        (RETURN, 0, 0, REFUSE | EACCES),
-    ]
-    packed = b"".join(
-        code.to_bytes(2, "little") + bytes((yes, no)) + k.to_bytes(4, "little") for code, yes, no, k in lines
-    )
-    buffer = ctypes.create_string_buffer(packed, len(packed))
-    program = _Program(len(lines), ctypes.cast(buffer, ctypes.c_void_p))
-    if libc.prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "seccomp")
 
 
 def _allow(fd: int, path: str, rights: int) -> None:

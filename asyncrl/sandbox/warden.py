@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asyncrl.sandbox import cells, confine, locks, processes, wire
+from asyncrl.sandbox import calls, cells, confine, files, locks, processes, wire
 from asyncrl.sandbox.confine import Ground, Limits
 
 LINK = 0
@@ -134,23 +134,36 @@ class Warden:
 
     def _program(self, request: wire.Request) -> wire.Reply:
         """Run one process to its end. Only what a shell started may go on, and only if it ended in time."""
-        body = _shell if request.kind == wire.SHELL else _python
-        job = self._fork(lambda: body(request.source), _file(request.stdin))
+        shell = request.kind == wire.SHELL
+        lost = not shell and self._clear()
+        body = _shell if shell else _python
+        cpu = 0 if shell else int(request.seconds) + 2  # what a shell starts may live on, and be idle
+        job = self._fork(lambda: body(request.source), _file(request.stdin), cpu=cpu)
         kept = Kept(self._limits.output)
         in_time = self._watch(job, kept, request.seconds)
-        keep = in_time and request.kind == wire.SHELL
-        lost = self._interpreter is not None and not keep
-        if keep:
+        if in_time and shell:
             self._freeze(True)
         else:
-            self._end_all()
-            self._forget_interpreter()
+            lost |= self._end_interpreter()
         lost |= self._bury()
         self._drain(job, kept)
         status = self._status.pop(job.pid, 0)
         job.close()
         ending = wire.LATE if not in_time else wire.FAILED if status else wire.DONE
         return wire.Reply(ending, status, lost, *kept.cut())
+
+    def _clear(self) -> bool:
+        """Nothing of earlier calls is left, nor of their files. Whether variables were."""
+        lost = self._end_interpreter()
+        files.empty(self._ground.home)
+        return lost
+
+    def _end_interpreter(self) -> bool:
+        """With all that runs. Whether there was one."""
+        there = self._interpreter is not None
+        self._end_all()
+        self._forget_interpreter()
+        return there
 
     def _start_interpreter(self) -> Job:
         self._number = 0
@@ -167,23 +180,27 @@ class Warden:
         os.close(done_write)
         return job._replace(done=done_read, cells=cells_write)
 
-    def _fork(self, body: Callable[[], object], stdin: int, keep: tuple[int, ...] = ()) -> Job:
+    def _fork(self, body: Callable[[], object], stdin: int, keep: tuple[int, ...] = (), cpu: int = 0) -> Job:
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
         pid = os.fork()
         if pid == 0:
-            self._become_job(body, stdin, output_write, keep)
+            self._become_job(body, stdin, output_write, keep, cpu)
         os.close(stdin)
         os.close(output_write)
         return Job(pid, os.pidfd_open(pid), output_read)
 
-    def _become_job(self, body: Callable[[], object], stdin: int, output: int, keep: tuple[int, ...]) -> None:
+    def _become_job(
+        self, body: Callable[[], object], stdin: int, output: int, keep: tuple[int, ...], cpu: int
+    ) -> None:
         """In the child: only its own descriptors, its limits, then the code."""
         status = 1
         try:
             os.setsid()
             if self._ground.files >= 0:
                 locks.restrict(self._ground.files)
+            if self._ground.filtered:
+                calls.refuse(calls.MEMFD)  # which this process needs for its children's input
             for fd, target in ((stdin, 0), (output, 1), (output, 2)):
                 os.dup2(fd, target)
             for fd in range(3, 256):
@@ -191,7 +208,7 @@ class Warden:
                     _close(fd)
             confine.prctl(confine.PR_SET_DUMPABLE, 1)
             confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
-            set_limits(self._limits, self._ground.processes)
+            set_limits(self._limits, self._ground.processes, cpu)
             status = int(body() or 0)  # type: ignore[call-overload]
         finally:
             os._exit(status)
@@ -271,10 +288,12 @@ class Warden:
         self._interpreter = None
 
 
-def set_limits(limits: Limits, count: int) -> None:
+def set_limits(limits: Limits, count: int, cpu: int) -> None:
+    """`cpu`: seconds; 0: the clock that bounds each call is enough, as nothing runs between two."""
+    if cpu:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
     for kind, value in (
         (resource.RLIMIT_AS, limits.memory << 20),
-        (resource.RLIMIT_CPU, limits.cpu_seconds),
         (resource.RLIMIT_FSIZE, limits.file << 20),
         (resource.RLIMIT_NOFILE, limits.open_files),
         (resource.RLIMIT_NPROC, count),
@@ -293,9 +312,10 @@ def _shell(command: bytes) -> None:
 
 
 def _file(data: bytes) -> int:
-    """A descriptor that reads `data`, then ends."""
-    fd = os.memfd_create("stdin")
+    """A descriptor that reads `data`, then ends. It is memory, and does not grow any more."""
+    fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     wire.write_all(fd, data)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 

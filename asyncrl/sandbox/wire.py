@@ -16,9 +16,10 @@ REQUEST = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of
 REPLY = struct.Struct("!ci?QI")  # ending, status, state lost, bytes left out, bytes of the output
 HELLO = struct.Struct("!BI")  # which isolations hold (bits, see HOLDS), bytes of the notes
 
-HOLDS = ("network", "files", "processes", "orphans")
+HOLDS = ("network", "files", "processes", "orphans", "memory")
 """What a sandbox can keep from its code, in the order of their bits: any network but its own empty one; every
-file but those it was shown; more processes than allowed; processes that outlive it."""
+file but those it was shown; more processes than allowed; processes that outlive it; memory
+that no limit counts, such as files without a directory, shared segments and file systems of its own."""
 
 MAX_SOURCE = 4 << 20
 MAX_CELL = 60_000

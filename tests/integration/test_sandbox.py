@@ -21,7 +21,7 @@ import pytest
 
 from asyncrl.sandbox.box import Ending, Limits, Result, Sandbox, SandboxError
 
-SMALL = Limits(memory=200, processes=8, file=2, disk=4, output=2000, cpu_seconds=20)
+SMALL = Limits(memory=200, processes=8, file=2, disk=4, output=2000)
 
 
 def in_box(body: Callable[[Sandbox], Awaitable[object]], needs: str = "", limits: Limits = SMALL) -> None:
@@ -171,13 +171,76 @@ def test_memory_is_bounded() -> None:
     assert "MemoryError" in result.output and after.output == "True\n"
 
 
-def test_seconds_of_cpu_are_bounded() -> None:
-    async def body(box: Sandbox) -> None:
-        result = await box.cell("import time\nwhile True: time.process_time()", 15)
-        assert (result.ending, result.lost) == (Ending.DIED, True)
-        assert result.status in (-signal.SIGXCPU, -signal.SIGKILL)
+def test_a_program_has_the_seconds_of_cpu_of_its_call_and_cells_have_no_total() -> None:
+    look = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
 
-    in_box(body, limits=SMALL._replace(cpu_seconds=1))
+    async def body(box: Sandbox) -> None:
+        assert (await box.program(look, 3.5)).output == "(5, 5)\n"
+        assert (await box.cell(look, 3.5)).output == "(-1, -1)\n"
+        loop = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
+        spent = await box.program(loop, 15)
+        assert (spent.ending, spent.status) == (Ending.FAILED, -signal.SIGKILL)
+
+    in_box(body)
+
+
+LIBC = """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * [ctypes.c_int] + [ctypes.c_size_t]
+def call(number, *arguments):
+    if libc.syscall(number, *arguments) < 0: raise OSError(ctypes.get_errno(), "refused")
+def cut_mapping(fd, flags):
+    "Of shared memory one page is left mapped, and all of it held."
+    at = libc.mmap(None, 64 << 20, 3, flags, fd, 0)
+    if at in (None, 2**64 - 1): raise OSError(ctypes.get_errno(), "refused")
+    ctypes.memset(at, 1, 64 << 20)
+    libc.munmap(ctypes.c_void_p(at + 4096), ctypes.c_size_t((64 << 20) - 4096))
+def grow_input():
+    os.ftruncate(0, 1 << 20)
+def in_tmpfs():
+    call({unshare}, 0x10020000)
+    os.makedirs("m")
+    if libc.mount(b"none", b"m", b"tmpfs", 0, b""): raise OSError(ctypes.get_errno(), "refused")
+"""
+UNSHARE, CLONE, SHMGET, MSGGET, KEYS = {
+    "x86_64": (272, 56, 29, 68, 248),
+    "aarch64": (97, 220, 194, 186, 217),
+}[os.uname().machine]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "os.memfd_create('a')",
+        f"call({SHMGET}, 0, ctypes.c_size_t(1 << 20), 0o1600)",
+        f"call({MSGGET}, 0, 0o1600)",
+        f"call({KEYS}, b'user', b'a', b'x' * 1000, 1000, -1)",
+        "cut_mapping(-1, 0x21)",
+        "cut_mapping(os.open('/dev/zero', os.O_RDWR), 1)",
+        "grow_input()",
+        "in_tmpfs()",
+        f"call({UNSHARE}, 0x10000000)",
+        f"call({CLONE}, 0x10000000 | 17, 0, 0, 0, 0)",
+        "call(435, ctypes.create_string_buffer((0x10000000).to_bytes(8, 'little') + bytes(80)), 88)",  # clone3
+        "call(447, 0)",  # memfd_secret
+        "call(425, 8, ctypes.create_string_buffer(200))",  # io_uring_setup
+        "call(430, b'tmpfs', 0)",  # fsopen
+        "open('/dev/shm/f', 'wb').write(bytes(10 << 20))",
+    ],
+)
+def test_memory_that_no_limit_counts_is_refused(attack: str) -> None:
+    result = program(LIBC.replace("{unshare}", str(UNSHARE)) + attack, needs="memory", stdin="in")
+    assert re.search("denied|refused|too large|not permitted|Function not impl|No such device", result.output)
+    assert result.ending == Ending.FAILED and "NameError" not in result.output, result.output
+
+
+def test_zeros_can_be_read_and_private_memory_mapped() -> None:
+    maps = "import mmap\nlen(mmap.mmap(-1, 9000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))"
+    zeros, mapped = cells("open('/dev/zero', 'rb').read(3)", maps, needs="files")
+    assert mapped.output == "9000\n"
+    assert zeros.output == "b'\\x00\\x00\\x00'\n" or "denied" in zeros.output
 
 
 def test_a_fork_bomb_is_bounded_and_ended() -> None:
@@ -418,7 +481,7 @@ def test_processes_end_with_a_killed_owner() -> None:
     os.close(guard)
 
 
-def test_a_cancelled_call_ends_everything_and_the_next_starts_anew() -> None:
+def test_a_cancelled_call_ends_everything_and_the_next_starts_anew_and_says_so() -> None:
     async def body(box: Sandbox) -> None:
         await box.cell("n = 1", 5)
         task = asyncio.create_task(box.cell("while True: pass", 100))
@@ -426,7 +489,32 @@ def test_a_cancelled_call_ends_everything_and_the_next_starts_anew() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await box.cell("'n' in globals()", 5)).output == "False\n"
+        told = await box.cell("'n' in globals()", 5)
+        assert (told.output, told.lost, told.emptied) == ("False\n", True, True)
+        again = await box.cell("1", 5)
+        assert (again.lost, again.emptied) == (False, False)
+
+    in_box(body)
+
+
+def test_a_program_finds_nothing_of_the_one_before() -> None:
+    leave = """
+        import os
+        os.mkdir("d"); os.mkdir("d/e"); open("json.py", "w").write("planted = 1"); open("d/e/f", "w")
+        os.symlink("/usr", "d/link"); os.chmod("d/e", 0); os.chmod("d", 0)
+        for _ in range(2000): os.mkdir("deep"); os.chdir("deep")
+        if os.fork() == 0:
+            import time
+            time.sleep(1000)
+    """
+
+    async def body(box: Sandbox) -> None:
+        await box.cell("kept = 1", 5)
+        first = await box.program(textwrap.dedent(leave), 0.5)
+        assert first.lost
+        second = await box.program("import os, json\nprint(os.listdir('.'), hasattr(json, 'planted'))", 5)
+        assert (second.ending, second.output, second.lost) == (Ending.DONE, "[] False\n", False)
+        assert "usr" in (await box.shell("ls /", 5)).output
 
     in_box(body)
 
@@ -438,7 +526,7 @@ def test_a_killed_sandbox_is_a_result() -> None:
         assert box.pid is not None
         os.kill(box.pid, signal.SIGKILL)
         result = await task
-        assert (result.ending, result.lost) == (Ending.DIED, True)
+        assert (result.ending, result.lost, result.emptied) == (Ending.DIED, True, True)
         assert (await box.cell("1", 5)).output == "1\n"
 
     in_box(body)
@@ -531,8 +619,8 @@ def test_it_works_with_fewer_rights(kind: str) -> None:
     assert (
         holds
         == {
-            "user": "['files', 'network', 'orphans', 'processes']",
-            "container": "['files', 'network', 'orphans']",
+            "user": "['files', 'memory', 'network', 'orphans', 'processes']",
+            "container": "['files', 'memory', 'network', 'orphans']",
         }[kind]
     )
 
@@ -541,7 +629,7 @@ def test_attacks_fail_in_a_container_too() -> None:
     """Landlock and seccomp instead of namespaces: those tests above that ask for secrets and ways out."""
     if subprocess.run([*KINDS["container"], "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine cannot play a container")
-    chosen = "files_outside or links_lead or network or abstract or secrets or nothing_runs"
+    chosen = "files_outside or links_lead or network or abstract or secrets or nothing_runs or no_limit_counts or zeros"
     plain = ["--noconftest", "-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider"]
     tests = [sys.executable, "-m", "pytest", "-q", *plain, "-rs", "-k", chosen, __file__]
     quick = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
