@@ -27,14 +27,14 @@ class Late(AsyncrlError):
 async def bounded(work: Coroutine[Any, Any, Any], seconds: float, running: set[asyncio.Task[Any]]) -> Any:
     """The result of `work`. After `seconds` it is cancelled, and not waited for: Late. It is in `running` as
     long as it is waited for. What it raises is an Exception, whatever it was."""
-    task = asyncio.get_running_loop().create_task(_tame(work))
+    task = begin(work)
     running.add(task)
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
         running.discard(task)
         if not task.done():
-            _abandon(task)
+            abandon(task)
     if not task.done():
         raise Late(f"no reply within {seconds:g} s")
     if task.cancelled():
@@ -42,7 +42,12 @@ async def bounded(work: Coroutine[Any, Any, Any], seconds: float, running: set[a
     return task.result()
 
 
-def _abandon(task: asyncio.Task[Any]) -> None:
+def begin(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task whose errors are Exceptions, whatever is raised. To be abandoned by whoever began it."""
+    return asyncio.get_running_loop().create_task(_tame(work))
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
     """Cancel it; what ignores that is closed after a while. It would keep the loop from ending."""
     _abandoned.add(task)
     task.add_done_callback(_forget)

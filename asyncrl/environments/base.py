@@ -21,8 +21,9 @@ class Environment(Protocol):
     """The world of one episode; it is made anew for each, and always closed.
 
     Derive from it, or only look like it. Making one checks the options and does nothing else: no file is
-    opened, nobody is connected to before `reset`. What `reset` and `step` raise fails the episode, which is
-    then tried again; what the *model* got wrong is an observation, and perhaps a reward.
+    opened, nobody is connected to before `reset`. What `reset` and `step` raise, or do not end in
+    time, fails the episode, which is then tried again; what the *model* got wrong is an observation, and
+    perhaps a reward.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -34,6 +35,9 @@ class Environment(Protocol):
     """What may be done after a crash. `reapply`: a new one is made, the recorded turns are stepped again, and
     must be answered alike. `no`: the episode starts again."""
 
+    timeout: float | None = None
+    """Seconds that each of its answers may take; None: `rollout.tool_timeout`."""
+
     @abstractmethod
     async def reset(self, sample: Sample) -> Observation:
         """Begin. The messages follow the sample's prompt; there may be none."""
@@ -44,7 +48,7 @@ class Environment(Protocol):
 
     async def cut_short(self, unheard: Message | None) -> float:
         """A limit ended the episode before it was done: what the last turn earns. `unheard`: that turn, where
-        it was cut and `step` was not told of it."""
+        `step` was not told of it. A `step` that was still going on was cancelled."""
         return 0.0
 
     async def close(self) -> None:
@@ -55,7 +59,7 @@ environments: Registry[Callable[..., Environment]] = Registry("environment")
 """Classes, or functions that make an environment. Keyword-only parameters are the options."""
 
 
-_PARTS = ("reset", "step", "cut_short", "close", "tools", "replay")
+_PARTS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 
 
 def load_environment(
@@ -83,6 +87,9 @@ def load_environment(
             f"{where}.{spec}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
             "derive it from asyncrl.environments.Environment"
         )
+    limit = made.timeout
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        raise ConfigError(f"{where}.{spec}: its timeout is {limit!r}; seconds above 0 are expected")
     return make
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncrl.environments.base import Environment, environments, extra_info, said
 from asyncrl.environments.gym_words import DESCRIPTIONS, NAMES, plain
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.foreign import in_thread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 
@@ -27,8 +29,9 @@ class Gymnasium(Environment):
     what the model sees, the rendered text or the observation (`auto`: the text, where there is one; for the
     toy texts a description). `describe`: `module:function` or `file.py:function`, (observation, env) -> text,
     in its place. An unreadable turn is told so and earns `unreadable`; the environment does not move. The
-    seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. A step blocks
-    the worker, as the toys may: microseconds.
+    seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. `thread`: each
+    call gets a thread, so that a slow one holds up no other episode; off, they run in the worker's event
+    loop, for worlds that bear one thread only.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Gymnasium(Environment):
         show: Literal["auto", "text", "observation"] = "auto",
         describe: str = "",
         unreadable: float = 0.0,
+        thread: bool = True,
     ) -> None:
         self._id, self._arguments, self._unreadable = id, _object(arguments), unreadable
         modes, short = _modes(id), id.rpartition(":")[2].rpartition("-v")[0]
@@ -50,9 +54,26 @@ class Gymnasium(Environment):
         if describe:
             self._describe = load_object(describe, "description")
         self._names = [name.strip() for name in actions.split(",")] if actions else NAMES.get(short, ())
+        self._thread, self._alone = thread, threading.Lock()
         self._env: Any = None
 
     async def reset(self, sample: Sample) -> Observation:
+        return await self._called(lambda: self._begin(sample))
+
+    async def step(self, message: Message) -> Observation:
+        return await self._called(lambda: self._move(message.content))
+
+    async def close(self) -> None:
+        await self._called(self._end)
+
+    async def _called(self, function: Callable[[], Any]) -> Any:
+        def alone() -> Any:  # one that came too late is still in there
+            with self._alone:
+                return function()
+
+        return await in_thread(alone, "gymnasium") if self._thread else function()
+
+    def _begin(self, sample: Sample) -> Observation:
         import gymnasium
 
         extra = extra_info(sample)
@@ -62,15 +83,15 @@ class Gymnasium(Environment):
         seen, _ = self._env.reset(seed=int(extra.get("seed", sample.row)))
         return said(self._text(seen))
 
-    async def step(self, message: Message) -> Observation:
+    def _move(self, text: str) -> Observation:
         try:
-            action = self._read(message.content)
+            action = self._read(text)
         except ValueError as error:
             return said(str(error), self._unreadable)
         seen, reward, terminated, truncated, _ = self._env.step(action)
         return said(self._text(seen), float(reward), bool(terminated or truncated))
 
-    async def close(self) -> None:
+    def _end(self) -> None:
         if self._env is not None:
             self._env.close()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from typing import Any
 
 import aiohttp
@@ -23,8 +22,6 @@ from asyncrl.types import Message, Observation, Sample
 
 MAX_BYTES = 4 << 20  # of one message
 INVALID = "VALIDATION_ERROR"  # the action, not the environment, was wrong
-
-_FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
 
 
 class OpenEnvError(AsyncrlError):
@@ -58,6 +55,7 @@ class _Answer(msgspec.Struct, frozen=True):
     data: msgspec.Raw
 
 
+_action = msgspec.json.Decoder(dict[str, Any]).decode
 _answer = msgspec.json.Decoder(_Answer).decode
 _result = msgspec.json.Decoder(_Result, strict=False).decode
 _trouble = msgspec.json.Decoder(_Trouble).decode
@@ -80,6 +78,7 @@ class OpenEnv(Environment):
             raise ConfigError(f"the url {url!r} must begin with http:// or https://")
         self._url = "ws" + url.removeprefix("http").rstrip("/") + "/ws"
         self._action, self._show, self._unreadable, self._timeout = action, show, unreadable, timeout
+        self.timeout = 2 * timeout + 1.0  # `reset` connects as well; the errors of here say more
         self._session: aiohttp.ClientSession | None = None
         self._socket: Any = None
 
@@ -116,12 +115,10 @@ class OpenEnv(Environment):
     def _read(self, text: str) -> dict[str, Any] | None:
         if self._action:
             return {self._action: text}
-        fenced = _FENCED.findall(text)
         try:
-            found = json.loads(fenced[-1] if fenced else text)
-        except ValueError:
+            return _action(_fenced(text) or text)
+        except (ValueError, RecursionError):  # or nested too deeply
             return None
-        return found if isinstance(found, dict) else None
 
     async def _exchange(self, kind: str, data: dict[str, Any]) -> _Result | _Trouble:
         """One message there and one back."""
@@ -147,3 +144,12 @@ class OpenEnv(Environment):
         else:
             raise OpenEnvError(f"no field {self._show!r}; the observation has {', '.join(found.observation)}")
         return said(text, found.reward or 0.0, found.done)
+
+
+def _fenced(text: str) -> str:
+    """The last JSON object between two fences, or ''."""
+    for part in reversed(text.split("```")[1:-1]):
+        body = part.removeprefix("json").strip()
+        if body.startswith("{") and body.endswith("}"):
+            return body
+    return ""

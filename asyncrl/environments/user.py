@@ -66,6 +66,7 @@ class SimulatedUser(Environment):
         stop: str = "###STOP###",
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
+        self.timeout = timeout + 1.0  # the model's own error says more
         self._stop, self._max_chars = stop, max_chars
         self._heard: list[Message] = []
 

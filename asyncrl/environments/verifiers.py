@@ -10,7 +10,6 @@ beside the episode, which stands still until the model's turn is there.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.foreign import GRACE, abandon, begin
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 
@@ -36,7 +36,7 @@ class Verifiers(Environment):
     `others_model` behind the OpenAI-compatible `others_url`; `others_key_env` names the variable with its
     key. The sample's `extra_info.verifiers` is the task's data, as JSON text; `tools/prepare_verifiers.py`
     writes such rows. The weighted rewards of the trained agent's traces fall on the last turn. Tools of the
-    task run in the worker.
+    task run in the worker. `timeout`: seconds between two turns, which tools, other agents and scoring share.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Verifiers(Environment):
         others_url: str = "",
         others_model: str = "",
         others_key_env: str = "",
+        timeout: float = 120.0,
     ) -> None:
+        self.timeout = timeout
         self._env = load(taskset, env, config)
         roles = list(self._env.config.agent_harnesses())
         if not role and len(roles) > 1:
@@ -60,11 +62,12 @@ class Verifiers(Environment):
         self._others = RemoteModel(others_url, others_model, others_key_env) if others_url else None
         self.replay = "reapply" if self._others is None else "no"  # a model does not say the same again
         self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: nobody asks any more
-        self._reply: asyncio.Future[tuple[Message | None, bool]] | None = None  # and if more may follow
+        self._reply: asyncio.Future[Message | None] | None = None  # done: they have not asked again since
+        self._over = False  # a limit ended the episode
         self._playing: asyncio.Task[float] | None = None
 
     async def reset(self, sample: Sample) -> Observation:
-        self._playing = asyncio.create_task(self._play(self._task(sample)))
+        self._playing = begin(self._play(self._task(sample)))
         first = await self._next()
         shown = len(sample.prompt)
         if [(m.role, m.content) for m in first.messages[:shown]] != [
@@ -76,21 +79,22 @@ class Verifiers(Environment):
         return Observation(first.messages[shown:])
 
     async def step(self, message: Message) -> Observation:
-        assert self._reply is not None
-        self._reply.set_result((message, True))
+        if self._reply is None or self._reply.done():
+            raise RuntimeError("the environment asked for no turn")
+        self._reply.set_result(message)
         return await self._next()
 
     async def cut_short(self, unheard: Message | None) -> float:
-        """Their environment is told of the limit, and scores what there is."""
-        assert self._reply is not None
-        self._reply.set_result((unheard, False))
-        return (await self._next()).reward
+        """Their environment is told of the limit when it next asks, and scores what there is."""
+        self._over = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(unheard)
+        return await self._reward()
 
     async def close(self) -> None:
         if self._playing is not None:
-            self._playing.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._playing
+            abandon(self._playing)
+            await asyncio.wait({self._playing}, timeout=GRACE)
 
     def _task(self, sample: Sample) -> Any:
         data = extra_info(sample).get(KEY)
@@ -107,9 +111,15 @@ class Verifiers(Environment):
     async def _next(self) -> Observation:
         news = await self._asked.get()
         if news is None:
-            assert self._playing is not None
-            return Observation(reward=await self._playing, done=True)
+            return Observation(reward=await self._reward(), done=True)
         return Observation(tuple(map(ours, news)))
+
+    async def _reward(self) -> float:
+        """When all is over. A step that is cancelled here does not cancel what it waits for."""
+        if self._playing is None:
+            return 0.0
+        await asyncio.wait({self._playing})
+        return self._playing.result()
 
     async def _play(self, task: Any) -> float:
         """One episode of theirs; the reward of the trained agent."""
@@ -140,12 +150,12 @@ class Verifiers(Environment):
     async def _ask(self, news: list[Any]) -> tuple[Any, bool]:
         if self._reply is not None and not self._reply.done():
             raise RuntimeError("the environment asks for two turns at once")
-        if self._reply is not None and not self._reply.result()[1]:
+        if self._over:
             return None, False
         self._reply = asyncio.get_running_loop().create_future()
         self._asked.put_nowait(news)
-        message, more = await self._reply
-        return theirs(message) if message is not None else None, more
+        message = await self._reply
+        return theirs(message) if message is not None else None, not self._over
 
 
 def heard_by(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:

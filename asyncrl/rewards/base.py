@@ -62,7 +62,9 @@ def runs(place: Place) -> Callable[[F], F]:
 
     `loop`: in the worker's event loop, which it must not keep for more than a millisecond. `processes`: in a
     few child processes, which the deadline can kill; so do sync functions without this decorator.
-    `one_process`: in a single one, for what is large, such as a model. Async functions run in the loop.
+    `one_process`: in a single one, for what is large, such as a model. Async functions run in the loop; one
+    with the attribute `own_deadline = True` bounds itself, say because it waits for room first: it is ended
+    only after 11 times `rollout.reward_timeout`.
     """
 
     def mark(function: F) -> F:

@@ -31,7 +31,7 @@ class Source(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class Reward:
     """One part of an episode's reward. `name` is what reports call it; `load` is called once in a process of
-    its own before `function` is."""
+    its own before `function` is. `own_deadline`: an async one that bounds its own waits."""
 
     name: str
     function: Callable[[RewardInput], Any]
@@ -39,6 +39,7 @@ class Reward:
     source: Source
     weight: float = 1.0
     load: Callable[[], object] = lambda: None
+    own_deadline: bool = False
 
 
 def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> list[Reward]:
@@ -67,7 +68,8 @@ def load_reward(source: Source, where: str = WHERE) -> Reward:
     called = function if _is_typed(function) else from_verl(_checked(function, source.spec, where))
     place = _place(function if inspect.isclass(found) else found, getattr(found, "runs", "processes"))
     load = getattr(function, "load", lambda: None)
-    return Reward(source.spec, called, place, source, load=load)
+    own = place == "loop" and bool(getattr(found, "own_deadline", False))
+    return Reward(source.spec, called, place, source, load=load, own_deadline=own)
 
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:

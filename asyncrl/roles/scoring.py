@@ -12,9 +12,10 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncrl.errors import one_line
+from asyncrl.foreign import Late, bounded
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
-from asyncrl.rewards.process import SIZE, Pool
+from asyncrl.rewards.process import PATIENCE, SIZE, Pool
 from asyncrl.rewards.shaping import Shaping
 from asyncrl.types import Verdict
 
@@ -61,17 +62,27 @@ class Scorer:
 
     async def _part(self, reward: Reward, pool: Pool | None, given: RewardInput) -> Verdict | str:
         """One part's verdict, or why there is none."""
-        deadline = asyncio.timeout(None if pool else self._timeout)
+        seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
         try:
-            async with deadline:
-                if pool is not None:
-                    return await pool.call(given, self._timeout)
-                return await evaluate(reward.function, given)
+            if pool is not None:
+                return await pool.call(given, seconds)
+            return await bounded(_judged(reward, given), seconds, set())
         except RewardError as error:
             return str(error)
-        except (Exception, SystemExit) as error:
-            late = isinstance(error, TimeoutError) and (pool is not None or deadline.expired())
-            return f"no reward within {self._timeout:g} s" if late else told(error)
+        except (Late, TimeoutError):
+            return f"no reward within {seconds:g} s"
+        except Exception as error:
+            return told(error)
+
+
+async def _judged(reward: Reward, given: RewardInput) -> Verdict | str:
+    """In the loop. Told here, while it is known where an error came from."""
+    try:
+        return await evaluate(reward.function, given)
+    except RewardError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
+        return told(error)
 
 
 def _pool(reward: Reward) -> Pool | None:

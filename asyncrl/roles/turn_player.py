@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 
 from asyncrl.environments import Environment
-from asyncrl.errors import ProtocolError, one_line
+from asyncrl.errors import ProtocolError
 from asyncrl.roles.episode_runner import WorldError
+from asyncrl.roles.guarded import Guarded, guarded
 from asyncrl.roles.job import Ended, Job
 from asyncrl.rollout import commands
 from asyncrl.rollout import episode as machine
@@ -26,10 +26,7 @@ from asyncrl.rollout.episode import Episode
 from asyncrl.tools import Session, Toolbox
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
-T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
-
-CLOSE = 5.0  # seconds that an environment may take to close
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,8 @@ class TurnPlayer:
     world: World
     episode: Episode | None = None
     _tools: Session = field(init=False)
-    _environment: Environment | None = None
+    _environment: Guarded | None = None
+    _told: int = 0  # turns until the newest that the environment was told
 
     def __post_init__(self) -> None:
         self._tools = self.world.toolbox.session(self.job.assign.sample)
@@ -71,7 +69,7 @@ class TurnPlayer:
 
     async def expire(self) -> Ended:
         episode = self.episode or machine.begin(self.job.assign.sample)
-        if not episode.over:
+        if not episode.over and not isinstance(episode.command, commands.Score):  # else its end is known
             episode = machine.expire(self._rules, episode)
         if not episode.over:
             episode = machine.advance(self._rules, episode, await self._answer(episode))
@@ -79,13 +77,8 @@ class TurnPlayer:
 
     async def close(self) -> None:
         await self._tools.close()
-        if self._environment is None:
-            return
-        try:
-            async with asyncio.timeout(CLOSE):
-                await self._environment.close()
-        except Exception as error:
-            log.warning("the environment of episode %s did not close: %s", self.job.name, one_line(error))
+        if self._environment is not None and (trouble := await self._environment.close()):
+            log.warning("the environment of episode %s did not close: %s", self.job.name, trouble)
 
     # -- commands ------------------------------------------------------------------------------------
 
@@ -99,7 +92,7 @@ class TurnPlayer:
                 return commands.Replied(await self._call(calls))
             case commands.Step(message=message):
                 await self.job.until_durable()
-                return commands.Observed(await self._step(message))
+                return commands.Observed(await self._step(len(episode.turns), message))
             case commands.Score(answer=answer, end=end):
                 said = machine.conversation(self._rules, msgspec.structs.replace(episode, folded=0))
                 verdict = await self.job.verdict(episode.turns, answer, end, said, episode.tool_calls)
@@ -113,11 +106,12 @@ class TurnPlayer:
         await self._tools.open()
         if self.world.environment is None:
             return commands.Opened(self._tools.schemas)
-        self._environment = self.world.environment()
-        first = await self._asked(self._environment.reset(self.job.assign.sample))
+        desk = self.job.desk
+        self._environment = guarded(self.world.environment, desk.config.tool_timeout, desk.waits)
+        first = await self._environment.reset(self.job.assign.sample)
         if first.done:
             raise WorldError("the environment was over before the first turn")
-        own = self._environment.tools
+        own = self._environment.inner.tools
         schemas = (*self._tools.schemas, *(msgspec.json.encode(schema).decode() for schema in own))
         return commands.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
 
@@ -126,32 +120,22 @@ class TurnPlayer:
         with self.job.desk.waits.named(f"tool {', '.join(sorted({call.name for call in calls}))}"):
             return tuple(await asyncio.gather(*(self._tools.call(call) for call in calls)))
 
-    async def _step(self, message: Message) -> Observation:
+    async def _step(self, count: int, message: Message) -> Observation:
+        """Tell the environment the turn after which there are `count`."""
         assert self._environment is not None
-        clock = asyncio.get_running_loop().time
-        started = clock()
-        observation = await self._asked(self._environment.step(message))
-        return msgspec.structs.replace(observation, seconds=clock() - started)
+        self._told = count
+        return await self._environment.step(message)
 
     async def _cut_short(self, episode: Episode) -> float:
         """What the environment gives for an episode that it did not end itself."""
         last = episode.turns[-1].observation
         if self._environment is None or (last is not None and last.done):
             return 0.0
-        unheard = self._said(episode, episode.turns[-1]) if last is None else None
-        return await self._asked(self._environment.cut_short(unheard))
+        heard = self._told == len(episode.turns)  # if only in part: a step may have been cut, too
+        return await self._environment.cut_short(None if heard else self._said(episode, episode.turns[-1]))
 
     def _said(self, episode: Episode, turn: Turn) -> Message:
         return machine.spoken(self._rules, turn, tools=bool(episode.opened.tools))
-
-    async def _asked(self, answer: Awaitable[T]) -> T:
-        """What the environment says, within the deadline of a tool. WorldError."""
-        with self.job.desk.waits.named("the environment"):
-            try:
-                async with asyncio.timeout(self.job.desk.config.tool_timeout):
-                    return await answer
-            except Exception as error:
-                raise WorldError(f"the environment failed: {one_line(error)}") from error
 
     async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
         """Redo what recorded turns did to tools and the environment on the worker that made them, and post
@@ -169,9 +153,9 @@ class TurnPlayer:
 
     async def _step_again(self, episode: Episode, turn: Turn) -> None:
         assert self._environment is not None
-        if self._environment.replay == "no":
+        if self._environment.inner.replay == "no":
             raise ProtocolError("the environment cannot be repeated, so the episode starts again")
-        again = await self._step(self._said(episode, turn))
+        again = await self._step(turn.index + 1, self._said(episode, turn))
         if (
             turn.observation is None
             or machine.as_read(self._rules, again).messages != turn.observation.messages

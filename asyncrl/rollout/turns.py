@@ -24,8 +24,14 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: Verdict) -> Done | F
     for part, given in zip(parts, verdict.turns, strict=False):
         part.append(given)
     parts[-1] += [verdict.score, verdict.shaping]
-    rewards = tuple(map(math.fsum, parts))
-    return Done(math.fsum(rewards), end, rewards, verdict.components, verdict.shaping)
+    try:
+        rewards = tuple(map(math.fsum, parts))
+        total = math.fsum(rewards)
+    except (OverflowError, ValueError):  # finite numbers whose sum is not, or infinities
+        total = math.nan
+    if not math.isfinite(total):
+        return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
+    return Done(total, end, rewards, verdict.components, verdict.shaping)
 
 
 def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:

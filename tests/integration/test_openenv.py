@@ -17,7 +17,7 @@ from aiohttp import web
 
 from asyncrl.config import Options
 from asyncrl.environments import load_environment
-from asyncrl.environments.openenv import OpenEnvError
+from asyncrl.environments.openenv import OpenEnvError, _fenced
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Observation, Sample
 
@@ -129,6 +129,9 @@ def test_an_action_may_be_one_field(server: str) -> None:
     [
         ("seven", "error: write the action as one JSON object."),
         ("[7]", "error: write the action as one JSON object."),
+        ('{"number": NaN}', "error: write the action as one JSON object."),
+        ("[" * 5000, "error: write the action as one JSON object."),
+        ('{"number": ' + "[" * 5000, "error: write the action as one JSON object."),
         ('{"number": "x"}', "error: number: Input should be a valid integer"),
         ('{"nubmer": 7}', "error: number: Field required; nubmer: Extra inputs are not permitted"),
     ],
@@ -139,6 +142,24 @@ def test_an_invalid_action_is_told_so(server: str, turn: str, complaint: str) ->
     text, reward, done = told(heard[1])
     assert text.startswith(complaint) and (reward, done) == (-1.0, False)
     assert told(heard[2]) == ("Right!", 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "body"),
+    [
+        ('```{"a": 1}```', '{"a": 1}'),
+        ('```python\nx = {}\n```\nso\n```json\n{"a": 1}\n```\nyes', '{"a": 1}'),
+        ('```{"a": 1}``` or ```{"a": 2}``` or ```three```', '{"a": 2}'),
+        ('{"a": 1}', ""),
+        ('```{"a": 1}', ""),
+        ("```" * 200_000, ""),
+        ("```{}" + " " * 400_000, ""),
+        ("```{" + ("}" + " " * 20) * 20_000, ""),
+    ],
+)
+def test_the_last_fence_with_an_object_is_found_in_one_pass(text: str, body: str) -> None:
+    """A quadratic search would take minutes over these."""
+    assert _fenced(text) == body
 
 
 def test_what_the_server_refuses_fails_the_episode(server: str) -> None:

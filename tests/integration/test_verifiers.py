@@ -19,6 +19,7 @@ from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.remote import close_sessions
 from asyncrl.types import Message, Observation, Sample, ToolCall
+from tests.fakes.loop import settle
 from tests.fakes.sglang import scripted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,7 @@ __all__ = ["Sums"]
 '''
 
 GUESSES_MODULE = """
+import asyncio
 import verifiers.v1 as vf
 
 class Data(vf.TaskData):
@@ -86,10 +88,17 @@ class Game(vf.Env[Config]):
     async def run(self, task, agents):
         if task.data.secret == 13:
             raise ValueError("unlucky")
+        if task.data.secret == 51:
+            raise SystemExit(3)
         assert agents.player.trainable and not agents.rival.trainable
         if task.data.secret == 99:
             await agents.rival.run(task.with_data(prompt="Hello."))
         async with agents.player.interaction(task) as talk:
+            while task.data.secret == 50:
+                try:
+                    await talk.turn("Guess.")
+                except asyncio.CancelledError:
+                    pass
             said = await talk.turn("Guess.")
             while not said.terminated and said.last_reply != str(task.data.secret):
                 said = await talk.turn([{"role": "user", "content": f"Not {said.last_reply}."}])
@@ -250,6 +259,70 @@ def test_an_episode_that_a_limit_ends_is_scored(
     assert asyncio.run(run()) == reward
 
 
+def test_a_step_that_is_cancelled_was_heard(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is up while a tool of theirs runs: they score what there is, and are asked for no more."""
+    from asyncrl.environments.verifiers_seat import Desk
+
+    async def run(late: bool) -> float:
+        busy, go_on = asyncio.Event(), asyncio.Event()
+        call = Desk.call
+
+        async def slow(desk: Desk, asked: Any) -> Any:
+            busy.set()
+            await go_on.wait()
+            return await call(desk, asked)
+
+        monkeypatch.setattr(Desk, "call", slow)
+        world = load_environment(SUMS)()
+        await world.reset(row(SUM, *ADD))
+        step = asyncio.create_task(world.step(said("", CALL)))
+        await busy.wait()
+        step.cancel()
+        await asyncio.wait([step])
+        if late:
+            go_on.set()
+            await settle()  # they have asked for the next turn already
+        scoring = asyncio.create_task(world.cut_short(None))
+        go_on.set()
+        reward = await scoring
+        await world.close()
+        monkeypatch.undo()
+        return reward
+
+    assert [asyncio.run(run(late)) for late in (False, True)] == [0.5, 0.5]
+
+
+def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
+    async def run() -> float:
+        world = load_environment(SUMS)()
+        with pytest.raises(RuntimeError, match="asked for no turn"):
+            await world.step(said("3"))
+        return await world.cut_short(None)
+
+    assert asyncio.run(run()) == 0.0
+
+
+@pytest.mark.parametrize("secret", [50, 51])
+def test_one_that_does_not_end_or_ends_the_process(
+    tasksets: None, secret: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.foreign.GRACE", 0.0)
+    monkeypatch.setattr("asyncrl.environments.verifiers.GRACE", 0.01)
+
+    async def run() -> None:
+        world = load_environment(GAME)()
+        try:
+            await world.reset(row({"secret": secret}))
+        finally:
+            await world.close()
+
+    if secret == 50:
+        asyncio.run(run())
+    else:
+        with pytest.raises(RuntimeError, match="SystemExit: 3"):
+            asyncio.run(run())
+
+
 def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.environments.verifiers_seat import Desk
 
@@ -265,6 +338,7 @@ def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch
         await world.reset(row(SUM, *ADD))
         await world.step(said("", CALL))
         await world.cut_short(unheard)
+        await world.close()
 
     monkeypatch.setattr(Desk, "call", noted)
     asyncio.run(cut(said("", CALL, CALL)))

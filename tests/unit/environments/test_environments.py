@@ -30,6 +30,9 @@ class HalfDone(Environment):
 class Stranger:
     pass
 
+class Hasty(Echo):
+    timeout = 0
+
 def echo(*, times: int = 1):
     return Echo(times=times)
 
@@ -48,7 +51,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
     for name in ("Echo", "echo"):
         make = load_environment({f"{worlds}:{name}": {"times": 2}})
         assert make() is not make()
-        assert (make().tools, make().replay) == ((), "reapply")
+        assert (make().tools, make().replay, make().timeout) == ((), "reapply", None)
     assert isinstance(load_environment("scripted_user")(), ScriptedUser)
 
 
@@ -59,7 +62,11 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ({"{}:Echo": {"times": "x"}}, "times"),
         ({"{}:Echo": {"times": -1}}, "times must not be negative"),
         ("{}:HalfDone", "abstract method '?step"),
-        ("{}:Stranger", "Stranger is no environment, it has no reset, step, cut_short, close, tools, replay"),
+        (
+            "{}:Stranger",
+            "Stranger is no environment, it has no reset, step, cut_short, close, tools, replay, timeout",
+        ),
+        ("{}:Hasty", "its timeout is 0; seconds above 0 are expected"),
         ("{}:number", "makes no environment"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),

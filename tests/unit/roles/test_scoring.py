@@ -61,6 +61,66 @@ def test_a_reward_that_never_returns_costs_its_deadline() -> None:
         verdict([in_loop(never)], timeout=0.05)
 
 
+def test_a_reward_that_ignores_its_deadline_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.foreign.GRACE", 0.0)
+    ended: list[bool] = []
+
+    async def stubborn(given: RewardInput) -> float:
+        for _ in range(2):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(False)
+        ended.append(True)
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"^no reward within 0.02 s$"):
+        verdict([in_loop(stubborn)], timeout=0.02)
+    assert True not in ended
+
+
+def test_a_reward_that_cancels_itself_fails() -> None:
+    async def gone(given: RewardInput) -> float:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match="it was cancelled"):
+        verdict([in_loop(gone)])
+
+
+PATIENT = """
+import asyncio
+class Patient:
+    own_deadline = True
+    async def __call__(self, {arguments}):
+        await asyncio.sleep(0.05)
+        raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["given", "data_source, solution_str, ground_truth, extra_info=None"], ids=["typed", "verl"]
+)
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("TimeoutError('of the room')", r"^TimeoutError: of the room \(mine.py"),
+        ("SystemExit(3)", "^SystemExit: 3"),
+    ],
+)
+def test_a_reward_may_bound_its_own_waits(tmp_path: Path, arguments: str, error: str, told: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(PATIENT.format(arguments=arguments, error=error))
+    with pytest.raises(RewardError, match=told):
+        verdict(load_rewards(f"{file}:Patient"), timeout=0.02)
+
+
+def test_no_reward_waits_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(PATIENT.format(arguments="given", error="ValueError").replace("0.05", "1000"))
+    with pytest.raises(RewardError, match=r"^no reward within 0.011 s$"):
+        verdict(load_rewards(f"{file}:Patient"), timeout=0.001)
+
+
 def test_parts_run_side_by_side_and_add_up() -> None:
     meeting = asyncio.Barrier(2)
 

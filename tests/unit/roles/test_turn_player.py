@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncrl.environments import Environment
+from asyncrl.roles.job import Ended, Job
+from asyncrl.rollout.commands import Done
 from asyncrl.transport.messages import Failed, Finished, Generated, Replied
-from asyncrl.types import EpisodeEnd, FailReason, Heard, Message, Observation, Sample
+from asyncrl.types import EpisodeEnd, FailReason, Heard, Message, Observation, Sample, ToolCall
 from tests.fakes.chat import call
 from tests.fakes.loop import settle
 from tests.unit.roles.test_episode_runner import BAD, Bench, look, recorded
@@ -150,12 +154,171 @@ class Over(Game):
         return Observation(done=True)
 
 
-@pytest.mark.parametrize("world", [Broken, Hung, Over])
+class Leaving(Game):
+    async def step(self, message: Message) -> Observation:
+        raise SystemExit(3)
+
+
+class Cancelled(Game):
+    async def step(self, message: Message) -> Observation:
+        raise asyncio.CancelledError
+
+
+class Unmakable(Game):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log.append("close")
+        raise SystemExit("no licence")
+
+
+@pytest.mark.parametrize("world", [Broken, Hung, Over, Leaving, Cancelled, Unmakable])
 def test_an_environment_that_fails_ends_its_episode_only(world: type[Game]) -> None:
     end = Bench(["7"], nothing, world, tool_timeout=0.05).play()
     assert isinstance(end, Failed)
     assert end.reason is FailReason.ENVIRONMENT_ERROR
     assert world.log[-1] == "close"
+
+
+class Stubborn(Game):
+    """Its step ends when the test says so, and not before."""
+
+    let_go: asyncio.Event
+
+    async def step(self, message: Message) -> Observation:
+        type(self).let_go = asyncio.Event()
+        while not self.let_go.is_set():
+            try:
+                await self.let_go.wait()
+            except asyncio.CancelledError:
+                self.log.append("no")
+        return Observation()
+
+
+def test_an_environment_that_ignores_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps neither its episode, nor the loop; and it is not closed while it is at work."""
+    monkeypatch.setattr("asyncrl.foreign.GRACE", 0.0)
+    end = Bench(["7"], nothing, Stubborn, tool_timeout=0.02).play()
+    assert isinstance(end, Failed)
+    assert "step of the environment did not end within 0.02 s" in end.detail
+    assert not Stubborn.let_go.is_set()
+    assert Stubborn.log == ["reset", "no", "close"]
+
+
+def test_an_environment_may_have_limits_of_its_own() -> None:
+    class Quick(Hung):
+        timeout = 0.02
+
+    class Slow(Game):
+        timeout = 60.0
+
+        async def step(self, message: Message) -> Observation:
+            await asyncio.sleep(0.02)
+            return await super().step(message)
+
+    end = Bench(["7"], nothing, Quick, tool_timeout=60.0).play()
+    assert isinstance(end, Failed) and "within 0.02 s" in end.detail
+    assert isinstance(Bench(["42"], nothing, Slow, tool_timeout=1e-6).play(), Finished)
+
+
+def answering(answer: Any, cut: Any = 0.0) -> type[Game]:
+    class Answering(Game):
+        async def step(self, message: Message) -> Any:
+            return answer
+
+        async def cut_short(self, unheard: Message | None) -> Any:
+            return cut
+
+    return Answering
+
+
+USER = Message("user", "so?")
+
+
+@pytest.mark.parametrize(
+    ("answer", "cut", "complaint"),
+    [
+        (Observation((USER,), float("nan"), True), 0.0, "step .* no finite number"),
+        (Observation((USER,), float("inf")), 0.0, "step .* no finite number"),
+        (Observation((USER,), None), 0.0, "step .* TypeError"),  # type: ignore[arg-type]
+        (Observation(("so?",)), 0.0, "step .* must be Messages whose content is text"),  # type: ignore[arg-type]
+        (Observation((Message("user", b"so?"),)), 0.0, "step .* text"),  # type: ignore[arg-type]
+        (Observation((Message("user", "", "calls"),)), 0.0, "step .* ValidationError"),  # type: ignore[arg-type]
+        (("so?", 1.0, False), 0.0, "step .* an Observation is expected, not tuple"),
+        (Observation((USER,)), float("nan"), "cut_short .* no finite number"),
+        (Observation((USER,)), "much", "cut_short .* ValueError"),
+    ],
+)
+def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: str) -> None:
+    bench = Bench(["7"], nothing, answering(answer, cut))
+    made = bench.runner.desk.rules
+    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, max_turns=1))
+    end = bench.play()
+    assert isinstance(end, Failed)
+    assert end.reason is FailReason.ENVIRONMENT_ERROR
+    assert re.search(complaint, end.detail), end.detail
+
+
+def test_numbers_may_be_numpys_and_messages_a_list() -> None:
+    said = Message("user", "half a pair: \ud800", (ToolCall("a", "{}"),))
+    answer = Observation([said], np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
+    bench = Bench(["7"], nothing, answering(answer))
+    end = bench.play()
+    assert isinstance(end, Finished)
+    assert (end.end, end.reward) == (EpisodeEnd.DONE, 0.5)
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    assert heard.observation is not None
+    assert heard.observation.messages[0].content == "half a pair: ?"
+
+
+def out_of_time(bench: Bench, busy: asyncio.Event) -> Ended:
+    """How an episode ends whose time is up when it is `busy`."""
+
+    async def main() -> Ended:
+        service = asyncio.create_task(bench.outbox.run())
+        player = bench.runner.lead(Job(bench.runner.desk, bench.assign(), bench.lane, 0.0))
+        play = asyncio.create_task(player.play(()))
+        async with asyncio.timeout(60):
+            await busy.wait()
+            play.cancel()
+            await asyncio.wait([play])
+            ended = await player.expire()
+            await player.close()
+        service.cancel()
+        return ended
+
+    return asyncio.run(main())
+
+
+def test_a_step_that_the_episodes_time_ends_was_heard() -> None:
+    busy = asyncio.Event()
+
+    class Long(Generous):
+        async def step(self, message: Message) -> Observation:
+            observation = await super().step(message)
+            if message.content == "8":
+                busy.set()
+                await asyncio.Event().wait()
+            return observation
+
+    done = out_of_time(Bench(["7", "8"], nothing, Long), busy).command
+    assert isinstance(done, Done)
+    assert (done.end, done.turn_rewards) == (EpisodeEnd.TIMEOUT, (0.25, 0.5))
+    assert Long.log == ["reset", "7", "8", "cut short: heard", "close"]
+
+
+def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
+    busy, ends = asyncio.Event(), []
+
+    async def slow(**given: Any) -> float:
+        ends.append(given["extra_info"]["end"])
+        if not busy.is_set():
+            busy.set()
+            await asyncio.Event().wait()
+        return 1.0
+
+    done = out_of_time(Bench(["42"], slow, Game), busy).command
+    assert isinstance(done, Done)
+    assert (done.end, done.reward, ends) == (EpisodeEnd.DONE, 2.0, ["done", "done"])
 
 
 def test_a_cancelled_episode_closes_its_environment() -> None:

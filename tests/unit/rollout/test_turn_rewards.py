@@ -59,6 +59,12 @@ def test_another_number_of_turns_is_a_reward_error(turns: tuple[float, ...]) -> 
     assert command == Fail(FailReason.REWARD_ERROR, detail)
 
 
+@pytest.mark.parametrize("earned", [math.nan, math.inf, 1e308])
+def test_rewards_that_add_up_to_no_number_are_a_reward_error(earned: float) -> None:
+    command = advance(rules(), played([[earned, 1e308]]), Scored(Verdict(0.0, (0.0, 1e308)))).command
+    assert isinstance(command, Fail) and command.reason is FailReason.REWARD_ERROR
+
+
 numbers = st.floats(-1e3, 1e3)
 
 
