@@ -104,10 +104,24 @@ def _train(argv: list[str]) -> int:
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
     config = compose(options.overrides, options.config_dir)
+    if note := demo_note(options.overrides):
+        print(f"asyncrl: {note}", file=sys.stderr)
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
     from asyncrl.launch.start import train
 
     return train(config, dry_run=options.dry_run)
+
+
+def demo_note(overrides: list[str]) -> str:
+    """What to say to somebody whose own model or data goes into the demo's settings, by oversight or not."""
+    keys = {override.partition("=")[0] for override in overrides}
+    own = sorted(keys & {"model.path", "data.train"})
+    if not own or "experiment" in keys:
+        return ""
+    return (
+        f"{' and '.join(own)} with the calculator demo's settings (tools, learning rate, token limits, test "
+        "data); for defaults instead, add experiment=none name=…"
+    )
 
 
 def _runs(argv: list[str]) -> int:

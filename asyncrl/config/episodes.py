@@ -29,9 +29,9 @@ class RolloutConfig(Section, frozen=True):
     max_calls: Positive = 64
     """Tool calls per episode."""
     max_bad_calls: Positive = 3
-    """Malformed tool calls in a row that end an episode."""
+    """Bad tool calls in a row that end an episode: malformed, of no tool there is, with wrong arguments."""
     max_reply_tokens: Positive = 2048
-    """A longer tool reply is cut."""
+    """A longer reply of a tool, or message of an environment, is cut."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
     """Where a tool reply that is too long is cut."""
     history: Literal["append", "fork", "fold"] = "append"
@@ -45,7 +45,8 @@ class RolloutConfig(Section, frozen=True):
     tool_args: dict[str, Options] = {}
     """Constructor arguments per tool, e.g. `{calculator: {latency_mean: 0.3}}`."""
     tool_timeout: Seconds = 30.0
-    """Deadline of one tool call; the episode goes on with an error reply."""
+    """Deadline of one tool call, after which the episode goes on with an error reply, and of one step of an
+    environment, where these set none of their own."""
     parser: str = "hermes"
     """Format in which the model writes tool calls."""
     environment: Plugin = ""
@@ -61,7 +62,7 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     episode_timeout: Seconds = 600.0
-    """Wall-clock limit of one episode; afterwards it fails with `deadline`."""
+    """Wall-clock limit of one episode; then it is scored on what it did, or fails without a turn (`deadline`)."""
     retries: Count = 2
     """Re-issues of an episode that failed for a reason that is not the policy's."""
     threads: Positive = 1

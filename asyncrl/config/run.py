@@ -180,10 +180,9 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         "$.weights.delta is for files: a broadcast goes straight into a server, which knows no deltas; "
         "use weights.transport=disk": config.weights.delta and config.weights.transport == "collective",
-        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens "
-        f"({config.group_bytes * buffer.groups_per_batch} bytes); raise it or lower max_tokens": (
-            buffer.max_bytes < config.group_bytes * buffer.groups_per_batch
-        ),
+        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens in "
+        f"{config.rollout.rows} rows ({config.group_bytes * buffer.groups_per_batch} bytes); raise it, or lower "
+        "max_tokens or rollout.max_rows": (buffer.max_bytes < config.group_bytes * buffer.groups_per_batch),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
         "$.rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "

@@ -169,9 +169,7 @@ def check_model(config: RunConfig) -> None:
         raise ConfigError(
             f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
         )
-    tokenizer = path / "tokenizer_config.json"
-    in_config = tokenizer.is_file() and _json(tokenizer, "the tokenizer's configuration").get("chat_template")
-    if not in_config and not (path / "chat_template.jinja").is_file():
+    if not chat_template(path):
         raise ConfigError(
             f"{path}: no chat template; add chat_template.jinja, or chat_template to tokenizer_config.json"
         )
@@ -260,6 +258,24 @@ def check_installed(
     for extra in extras:  # each is named like its module
         if find(extra) is None:
             raise ConfigError(f"{extra} is not installed; pip install 'asyncrl[{extra}]', or do without it")
+
+
+def check_chat(config: RunConfig) -> list[str]:
+    """Whether the chat template fits who answers the model; warnings. It takes seconds: the workers look
+    themselves, before anything else."""
+    from asyncrl.roles.rollout_setup import chat_warnings, load_chat
+
+    with quiet():
+        return chat_warnings(config, load_chat(config))
+
+
+def chat_template(path: Path) -> str:
+    """The text of a model's chat template, '' if it has none."""
+    file, inside = path / "chat_template.jinja", path / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text()
+    settings = _json(inside, "the tokenizer's configuration") if inside.is_file() else {}
+    return str(settings.get("chat_template") or "")
 
 
 def check_devices(config: RunConfig) -> None:
@@ -356,9 +372,13 @@ def outside_weights(config: RunConfig) -> list[Path]:
 
 def warnings(config: RunConfig) -> list[str]:
     """What is allowed and hardly meant, one line each."""
+    from asyncrl.rollout.parsers import guess, parsers
+
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
+    path, parser = Path(config.model.path), config.rollout.parser
+    fitting = guess(chat_template(path))
     found = {
         f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
         "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group": slots > live,
@@ -366,5 +386,7 @@ def warnings(config: RunConfig) -> list[str]:
         f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory": (
             rows > 1 and rows * config.rollout.max_tokens > budget
         ),
+        f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
+        f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
     }
     return [message for message, applies in found.items() if applies]

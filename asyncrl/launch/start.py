@@ -19,7 +19,7 @@ from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.console import Console, open_console, print_summary
-from asyncrl.observe.files import read_summary, write_summary
+from asyncrl.observe.files import mark_start, read_summary, write_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.transport.sockets import Endpoints, choose_endpoints
@@ -33,6 +33,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     units = placement.plan(config)
     run_dir = preflight.run_directory(config)
     warnings = [f"warning: {line}" for line in preflight.warnings(config)]
+    if dry_run:
+        warnings += [f"warning: {line}" for line in preflight.check_chat(config)]
     with ExitStack() as stack:
         endpoints = choose_endpoints(config.launch.host, config.launch.port)
         if dry_run:
@@ -77,12 +79,14 @@ def prepared(run_dir: Path, config: RunConfig) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         (run_dir / "summary.json").unlink(missing_ok=True)
+        mark_start(run_dir)
         (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
         try:
             yield
         except ConfigError:  # nothing was started: a corrected command must not find a run
             if not (run_dir / "run.db").exists():
                 (run_dir / "config.yaml").unlink()
+                (run_dir / "started").unlink()
             raise
 
 

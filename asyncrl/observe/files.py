@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,3 +37,16 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     temporary.replace(path)
+
+
+def first_day(run_dir: Path) -> datetime.date:
+    """The day on which a run began, as `mark_start` wrote it; today, where it did not."""
+    path = run_dir / "started"
+    return datetime.date.fromisoformat(path.read_text()) if path.exists() else datetime.date.today()
+
+
+def mark_start(run_dir: Path) -> None:
+    """Write the day down, unless this goes on with an earlier start."""
+    path = run_dir / "started"
+    if not path.exists():
+        path.write_text(datetime.date.today().isoformat())

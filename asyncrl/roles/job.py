@@ -131,8 +131,8 @@ class Job:
         tool_calls: int,
         result: object = None,
     ) -> Verdict:
-        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones. `result`: what an agent program returned, a JSON
-        value. Raises RewardError."""
+        """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: what an
+        agent program returned, a JSON value. Raises RewardError."""
         given = RewardInput(
             sample=self.assign.sample,
             answer=answer,

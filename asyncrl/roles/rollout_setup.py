@@ -6,6 +6,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,13 +17,14 @@ from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.gateway import Agent, load_agent
+from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.roles.roster import Client
 from asyncrl.roles.scoring import Scorer
 from asyncrl.roles.turn_player import World
 from asyncrl.rollout.chat import Chat
 from asyncrl.rollout.commands import Limits, Rules
-from asyncrl.rollout.parsers import guess, parsers
+from asyncrl.rollout.parsers import parsers
 from asyncrl.tools import Toolbox, load_tools
 from asyncrl.transport.messages import EngineEntry
 
@@ -95,6 +97,16 @@ def load_world(config: RunConfig) -> World:
 
 def load_rules(config: RunConfig) -> Rules:
     """The chat template, the parser and the limits."""
+    rollout = config.rollout
+    chat = load_chat(config)
+    for warning in chat_warnings(config, chat):
+        log.warning("%s", warning)
+    limits = msgspec.convert(rollout, Limits, from_attributes=True)
+    return Rules(chat, parsers.load(rollout.parser), limits, bool(rollout.environment))
+
+
+def load_chat(config: RunConfig) -> Chat:
+    """The model's chat template. ConfigError if there is no usable one."""
     from transformers import AutoTokenizer  # takes seconds, and the launcher needs only names of this file
 
     tokenizer: Any
@@ -104,14 +116,12 @@ def load_rules(config: RunConfig) -> Rules:
         raise ConfigError(
             f"$.model.path {config.model.path!r}: no usable tokenizer ({one_line(error)})"
         ) from error
+    return Chat(tokenizer, first_day(Path(config.run_dir) / config.name))
+
+
+def chat_warnings(config: RunConfig, chat: Chat) -> list[str]:
+    """What the template makes of those who answer the model. ConfigError for what it makes impossible."""
     rollout = config.rollout
-    chat = Chat(tokenizer)
-    if not rollout.agent:  # whose requests begin a new row wherever they must
-        roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment)
-        for warning in chat.check(rollout.history, roles):
-            log.warning("%s", warning)
-    fitting = guess(str(tokenizer.chat_template))
-    if fitting not in (None, rollout.parser):
-        log.warning("rollout.parser is %s; the chat template looks like %s", rollout.parser, fitting)
-    limits = msgspec.convert(rollout, Limits, from_attributes=True)
-    return Rules(chat, parsers.load(rollout.parser), limits, bool(rollout.environment))
+    if rollout.agent:  # its requests begin a new row wherever they must
+        return []
+    return chat.check(rollout.history, ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment))

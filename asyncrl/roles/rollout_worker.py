@@ -158,7 +158,8 @@ class Worker:
         """Drop the episodes, give the records a moment to become durable, close."""
         dropped = list(self._episodes.values())
         self._fence("leaving")
-        await asyncio.gather(*dropped, return_exceptions=True)
+        if dropped:
+            await asyncio.wait(dropped, timeout=FLUSH)  # what does not end goes with the process
         try:
             async with asyncio.timeout(FLUSH):
                 await self.outbox.flushed()

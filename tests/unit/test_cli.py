@@ -163,3 +163,15 @@ def test_runs_are_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["runs", "show", "--run-dir", str(tmp_path)]) == 2
     assert cli.main(["runs", "show", "other", "--run-dir", str(tmp_path)]) == 2
     assert "there are: first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.path=m", "data.train=d"], "data.train and model.path with the calculator demo's settings"),
+        (["data.train=d", "experiment=none", "name=x"], ""),
+        (["total_steps=3"], ""),
+    ],
+)
+def test_whose_settings_are_used_is_said(overrides: list[str], said: str) -> None:
+    assert cli.demo_note(overrides).startswith(said) and bool(said) == bool(cli.demo_note(overrides))

@@ -160,6 +160,14 @@ def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
     assert "an episode of 9 rows" in line and "micro_batch_tokens (8192)" in line
 
 
+def test_a_parser_that_does_not_fit_the_template_is_worth_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ '[TOOL_CALLS]' }}")
+    model = {"path": str(tmp_path)}
+    (line,) = preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+    assert "rollout.parser is hermes" in line and "set rollout.parser=mistral" in line
+    assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1, "parser": "mistral"}))
+
+
 def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

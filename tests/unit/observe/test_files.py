@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
-from asyncrl.observe.files import read_rows, read_summary, write_summary
+from asyncrl.observe.files import first_day, mark_start, read_rows, read_summary, write_summary
 
 
 def test_rows_without_the_line_that_a_crash_cut(tmp_path: Path) -> None:
@@ -19,3 +20,11 @@ def test_a_summary_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path) -> N
     write_summary(tmp_path, {"steps": 2, "busy_at_once": None})
     assert read_summary(tmp_path) == {"steps": 2, "busy_at_once": None}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_run_that_goes_on_keeps_its_first_day(tmp_path: Path) -> None:
+    """Templates write the date into the prompt: recorded turns must find the same one."""
+    assert first_day(tmp_path) == datetime.date.today()
+    (tmp_path / "started").write_text("2026-01-31")
+    mark_start(tmp_path)
+    assert first_day(tmp_path) == datetime.date(2026, 1, 31)
