@@ -3,34 +3,33 @@
     sample as JSON ──stdin──► program ──stdout──► its last line, as JSON, is the result
 
 It finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. It runs in a process group of its own,
-of which nothing is left when the episode is over.
+of which nothing is left when the episode is over, or when the worker is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shlex
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import msgspec
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.gateway.agents import MAX_RESULT, agents
+from asyncrl.gateway.reaper import Reaper
 from asyncrl.gateway.server import Endpoint
 from asyncrl.types import Sample
 
 MAX_ERROR = 4096  # bytes of stderr that are read back
 CLOSE_SECONDS = 2.0  # for the pipes of a program that has ended
-PR_SET_PDEATHSIG = 1
 
 Line = Annotated[str, msgspec.Meta(min_length=1)]
 
-_libc = ctypes.CDLL(None)
+_reaper = Reaper()
 
 
 class CommandError(AsyncrlError):
@@ -44,15 +43,15 @@ async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: 
     program = _Program()
     transport = await _start(program, _split(line), directory or None, _environment(os.environ, endpoint))
     try:
-        stdin: Any = transport.get_pipe_transport(0)
-        stdin.write(_written(sample))
-        stdin.close()  # when all of it is read, or the program has ended
-        await program.exited.wait()
-        _kill(transport)  # children that hold its pipes
+        with _group(transport):
+            stdin: Any = transport.get_pipe_transport(0)
+            stdin.write(_written(sample))
+            stdin.close()  # when all of it is read, or the program has ended
+            await program.exited.wait()
         with suppress(TimeoutError):
             await asyncio.wait_for(program.closed.wait(), CLOSE_SECONDS)
     finally:
-        _end(transport)
+        transport.close()
     if code := transport.get_returncode():
         raise CommandError(
             f"{line.split()[0]} ended with code {code}: {program.err.last_line or 'no message'}"
@@ -128,7 +127,6 @@ async def _start(
             cwd=directory,
             env=environment,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
     )
     try:
@@ -136,26 +134,28 @@ async def _start(
     except asyncio.CancelledError:  # asyncio would wait for the program's children
         await asyncio.wait([starting])
         if starting.exception() is None:
-            _end(starting.result()[0])
+            _kill(starting.result()[0])
+            starting.result()[0].close()
         raise
     except OSError as error:
         raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
     return transport
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+@contextmanager
+def _group(transport: asyncio.SubprocessTransport) -> Iterator[None]:
+    """The body is the time of the program and of its children. They are killed once: later the number of
+    their group may be another's."""
+    try:
+        with _reaper.watching(transport.get_pid()):
+            yield
+    finally:
+        _kill(transport)
 
 
 def _kill(transport: asyncio.SubprocessTransport) -> None:
-    """What is left of the group: the program, and its children."""
     with suppress(ProcessLookupError):
         os.killpg(transport.get_pid(), signal.SIGKILL)
-
-
-def _end(transport: asyncio.SubprocessTransport) -> None:
-    _kill(transport)
-    transport.close()
 
 
 def _result(line: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Endpoint, command, load_agent, result_of
 from asyncrl.gateway.command import CommandError
+from asyncrl.gateway.reaper import reap
 from asyncrl.types import Message, Sample
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -115,6 +118,69 @@ def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str, monkeypatch: 
     assert len(started) == 2
     deadline = asyncio.run(_gone(started))
     assert deadline, "a process was left"
+
+
+OWNER = """
+import asyncio, sys
+from tests.unit.gateway.test_command import ENDPOINT, SAMPLE, command
+asyncio.run(command(SAMPLE, ENDPOINT, line=sys.argv[1]))
+"""
+
+
+def test_children_of_a_program_die_with_a_killed_worker(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    os.mkfifo(pids)
+    line = f"sh -c 'cat > /dev/null; (sleep 600 & echo $! > {pids}; wait) & wait'"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, line], cwd=Path(__file__).parents[3])
+    try:
+        started = int(pids.read_text())
+        assert alive(started)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert asyncio.run(_gone([started])), "a process was left"
+
+
+LOSER = """
+import os, sys
+from asyncrl.gateway.reaper import Reaper
+reaper = Reaper()
+with reaper.watching(int(sys.argv[1])):
+    reaper._process.kill()
+    reaper._process.wait()
+    with reaper.watching(1 << 30):
+        os._exit(0)
+"""
+
+
+def test_a_reaper_that_was_killed_is_replaced() -> None:
+    program = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        subprocess.run([sys.executable, "-c", LOSER, str(program.pid)], check=True, timeout=60)
+        assert program.wait(30) == -signal.SIGKILL
+    finally:
+        program.kill()
+        program.wait()
+
+
+def test_what_was_taken_back_is_not_killed() -> None:
+    program = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        reap([f"+{program.pid}\n", f"-{program.pid}\n"])
+        assert program.poll() is None
+        reap([f"+{program.pid}\n"])
+        assert program.wait(30) == -signal.SIGKILL
+    finally:
+        program.kill()
+        program.wait()
+
+
+def test_the_group_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another's by then."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, signal: killed.append(group))
+    assert run("echo 1") == 1
+    assert len(killed) == 1
 
 
 async def _gone(pids: list[int]) -> bool:
