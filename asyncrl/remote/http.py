@@ -106,8 +106,12 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     session = _sessions.get(loop)
     if session is None or session.closed:
-        # The deadline is `post`'s; aiohttp's own of five minutes would cut a longer one short.
-        session = _sessions[loop] = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        session = _sessions[loop] = aiohttp.ClientSession(
+            # Callers bound how much they ask at once; waiting for one of aiohttp's 100 places would count.
+            connector=aiohttp.TCPConnector(limit=0),
+            # The deadline is `post`'s; aiohttp's own of five minutes would cut a longer one short.
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
     return session
 
 

@@ -200,6 +200,26 @@ def unused_port() -> int:
         return port
 
 
+def test_no_request_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are under way at once: an answer waits for the last of them."""
+    many = 120
+
+    async def body(script: Script) -> None:
+        there = asyncio.Event()
+
+        async def answer(request: web.Request) -> web.Response:
+            if len(script.asked) == many:
+                there.set()
+            await there.wait()
+            return web.Response(body=b"{}")
+
+        script.answers[PATH] = answer
+        url = script.url + PATH
+        await asyncio.gather(*(http.post(url, {}, seconds=10.0, retries=0) for _ in range(many)))
+
+    talk(body, monkeypatch)
+
+
 def test_bad_settings_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_KEY holds no key"):
