@@ -13,7 +13,15 @@ import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.tools.base import Replay, Tool, tools
-from asyncrl.tools.mcp_servers import CLOSE, Connection, Link, ServerError, submit, there
+from asyncrl.tools.mcp_servers import (
+    CLOSE,
+    Connection,
+    Link,
+    ServerError,
+    close_servers,
+    submit,
+    there,
+)
 from asyncrl.tools.mcp_transports import Server
 from asyncrl.tools.schema import Decode
 from asyncrl.types import Sample
@@ -54,7 +62,7 @@ def mcp(
     if api_key_env and not os.environ.get(api_key_env):
         raise ConfigError(f"mcp: the environment variable {api_key_env} holds no key; set it")
     server = Server(command, url, tuple(_names(env)), api_key_env, start_timeout)
-    options: dict[str, Any] = {"timeout": timeout or None, "max_chars": max_chars}
+    options: dict[str, Any] = {"timeout": timeout or None, "max_chars": max_chars, "end": close_servers}
     make = _of_episode(server) if per_episode else _of_worker(server)
     return [
         make(found.name, _schema(found, prefix), _decoder(found), _repeatable(found), options)

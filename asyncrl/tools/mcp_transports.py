@@ -204,17 +204,28 @@ async def _keep_stderr(process: asyncio.subprocess.Process, life: Life) -> None:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """No more input, then SIGTERM, then SIGKILL, to all that it started."""
+    """No more input, then SIGTERM; when it has ended, or will not, SIGKILL to all that it started."""
     assert process.stdin is not None
     process.stdin.close()
-    for step in (None, signal.SIGTERM, signal.SIGKILL):
-        if step is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, step)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE):
-                await process.wait()
-                return
+    if not await _ends(process):
+        _signal(process, signal.SIGTERM)
+        await _ends(process)
+    _signal(process, signal.SIGKILL)  # its helpers, too, which outlive a server that leaves by itself
+    await _ends(process)
+
+
+async def _ends(process: asyncio.subprocess.Process) -> bool:
+    """Within GRACE."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(GRACE):
+            await process.wait()
+            return True
+    return False
+
+
+def _signal(process: asyncio.subprocess.Process, step: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, step)
 
 
 def _die_with_parent() -> None:

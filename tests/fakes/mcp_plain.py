@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -43,6 +44,10 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     return {"error": NO_METHOD}
 
 
+if BROKEN == "helped":
+    quiet = subprocess.DEVNULL
+    helper = subprocess.Popen(["sleep", "100"], stdin=quiet, stdout=quiet, stderr=quiet)
+    os.environ["HELPER"] = str(helper.pid)
 for line in sys.stdin:
     request = json.loads(line)
     if "id" in request and not (BROKEN == "silent_list" and request["method"] == "tools/list"):

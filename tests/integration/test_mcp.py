@@ -200,11 +200,16 @@ def test_a_server_that_hangs_is_started_again() -> None:
 
 WORKER = """
 import asyncio, signal, sys
-from asyncrl.tools import call_tool, load_tool
-from asyncrl.types import ToolCall
+from asyncrl.tools import Toolbox, load_tools
+from asyncrl.types import Sample, ToolCall
 
-tool = load_tool("mcp", command=sys.argv[1], allow="pid")
-print(asyncio.run(call_tool(tool, ToolCall("pid", "{}"))).content, flush=True)
+async def main():
+    tools = load_tools(["mcp"], {"mcp": {"command": sys.argv[1], "allow": "pid"}})
+    session = Toolbox(tools).session(Sample(0, "", (), ""))
+    await session.open()
+    return await session.call(ToolCall("pid", "{}"))  # nobody closes the toolbox
+
+print(asyncio.run(main()).content, flush=True)
 if "deaf" in sys.argv[1]:
     signal.pause()
 """
@@ -229,6 +234,19 @@ def test_servers_are_told_of_the_end_of_their_worker(tmp_path: Path) -> None:
     assert worker.returncode == 0, worker.stderr
     assert left.read_text() == "put away"
     assert b"rror" not in worker.stderr
+
+
+def test_servers_are_told_of_the_end_of_their_toolbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker closes it, which leaves without atexit."""
+    monkeypatch.setattr(mcp_transports, "GRACE", DEADLINE)
+    left = tmp_path / "left"
+    tools = tools_of(command=f"{PLAIN} tidy {left}")
+    assert ask(tools, "pid").error is None
+    left.unlink()  # of the connection that listed the tools
+    asyncio.run(Toolbox(tools).close())
+    assert left.read_text() == "put away"
 
 
 def test_closed_servers_are_gone_and_come_back_when_called() -> None:
@@ -272,6 +290,13 @@ def test_an_episode_has_its_own_server_until_it_ends(own: dict[str, Tool]) -> No
     assert first[0] == first[1] != second[0] == second[1]
     assert gone(int(first[0])) and gone(int(second[0]))
     assert own["pid"].replay == "reapply"
+
+
+def test_what_a_server_started_ends_with_it() -> None:
+    """Though the server itself leaves when it is asked to."""
+    tools = tools_of(command=f"{PLAIN} helped", per_episode=True)
+    helper = int(ask(tools, "variable", '{"name": "HELPER"}').content)
+    assert gone(helper)
 
 
 def test_the_server_of_an_episode_is_lost_for_good(own: dict[str, Tool]) -> None:
