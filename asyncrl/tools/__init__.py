@@ -5,6 +5,7 @@ from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
 from asyncrl.tools.replies import Rewarded
 from asyncrl.tools.toolbox import Session, Toolbox, call_tool, unknown_tool
+from asyncrl.tools.wanted import check_wanted
 
 __all__ = [
     "Replay",
@@ -15,6 +16,7 @@ __all__ = [
     "Toolbox",
     "calculator",
     "call_tool",
+    "check_wanted",
     "load_tool",
     "load_tools",
     "tool",

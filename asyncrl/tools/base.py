@@ -41,6 +41,7 @@ class Options(TypedDict, total=False):
     max_chars: int
     blocking: bool
     process: bool
+    end: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)

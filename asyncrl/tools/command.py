@@ -43,7 +43,8 @@ def call(spec: str, text: str, options: Mapping[str, Any], name: str = "", sampl
     if len(found) == 1 and not name:
         name = next(iter(found))
     if name not in found:
-        raise ConfigError(f"{spec!r} has no tool {name!r}; choose one with --name: {names(found)}")
+        has = f"has no tool {name!r}" if name else f"gives {len(found)} tools"
+        raise ConfigError(f"{spec!r} {has}; choose one with --name: {names(found)}")
     row = _sample(sample) if sample else None
     reply = asyncio.run(call_tool(found[name], ToolCall(name, text), sample=row))
     print(reply.content)
@@ -97,6 +98,13 @@ def _print(spec: str, tool: Tool) -> None:
 
 def _print_factory(spec: str) -> None:
     factory = found_by(spec)
-    parameters = inspect.signature(factory).parameters.values()
-    print(f"{spec}  [makes tools; options: {', '.join(str(p).replace(chr(39), '') for p in parameters)}]")
+    options = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
+    print(f"{spec}  [makes tools; options: {options}]")
     print(f"    {docstring(factory)[0]}")
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    kind = parameter.annotation
+    kind = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+    given = parameter.default is not parameter.empty
+    return f"{parameter.name}: {kind}" + f" = {json.dumps(parameter.default, default=repr)}" * given

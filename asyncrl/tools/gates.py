@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -25,7 +24,8 @@ class Gate:
         most = tool.concurrency or (os.cpu_count() if tool.process else None)
         self._places = asyncio.Semaphore(most) if most else None
         self._pause = 1 / tool.rate if tool.rate else 0.0
-        self._next = 0.0
+        self._next = 0.0  # the loop's time at which a call may begin
+        self._turn = asyncio.Lock()  # of those that wait for it, in their order
         self._awaited = 0
 
     @asynccontextmanager
@@ -43,13 +43,16 @@ class Gate:
                 raise Late(f"the tool is out of order: {strays} earlier calls have not ended")
             self._awaited += 1
             stack.callback(self._leave)
-            yield await stack.enter_async_context(self.pool.lease()) if self.pool else None
+            yield stack.enter_context(self.pool.lease()) if self.pool else None
 
     def _leave(self) -> None:
         self._awaited -= 1
 
     async def _pace(self) -> None:
-        if self._pause:
-            now = time.monotonic()
-            begin, self._next = self._next, max(now, self._next) + self._pause
-            await asyncio.sleep(begin - now)
+        """Only a call that begins moves the time of the next one; those that give up take nothing along."""
+        if not self._pause:
+            return
+        async with self._turn:
+            begin = max(asyncio.get_running_loop().time(), self._next)
+            await asyncio.sleep(begin - asyncio.get_running_loop().time())
+            self._next = begin + self._pause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -14,7 +15,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import bind, load_object
-from asyncrl.tools.base import Tool, tools
+from asyncrl.tools.base import Tool, names, tools
 from asyncrl.tools.process import origin
 
 Arguments = Mapping[str, Any]
@@ -79,9 +80,12 @@ def found_by(name: str) -> Any:
     """What a name stands for; ConfigError with the nearest known ones."""
     if name in BUILT_IN:
         importlib.import_module(BUILT_IN[name])
-    elif name not in known() and ":" not in name:
-        for module in BUILT_IN.values():
-            importlib.import_module(module)  # the message tells their names, too
+    elif ":" not in name and name not in known():
+        near = difflib.get_close_matches(name, known())
+        there = f"there are: {names(known())}, and file.py:name or module:name for your own"
+        raise ConfigError(
+            f"unknown tool {name!r}; " + (f"did you mean {', '.join(near)}?" if near else there)
+        )
     return tools.load(name)
 
 

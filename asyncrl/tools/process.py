@@ -20,8 +20,7 @@ import subprocess
 import sys
 import threading
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -30,8 +29,8 @@ import msgspec
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.foreign import Late, in_thread, line
 from asyncrl.registry import load_object
-from asyncrl.tools.base import Tool
-from asyncrl.tools.replies import reply_of
+from asyncrl.tools.base import Tool, ToolError
+from asyncrl.tools.replies import cut, reply_of, told
 
 START_SECONDS = 60.0  # for a child to import what the tool needs
 LENGTH = struct.Struct(">I")
@@ -51,11 +50,13 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a call; after Start, whether the tool is there."""
+    """What came of a call; after Start, whether the tool is there. `meant`: the error is the tool's own
+    answer."""
 
     content: str = ""
     error: str = ""
     reward: float = 0.0
+    meant: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -125,47 +126,88 @@ class Child:
 
 
 class Lease:
-    """A child for one call, replaced where it dies before a call is tried again."""
+    """A child for one call, from when it is first asked; replaced where it dies before it is asked again."""
 
-    def __init__(self, pool: Pool, child: Child) -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self.child = child
+        self.child: Child | None = None
 
     async def ask(self, arguments: str) -> Answer:
-        """ChildError when the tool failed, or its process."""
-        if not self.child.usable:
-            self.child.kill()
-            self.child = await self._pool.start()
+        """ToolError is the tool's own answer; ChildError: it failed, or its process."""
+        if self.child is None or not self.child.usable:
+            self.give_back()
+            self.child = await self._pool.take()
         answer = await self.child.ask(arguments, self._pool.largest)
         if answer.error:
-            raise ChildError(answer.error)
+            raise (ToolError if answer.meant else ChildError)(answer.error)
         return answer
+
+    def give_back(self) -> None:
+        """Ready for the next call, or killed."""
+        if self.child is not None:
+            self._pool.put(self.child)
+            self.child = None
 
 
 class Pool:
-    """The processes of one tool: as many as calls run side by side."""
+    """The processes of one tool: as many as calls run side by side.
+
+    One that starts is a call's until its deadline; then it goes on starting, for the next call.
+    """
 
     def __init__(self, tool: Tool) -> None:
         self._origin = origin(tool)
         self._idle: list[Child] = []
+        self._starts: dict[asyncio.Task[Child], bool] = {}  # under way; whether a call waits for it
         self._all: set[Child] = set()  # but for those that have ended
         self.largest = 8 * tool.max_chars + 8192  # bytes of an answer
 
-    @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Lease]:
-        """The body makes one call. It ends with a child that is ready for the next, or a killed one."""
-        while self._idle and not self._idle[-1].usable:
-            self._idle.pop().kill()
-        lease = Lease(self, self._idle.pop() if self._idle else await self.start())
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """The body makes one call."""
+        lease = Lease(self)
         try:
             yield lease
         finally:
-            if lease.child.usable:
-                self._idle.append(lease.child)
-            else:
-                lease.child.kill()
+            lease.give_back()
 
-    async def start(self) -> Child:
+    def put(self, child: Child) -> None:
+        """Keep it for another call, or kill it when it did not answer."""
+        if child.usable:
+            self._idle.append(child)
+        else:
+            child.kill()
+
+    async def take(self) -> Child:
+        """An idle child, or else one that starts. Errors: see `_start`."""
+        while self._idle:
+            if (child := self._idle.pop()).usable:
+                return child
+            child.kill()
+        start = next((start for start, awaited in self._starts.items() if not awaited), None)
+        if start is None:
+            start = asyncio.create_task(self._start())
+            start.add_done_callback(self._started)
+        self._starts[start] = True
+        try:
+            return await asyncio.shield(start)
+        except asyncio.CancelledError:
+            if start.done():
+                self._keep(start)
+            else:
+                self._starts[start] = False
+            raise
+
+    def _started(self, start: asyncio.Task[Child]) -> None:
+        if not self._starts.pop(start):
+            self._keep(start)
+
+    def _keep(self, start: asyncio.Task[Child]) -> None:
+        """What came of a start that no call waits for; a failure is met again by the next one."""
+        if not start.cancelled() and start.exception() is None:
+            self.put(start.result())
+
+    async def _start(self) -> Child:
         """A child that has imported the tool. ChildError when it cannot, Late when that takes too long."""
         ours, theirs = socket.socketpair()
         try:  # beside the loop: starting a process takes a while, more so on a busy machine
@@ -191,6 +233,8 @@ class Pool:
 
     async def close(self) -> None:
         """Kill all children and wait for their end."""
+        for start in self._starts:
+            start.cancel()
         self._idle.clear()
         alive = [child for child in self._all if not child.ended]
         for child in alive:
@@ -245,7 +289,7 @@ def _answered(tool: Tool, arguments: str, max_chars: int) -> Answer:
     try:
         content, reward = reply_of(tool.function(**tool.decode(arguments)), max_chars)
     except BaseException as problem:  # a SystemExit, too, is the tool's and not this process's
-        return Answer(error=line(problem))
+        return Answer(error=cut(told(problem), max_chars), meant=isinstance(problem, ToolError))
     return Answer(content, reward=reward)
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.errors import AsyncrlError
+from asyncrl.foreign import line
+
 
 @dataclass(frozen=True)
 class Rewarded:
@@ -28,6 +31,11 @@ def reply_of(value: Any, limit: int) -> tuple[str, float]:
     return (
         cut(given.content, limit) if isinstance(given.content, str) else _json(given.content, limit)
     ), reward
+
+
+def told(problem: BaseException) -> str:
+    """Errors raised on purpose speak for themselves; others by type and text."""
+    return str(problem) if isinstance(problem, AsyncrlError) else line(problem)
 
 
 def cut(text: str, limit: int) -> str:

@@ -18,14 +18,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, ProtocolError
+from asyncrl.errors import ProtocolError
 from asyncrl.foreign import bounded, finish, line
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.process import Lease
-from asyncrl.tools.replies import cut, reply_of
+from asyncrl.tools.replies import cut, reply_of, told
 from asyncrl.tools.schema import outline
-from asyncrl.tools.wanted import Wanted, accepted, chosen, wanted
+from asyncrl.tools.wanted import Wanted, accepted, chosen, merged, wanted
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 log = logging.getLogger("asyncrl.tools")
@@ -72,10 +72,10 @@ class Toolbox:
 class Kept:
     """An object that lives as long as its episode. Its calls run one after another, in their order."""
 
-    def __init__(self, tool: Tool, state: Any) -> None:
+    def __init__(self, state: Any, blocking: bool) -> None:
         self.state = state
         self.turn = asyncio.Lock()
-        self._blocking = tool.blocking
+        self._blocking = blocking
 
     async def say(self, method: str, *arguments: Any, **keywords: Any) -> None:
         """Call `open` or `close`, where there is one."""
@@ -103,29 +103,39 @@ class Session:
         passes; `close` is due in any case."""
         asked = wanted(self._sample)
         tools = chosen(self._box.tools, asked)
-        stateful = {id(tool.state): tool for tool in tools.values() if tool.state}.values()
-        opened = await asyncio.gather(*(self._open(tool, asked) for tool in stateful), return_exceptions=True)
+        sharing: dict[int, list[Tool]] = {}
+        for tool in filter(lambda tool: tool.state, tools.values()):
+            sharing.setdefault(id(tool.state), []).append(tool)
+        opening = (self._open(shared, asked) for shared in sharing.values())
+        opened = await asyncio.gather(*opening, return_exceptions=True)
         for problem in opened:
             if problem is not None:
                 raise problem
         self._tools = tools
 
-    async def _open(self, tool: Tool, asked: Wanted) -> None:
-        assert tool.state is not None
+    async def _open(self, tools: Sequence[Tool], asked: Wanted) -> None:
+        """What these tools share."""
+        state = tools[0].state
+        assert state is not None
         try:
-            kept = self._kept[id(tool.state)] = Kept(tool, tool.state())
-            given = accepted(getattr(kept.state, "open", None), asked.arguments(tool.name))
-            await bounded(kept.say("open", self._sample, **given), self._box.limit(tool), self._running)
+            kept = self._kept[id(state)] = Kept(state(), any(tool.blocking for tool in tools))
+            given = accepted(getattr(kept.state, "open", None), merged(tools, asked))
+            limit = max(map(self._box.limit, tools))
+            await bounded(kept.say("open", self._sample, **given), limit, self._running)
         except Exception as problem:
-            raise ToolError(f"tool {tool.name!r} could not be opened: {_told(problem)}") from problem
+            raise ToolError(f"tool {tools[0].name!r} could not be opened: {told(problem)}") from problem
 
     async def call(self, call: ToolCall) -> ToolReply:
         """Run one call. Never raises but for cancellation: whatever goes wrong is a reply."""
         tool = self._tools.get(call.name)
         if tool is None:
             return unknown_tool(call, self._tools)
+        try:
+            keywords = tool.decode(call.arguments)
+        except Exception as problem:
+            return _bad_arguments(call, tool, problem)
         started = time.monotonic()
-        content, error, reward = await self._outcome(tool, call.arguments)
+        content, error, reward = await self._outcome(tool, call.arguments, keywords)
         return ToolReply(call, content, error, time.monotonic() - started, reward)
 
     async def redo(self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str) -> None:
@@ -154,16 +164,11 @@ class Session:
         try:
             await bounded(_closed(kept), CLOSE_SECONDS, set())
         except Exception as problem:
-            log.warning("closing %s: %s", type(kept.state).__name__, _told(problem))
+            log.warning("closing %s: %s", type(kept.state).__name__, told(problem))
 
     # -- one call ------------------------------------------------------------------------------------
 
-    async def _outcome(self, tool: Tool, arguments: str) -> Outcome:
-        try:
-            keywords = tool.decode(arguments)
-        except Exception as problem:
-            takes = outline(tool.schema)
-            return _failed(f"bad arguments for {tool.name}: {_told(problem)}; it takes {takes}", tool)
+    async def _outcome(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> Outcome:
         gate, limit = self._box.gates[tool.name], self._box.limit(tool)
         try:
             async with gate.place(limit) as lease:
@@ -171,7 +176,8 @@ class Session:
                 content, reward = await bounded(_attempts(tool, run), limit, self._running)
             return content, None, reward
         except Exception as problem:
-            return _failed(_told(problem), tool)
+            error = told(problem)
+            return cut(f"error: {error}", tool.max_chars), error, 0.0
 
     async def _run(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
         run = partial(finish, blocking=tool.blocking, live=self._box.gates[tool.name].live)
@@ -203,7 +209,12 @@ async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]
 def unknown_tool(call: ToolCall, known: Iterable[str]) -> ToolReply:
     """The reply to a call of a tool that does not exist."""
     error = f"unknown tool {call.name!r}; there are: {names(known)}"
-    return ToolReply(call, f"error: {error}", error)
+    return ToolReply(call, f"error: {error}", error, refused=True)
+
+
+def _bad_arguments(call: ToolCall, tool: Tool, problem: Exception) -> ToolReply:
+    error = f"bad arguments for {tool.name}: {told(problem)}; it takes {outline(tool.schema)}"
+    return ToolReply(call, cut(f"error: {error}", tool.max_chars), error, refused=True)
 
 
 async def call_tool(
@@ -230,12 +241,3 @@ async def _closed(kept: Kept) -> None:
     except TimeoutError:
         pass
     await kept.say("close")
-
-
-def _failed(error: str, tool: Tool) -> Outcome:
-    return cut(f"error: {error}", tool.max_chars), error, 0.0
-
-
-def _told(problem: BaseException) -> str:
-    """Errors raised on purpose speak for themselves; others by type and text."""
-    return str(problem) if isinstance(problem, AsyncrlError) else line(problem)

@@ -8,7 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from asyncrl.tools import Rewarded, Tool, tool
+from asyncrl.tools import Rewarded, Tool, ToolError, tool
+
+if "PROCESS_TOOLS_GATE" in os.environ:
+    with open(os.environ["PROCESS_TOOLS_GATE"], "rb", buffering=0) as gate:
+        gate.read(1)
 
 
 @tool(process=True, timeout=20, concurrency=2)
@@ -28,6 +32,10 @@ def work(what: str) -> Rewarded:
             return Rewarded("x" * 10_000_000, 0.0)
         case "garbage":
             os.write(4, b"\xff" * 100)  # the descriptor of its answers
+    if what.startswith("polite"):
+        with open(what.split()[1], "a") as calls:
+            calls.write("x")
+        raise ToolError("No city is called so.")
     if what.endswith(".txt") and not Path(what).exists():
         Path(what).touch()
         os._exit(7)

@@ -52,7 +52,8 @@ def test_list_without_names_shows_what_is_built_in(capsys: pytest.CaptureFixture
     assert cli.main(["tools", "list"]) == 0
     shown = capsys.readouterr().out
     assert "calculator(a: integer, op: minus | plus | times, b: integer)" in shown
-    assert "search  [makes tools; options: corpus: str" in shown
+    assert "search  [makes tools; options: corpus: str, k: int = 3, " in shown
+    assert 'cache: str = "", name: str = "search"' in shown
 
 
 def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +73,10 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
         (["{file}:other"], 1, "error: OSError: no paper"),
         (["{file}:Diary"], 1, "missing required field `line`"),
         (["{folder}", "--name=other"], 1, "no paper"),
-        (["{folder}"], 2, "choose one with --name: diary, other"),
+        (["{folder}"], 2, "gives 2 tools; choose one with --name: diary, other"),
+        (["{folder}", "--name=both"], 2, "has no tool 'both'; choose one with --name: diary, other"),
+        (["nope"], 2, "unknown tool 'nope'; there are: calculator, mcp"),
+        (["calculater"], 2, "unknown tool 'calculater'; did you mean calculator?"),
         (["{file}:Diary", "--option", "a"], 2, "write key=value"),
         (["{file}:Diary", "--option", "a=1"], 2, "takes no arguments"),
         (["{file}:Diary", "--sample={file}"], 2, "no row as a JSON object"),

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Toolbox, load_tool, load_tools, tool
+from asyncrl.tools import Session, Toolbox, load_tool, load_tools, tool
 from asyncrl.tools.process import Answer, Pool, Start, _encode
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -62,11 +63,84 @@ def test_processes_are_kept_for_further_calls() -> None:
     assert [reply.reward for reply in second] == [0.5] * 3
 
 
+def with_deadlines(play: Callable[[Toolbox, Session], Awaitable[None]]) -> None:
+    """In an episode whose tool has the deadline of its toolbox."""
+
+    async def main() -> None:
+        box = Toolbox({"work": dataclasses.replace(WORK, timeout=None, concurrency=1)}, 20.0)
+        session = box.session(Sample(0, "", (), ""))
+        await session.open()
+        try:
+            await play(box, session)
+        finally:
+            await session.close()
+            await box.close()
+
+    asyncio.run(main())
+
+
 def test_what_runs_past_its_deadline_is_killed_with_its_children() -> None:
-    (child,), (late,), (again,) = play(["child"], ["hang"], ["a"], timeout=1.0, concurrency=1)
-    assert late.error == "no reply within 1 s"
-    assert again.error is None
-    assert gone(int(child.content))
+    async def play(box: Toolbox, session: Session) -> None:
+        child = await session.call(call("child"))
+        box.timeout = 0.1
+        assert (await session.call(call("hang"))).error == "no reply within 0.1 s"
+        box.timeout = 20.0
+        assert (await session.call(call("a"))).error is None
+        assert gone(int(child.content))
+
+    with_deadlines(play)
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Processes of the tool are ready when something was written to it."""
+    os.mkfifo(path := tmp_path / "gate")
+    monkeypatch.setenv("PROCESS_TOOLS_GATE", str(path))
+    end = os.open(path, os.O_RDWR)
+    yield end
+    os.close(end)
+
+
+def test_a_start_counts_and_goes_on_for_the_next_call(gate: int) -> None:
+    async def play(box: Toolbox, session: Session) -> None:
+        pool = box.gates["work"].pool
+        assert pool is not None
+        box.timeout = 0.05
+        for _ in range(3):
+            assert (await session.call(call("a"))).error == "no reply within 0.05 s"
+        box.timeout = 20.0
+        waits = asyncio.create_task(session.call(call("a")))
+        os.write(gate, b"x")  # one process may start, and no second one
+        assert (await waits).error is None
+        assert len(pool._all) == 1
+
+    with_deadlines(play)
+
+
+def test_a_start_that_nobody_waits_for_is_kept_or_ended(gate: int) -> None:
+    async def play(box: Toolbox, session: Session) -> None:
+        pool = box.gates["work"].pool
+        assert pool is not None
+        box.timeout = 0.05
+        await session.call(call("a"))
+        async with asyncio.timeout(20):
+            while not pool._all:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (child,) = pool._all
+        await box.close()
+        assert gone(child.pid)
+        box.timeout = 20.0
+        os.write(gate, b"x")
+        assert (await session.call(call("a"))).error is None
+
+    with_deadlines(play)
+
+
+def test_what_a_tool_says_itself_is_not_dressed_up_and_final(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    reply = play([f"polite {calls}"], retries=2)[0][0]
+    assert reply.error == "No city is called so."
+    assert calls.read_text() == "x"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +194,8 @@ def test_a_child_ends_with_its_worker() -> None:
     code = (
         "import asyncio, sys; from asyncrl.tools import load_tool; from asyncrl.tools.process import Pool\n"
         "async def main():\n"
-        f"    async with Pool(load_tool({f'{FILE}:work'!r})).lease() as lease:\n"
-        "        print(lease.child.pid, flush=True)\n"
+        f"    with Pool(load_tool({f'{FILE}:work'!r})).lease() as lease:\n"
+        '        print((await lease.ask(\'{"what": "a"}\')).content, flush=True)\n'
         '        await lease.ask(\'{"what": "hang"}\')\n'
         "asyncio.run(main())\n"
     )

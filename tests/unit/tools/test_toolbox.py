@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import threading
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, ProtocolError
-from asyncrl.tools import Tool, Toolbox, ToolError, load_tool, tool
+from asyncrl.tools import Tool, Toolbox, ToolError, check_wanted, load_tool, tool
 from asyncrl.tools.toolbox import CLOSE_SECONDS
+from asyncrl.tools.wanted import MOST_COMPLAINTS
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 
@@ -124,7 +126,17 @@ def test_what_has_to_be_repeated_is_repeated(log: list[str]) -> None:
     ],
 )
 def test_a_bad_call_is_told_what_is_wrong_and_what_is_allowed(sentence: dict[str, Any], error: str) -> None:
-    assert re.search(error, play([echo], sample(), call("echo", **sentence))[0].error or "")
+    reply = play([echo], sample(), call("echo", **sentence))[0]
+    assert re.search(error, reply.error or "") and reply.refused
+
+
+def test_calls_that_could_not_be_made_are_told_from_those_that_failed() -> None:
+    @tool
+    async def bomb() -> str:
+        raise OSError
+
+    replies = play([bomb, echo], sample(), call("ekko"), call("echo"), call("bomb"), call("echo", text="x"))
+    assert [reply.refused for reply in replies] == [True, True, False, False]
 
 
 def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +397,8 @@ def test_what_tools_share_is_ended_once_and_never_raises() -> None:
         ends.append("bad")
         raise OSError
 
-    tools = {str(n): replace(echo, end=end) for n, end in enumerate((good, good, bad, None))}
+    tools = {str(n): replace(echo, end=end) for n, end in enumerate((good, bad, None))}
+    tools["mine"] = tool(end=good)(echo.function)
     asyncio.run(Toolbox(tools).close())
     assert sorted(ends) == ["bad", "good"]
 
@@ -407,6 +420,40 @@ def test_tools_of_one_state_share_an_object() -> None:
     assert len(made) == 1
 
 
+class Shared:
+    """Said to all tools that share it."""
+
+    def open(self, sample: Sample, title: str = "", owner: str = "") -> None:
+        self.said = f"{title} of {owner}"
+
+
+SHARED: dict[str, Tool] = {
+    name: Tool(name, echo.schema, lambda shared, text: shared.said, echo.decode, Shared)
+    for name in ("first", "second")
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"title": "poem", "owner": "Rome"}, None),
+        (None, {"title": "poem", "owner": "Rome"}),
+        ({"title": "poem"}, {"owner": "Rome"}),
+        ({"title": "poem", "owner": "Rome"}, {"owner": "Rome"}),
+    ],
+)
+def test_what_is_shared_is_opened_with_all_arguments(first: Any, second: Any) -> None:
+    asked = sample(tools_kwargs={"first": {"create_kwargs": first}, "second": {"create_kwargs": second}})
+    assert play([*SHARED.values()], asked, call("first", text=""))[0].content == "poem of Rome"
+
+
+def test_arguments_that_contradict_each_other_are_refused() -> None:
+    asked = sample(tools_kwargs={"first": {"title": "a"}, "second": {"title": "b"}})
+    with pytest.raises(ToolError, match="'title' of first, second, which share it, different values"):
+        play([*SHARED.values()], asked)
+    assert not play([SHARED["first"]], asked, call("first", text=""))[0].error
+
+
 # -- what samples say ----------------------------------------------------------------------------------
 
 
@@ -414,7 +461,7 @@ def test_tools_of_one_state_share_an_object() -> None:
     ("extra_info", "complaint"),
     [
         ({"tools": "echo"}, "row 3, tools or tools_kwargs: .*Expected `array"),
-        ({"tools_kwargs": {"ekko": {"a": 1}}}, "asks for the tool 'ekko'"),
+        ({"tools_kwargs": {"echo": 3}}, "tools_kwargs.echo must be an object"),
         (
             {"tools_kwargs": {"echo": {"create_kwargs": 3}}},
             "tools_kwargs.echo.create_kwargs must be an object",
@@ -424,6 +471,62 @@ def test_tools_of_one_state_share_an_object() -> None:
 def test_samples_that_say_nonsense_fail(extra_info: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ToolError, match=complaint):
         play([echo], sample(**extra_info))
+
+
+def test_arguments_of_tools_that_are_not_here_are_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in verl's GSM8K data."""
+    monkeypatch.setattr("asyncrl.tools.wanted._ignored", set())
+    asked = sample(tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "other": 3})
+    for _ in range(2):
+        assert play([echo], asked, call("echo", text="x"))[0].content == "x"
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and any("'calc_gsm8k_reward', which is no tool here" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "title"),
+    [
+        ({"execute_kwargs": {"title": "no"}}, "untitled"),
+        ({"calc_reward_kwargs": None, "release_kwargs": {}, "create_kwargs": None}, "untitled"),
+        ({"execute_kwargs": {}, "title": "poem"}, "poem"),
+        ({"execute_kwargs": {}, "create_kwargs": {"title": "poem"}}, "poem"),
+    ],
+)
+def test_what_is_for_other_moments_is_no_constructor_argument(
+    log: list[str], given: dict[str, Any], title: str
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Open:
+        def open(self, sample: Sample, **given: Any) -> None:
+            seen.append(given)
+
+        def call(self) -> str:
+            return ""
+
+    play([tool(Open)], sample(tools_kwargs={"open": given}))
+    assert seen == [{} if title == "untitled" else {"title": title}]
+
+
+def test_a_data_set_is_checked_before_the_run() -> None:
+    data = [
+        "",
+        '{"tools": null, "tools_kwargs": {"calc_gsm8k_reward": {}}}',
+        '{"tools": ["echo"]}',
+        '{"tools": ["ekko", "echo"]}',
+        '{"tools": ["ekko"]}',
+        '{"tools": "echo"}',
+    ]
+    assert check_wanted({"echo": echo}, data[:3]) == []
+    assert check_wanted({"echo": echo}, data) == [
+        "row 3: extra_info.tools asks for the tool 'ekko'; there are: echo",
+        "row 5: extra_info, tools or tools_kwargs: "
+        "ValidationError: Expected `array | null`, got `str` - at `$.tools`",
+    ]
+    garbage = (json.dumps({"tools": [str(row)]}) for row in itertools.count())
+    assert len(check_wanted({"echo": echo}, garbage)) == MOST_COMPLAINTS
 
 
 def test_samples_reach_the_factory_of_a_tool() -> None:

@@ -1,0 +1,81 @@
+"""Limits of a tool over all episodes, in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Coroutine
+from typing import Any
+
+from asyncrl.tools import Session, Toolbox, tool
+from asyncrl.types import Sample, ToolCall
+
+
+class Clock(selectors.DefaultSelector):
+    """Waiting takes no time: the clock is put forward instead."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "nothing will ever happen"
+        self.now += max(timeout, 0.0)
+        return super().select(0)
+
+
+def simulate(work: Coroutine[Any, Any, None]) -> None:
+    def loop() -> asyncio.AbstractEventLoop:
+        made = asyncio.SelectorEventLoop(clock := Clock())
+        made.time = lambda: clock.now  # type: ignore[method-assign]
+        return made
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(work)
+
+
+def paced(begun: list[float]) -> Session:
+    @tool(rate=10, timeout=1.0)
+    async def slow() -> str:
+        begun.append(asyncio.get_running_loop().time())
+        return ""
+
+    return Toolbox({"slow": slow}).session(Sample(0, "", (), ""))
+
+
+CALL = ToolCall("slow", "{}")
+
+
+def test_a_rate_is_used_in_full_when_more_is_asked_for() -> None:
+    async def main() -> None:
+        begun: list[float] = []
+        session = paced(begun)
+        await session.open()
+        calls = []
+        for _ in range(500):  # 25 per second, of which 10 may begin
+            calls.append(asyncio.create_task(session.call(CALL)))
+            await asyncio.sleep(0.04)
+        replies = await asyncio.gather(*calls)
+        assert sum(reply.error is None for reply in replies) == len(begun)
+        assert 199 <= len(begun) <= 211
+        assert all(0.0999 < after - before < 0.1001 for before, after in itertools.pairwise(begun))
+        assert {reply.error for reply in replies} == {
+            None,
+            "the tool is busy: the call could not begin within 1 s",
+        }
+
+    simulate(main())
+
+
+def test_calls_that_are_given_up_take_no_place() -> None:
+    async def main() -> None:
+        begun: list[float] = []
+        session = paced(begun)
+        await session.open()
+        calls = [asyncio.create_task(session.call(CALL)) for _ in range(9)]
+        await asyncio.sleep(0.05)
+        for call in calls:
+            call.cancel()
+        assert (await session.call(CALL)).error is None
+        assert begun == [0.0, 0.1]
+
+    simulate(main())
