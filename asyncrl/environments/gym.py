@@ -5,6 +5,7 @@ prompt ──reset(seed)──► text ──turn: "... left"──► action 0 
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import threading
@@ -133,8 +134,11 @@ def _modes(id: str) -> list[str]:
         import gymnasium
     except ImportError:
         raise ConfigError("Gymnasium is not installed; pip install 'asyncrl[gymnasium]'") from None
+    module, _, name = id.rpartition(":")
     try:
-        creator: Any = gymnasium.spec(id).entry_point
+        if module:  # `make` imports it as well, `spec` does not
+            importlib.import_module(module)
+        creator: Any = gymnasium.spec(name).entry_point
         if isinstance(creator, str):
             creator = gymnasium.envs.registration.load_env_creator(creator)
     except (gymnasium.error.Error, ImportError, AttributeError) as error:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 
 from asyncrl.config import Options
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Observation, Sample
+from tests.fakes.loop import settle
 
 
 def sample(row: int = 0, **extra: Any) -> Sample:
@@ -116,6 +121,66 @@ def test_other_words_for_an_observation_and_its_actions(tmp_path: Any) -> None:
     options = FIRM | {"describe": f"{words}:describe", "actions": "west, south, east, north"}
     heard = play({"gymnasium": options}, sample(), ["south", "south, then east"])
     assert [text(observation) for observation in heard] == ["cell 0 of 16", "cell 4 of 16", "cell 5 of 16"]
+
+
+SLOW = """
+import threading
+import gymnasium
+from gymnasium.spaces import Discrete
+
+inside, gate, log = threading.Event(), threading.Event(), []
+
+class Slow(gymnasium.Env):
+    action_space = observation_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        inside.set()
+        assert gate.wait(30)
+        log.append(threading.current_thread() is threading.main_thread())
+        return 1, 0.5, True, False, {}
+
+    def close(self):
+        log.append("close")
+
+gymnasium.register("Slow-v0", Slow, disable_env_checker=True)
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module whose environment steps when the test lets it."""
+    (tmp_path / "asyncrl_slow.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "asyncrl_slow", raising=False)
+    yield importlib.import_module("asyncrl_slow")
+    del gymnasium.registry["Slow-v0"]
+
+
+def test_a_slow_step_holds_up_nobody_and_is_not_disturbed(slow: Any) -> None:
+    async def run() -> Observation:
+        world = load_environment({"gymnasium": {"id": "asyncrl_slow:Slow-v0"}})()
+        await world.reset(sample())
+        step = asyncio.create_task(world.step(Message("assistant", "1")))
+        assert await asyncio.to_thread(slow.inside.wait, 30)
+        closing = asyncio.create_task(world.close())
+        await settle()
+        assert slow.log == []
+        slow.gate.set()
+        await closing
+        return await step
+
+    seen = asyncio.run(run())
+    assert (text(seen), seen.reward, seen.done) == ("1", 0.5, True)
+    assert slow.log == [False, "close"]
+
+
+def test_a_world_may_want_one_thread(slow: Any) -> None:
+    slow.gate.set()
+    play({"gymnasium": {"id": "asyncrl_slow:Slow-v0", "thread": False}}, sample(), ["1"])
+    assert slow.log == [True, "close"]
 
 
 @pytest.mark.parametrize(

@@ -93,12 +93,12 @@ class Game(vf.Env[Config]):
         assert agents.player.trainable and not agents.rival.trainable
         if task.data.secret == 99:
             await agents.rival.run(task.with_data(prompt="Hello."))
+        while task.data.secret == 50:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
         async with agents.player.interaction(task) as talk:
-            while task.data.secret == 50:
-                try:
-                    await talk.turn("Guess.")
-                except asyncio.CancelledError:
-                    pass
             said = await talk.turn("Guess.")
             while not said.terminated and said.last_reply != str(task.data.secret):
                 said = await talk.turn([{"role": "user", "content": f"Not {said.last_reply}."}])
@@ -216,6 +216,7 @@ def test_an_environment_that_leads(tasksets: None) -> None:
     ("sample", "complaint"),
     [
         (row({"secret": 13}), "unlucky"),
+        (row({"secret": 51}), "SystemExit: 3"),  # which would end the worker
         (row({"secret": 99}), "'rival' has no model; set others_url and others_model"),
         (row({"secret": 1, "image": "ubuntu"}), "runs in a container"),
         (row({"secret": 1}, ADD[0]), "the prompt of row 0 is not how its task begins"),
@@ -302,25 +303,19 @@ def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
     assert asyncio.run(run()) == 0.0
 
 
-@pytest.mark.parametrize("secret", [50, 51])
-def test_one_that_does_not_end_or_ends_the_process(
-    tasksets: None, secret: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.foreign.GRACE", 0.0)
     monkeypatch.setattr("asyncrl.environments.verifiers.GRACE", 0.01)
 
     async def run() -> None:
         world = load_environment(GAME)()
-        try:
-            await world.reset(row({"secret": secret}))
-        finally:
-            await world.close()
+        reset = asyncio.create_task(world.reset(row({"secret": 50})))
+        await settle()
+        reset.cancel()
+        await asyncio.wait([reset])
+        await world.close()
 
-    if secret == 50:
-        asyncio.run(run())
-    else:
-        with pytest.raises(RuntimeError, match="SystemExit: 3"):
-            asyncio.run(run())
+    asyncio.run(run())
 
 
 def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +344,11 @@ def test_the_environments_own_limit_of_turns(tasksets: None) -> None:
     options = {"taskset": "asyncrl_guesses", "role": "player", "config": '{"player": {"max_turns": 2}}'}
     heard, _ = exchange({"verifiers": options}, row({"secret": 7}), [said("5"), said("6")])
     assert heard[-1] == Observation(reward=0.25, done=True)
+
+
+def test_it_states_its_own_limit(tasksets: None) -> None:
+    assert load_environment(SUMS)().timeout == 120.0
+    assert load_environment({"verifiers": {**SUMS["verifiers"], "timeout": 9.0}})().timeout == 9.0
 
 
 def test_an_episode_that_is_dropped_ends_quietly(tasksets: None) -> None:

@@ -87,6 +87,19 @@ def test_what_is_wrong_is_said_with_the_key(
     assert str(error.value).startswith("$.rollout.environment")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "limit"),
+    [
+        ("simulated_user", {"url": "http://127.0.0.1:9/v1", "model": "m", "timeout": 90}, 91.0),
+        ("openenv", {"url": "http://127.0.0.1:9", "timeout": 60}, 121.0),
+    ],
+)
+def test_what_asks_others_has_the_time_of_its_options(
+    name: str, options: dict[str, str | int | float | bool], limit: float
+) -> None:
+    assert load_environment({name: options})().timeout == limit
+
+
 def test_all_of_them_are_registered() -> None:
     assert {"gymnasium", "scripted_user", "simulated_user"} <= set(environments.names())
 
