@@ -62,7 +62,7 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     episode_timeout: Seconds = 600.0
-    """Wall-clock limit of one episode; then it is scored on what it did, or fails without a turn (`deadline`)."""
+    """Wall-clock limit of one episode; then it is scored on what it did, or fails: without any turn."""
     retries: Count = 2
     """Re-issues of an episode that failed for a reason that is not the policy's."""
     threads: Positive = 1

@@ -162,6 +162,7 @@ def parse(mapping: Any) -> RunConfig:
 def _check_combinations(config: RunConfig) -> None:
     """Refuse what each key allows but together cannot work."""
     buffer, algorithm = config.buffer, config.algorithm
+    needed = config.group_bytes * buffer.groups_per_batch
     refusals = {
         f"$.buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
@@ -180,9 +181,10 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         "$.weights.delta is for files: a broadcast goes straight into a server, which knows no deltas; "
         "use weights.transport=disk": config.weights.delta and config.weights.transport == "collective",
-        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes of rollout.max_tokens in "
-        f"{config.rollout.rows} rows ({config.group_bytes * buffer.groups_per_batch} bytes); raise it, or lower "
-        "max_tokens or rollout.max_rows": (buffer.max_bytes < config.group_bytes * buffer.groups_per_batch),
+        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
+        f"rollout.max_tokens in {config.rollout.rows} rows); raise it, or lower max_tokens or rollout.max_rows": (
+            buffer.max_bytes < needed
+        ),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
         "$.rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli import compose
 from tests.integration.runs import ROOT, Run
 
 EXAMPLES = sorted(path.parent.parent for path in (ROOT / "examples/multiturn").glob("*/experiment/*.yaml"))
@@ -24,6 +26,17 @@ def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
     assert flow["trained"] == 2 * 16, summary.get("reasons")
     assert flow["issued"] == sum(flow.values()) - flow["issued"]
     assert not summary.get("reasons"), "every attempt ended as it should"
+
+
+@pytest.mark.parametrize("readme", sorted((ROOT / "examples/multiturn").rglob("README.md")), ids=str)
+def test_commands_of_the_readmes_are_configurations(readme: Path) -> None:
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)```", readme.read_text(), re.M | re.S)
+    commands = re.findall(r"^asyncrl train (.*)$", "\n".join(blocks).replace("\\\n", " "), re.M)
+    assert commands or "calculator" in str(readme)
+    for command in commands:
+        words = shlex.split(command)
+        folder = ROOT / words[words.index("--config-dir") + 1] if "--config-dir" in words else None
+        assert compose([word for word in words if "=" in word], folder)
 
 
 def test_the_examples_are_all_there_small_and_explained() -> None:
