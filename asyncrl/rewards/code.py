@@ -12,21 +12,24 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from asyncrl.rewards.base import rewards
+from asyncrl.rewards.base import RewardError, rewards
 from asyncrl.sandbox.abilities import demand
-from asyncrl.sandbox.box import Ending, Sandbox
+from asyncrl.sandbox.box import Ending, Result, Sandbox
 from asyncrl.sandbox.confine import Limits
 from asyncrl.sandbox.wire import HOLDS
 
-BLOCK = re.compile(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCE = "```"
+LANGUAGE = re.compile(r"[\w+-]*")
 LANGUAGES = ("", "python", "py", "python3")
+PATIENCE = 10  # times `total_seconds` that an answer may wait for a sandbox
 LARGEST = 4 << 20  # bytes of output that are compared
 
 
@@ -42,7 +45,8 @@ class Truth(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a program around the answer, what it reads, and whether its output is right."""
+    """One run: a program around the answer, what it reads, and whether its output is right. That may raise
+    what `passes` catches, as the output is the answer's."""
 
     source: str
     stdin: str
@@ -57,6 +61,8 @@ class Code:
     `seconds` is for each test; what has not run after `total_seconds` counts as failed. `max_tests`: use only
     the first ones; 0: all. `at_once`: sandboxes of one worker. `require`: see docs/sandbox.md.
     """
+
+    own_deadline = True  # neither the wait for a sandbox nor its start is the answer's fault
 
     def __init__(
         self,
@@ -92,18 +98,40 @@ class Code:
     async def _run(self, cases: list[Case]) -> int:
         """How many pass; without `partial` it stops at the first that does not."""
         passed = 0
-        async with self._room, Sandbox(self._limits, require=self._require) as box:
+        async with self._place(), Sandbox(self._limits, require=self._require) as box:
             until = time.monotonic() + self._total
             for case in cases:
                 seconds = min(self._seconds, until - time.monotonic())
                 if seconds <= 0:
                     break
                 result = await box.program(case.source, seconds, case.stdin)
-                right = result.ending == Ending.DONE and not result.omitted and case.right(result.output)
+                right = passes(case, result)
                 passed += right
                 if not (right or self._partial):
                     break
         return passed
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of `at_once`. RewardError when none comes free."""
+        patience = PATIENCE * self._total
+        try:
+            async with asyncio.timeout(patience):
+                await self._room.acquire()
+        except TimeoutError:
+            raise RewardError(f"no sandbox was free for {patience:g} s; raise at_once") from None
+        try:
+            yield
+        finally:
+            self._room.release()
+
+
+def passes(case: Case, result: Result) -> bool:
+    """An output that cannot be compared, as it nests too deep or holds too large a number, is wrong."""
+    try:
+        return result.ending == Ending.DONE and not result.omitted and case.right(result.output)
+    except (ValueError, OverflowError, RecursionError):
+        return False
 
 
 def read_truth(given: Any) -> Truth:
@@ -122,9 +150,15 @@ def read_truth(given: Any) -> Truth:
 
 
 def last_block(text: str) -> str | None:
-    """The last fenced block of Python, or of no language."""
-    found = [code for language, code in BLOCK.findall(text) if language.lower() in LANGUAGES]
-    return found[-1] if found else None
+    """The last fenced block of Python, or of no language. One that is not closed goes on to the end."""
+    found, fence = None, text.find(FENCE)
+    while fence >= 0 and (line_end := text.find("\n", fence)) >= 0:
+        end = text.find(FENCE, line_end + 1)
+        language = LANGUAGE.match(text, fence + len(FENCE), line_end)
+        if language and language[0].lower() in LANGUAGES:
+            found = text[line_end + 1 : end if end >= 0 else None]
+        fence = text.find(FENCE, end + len(FENCE)) if end >= 0 else -1
+    return found
 
 
 def cases_of(truth: Truth, answer: str) -> list[Case]:
@@ -166,10 +200,7 @@ def _call(answer: str, name: str, given: Any, wanted: Any) -> Case:
 
     def right(output: str) -> bool:
         said = output.rpartition(mark)[2]
-        try:
-            return mark in output and same_value(json.loads(said), _value(wanted))
-        except ValueError:
-            return False
+        return mark in output and same_value(json.loads(said), _value(wanted))
 
     return Case(source, json.dumps(_arguments(given)), right)
 

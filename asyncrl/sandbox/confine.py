@@ -116,7 +116,9 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     counted = own or ("user" in spaces and _kernel() >= (5, 14))
     others = 3 if counted else 3 + _tasks(os.getuid())  # the guard, the warden, the interpreter
     alone = own or "pid" in spaces
-    return Ground(home, frozenset(holds), alone, plan.limits.processes + others, files, filtered, "; ".join(notes))
+    return Ground(
+        home, frozenset(holds), alone, plan.limits.processes + others, files, filtered, "; ".join(notes)
+    )
 
 
 def _lock_files(plan: Plan, home: str, holds: set[str], notes: list[str]) -> int:

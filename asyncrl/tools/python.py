@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -29,14 +30,15 @@ class Workspace:
     def __init__(self, limits: Limits, require: frozenset[str], seconds: float) -> None:
         self._box = Sandbox(limits, require=require)
         self._seconds = seconds
+        self._setup = ""
+        self._row = 0
+        self._ready = False  # the interpreter has run the setup, and was not lost since
 
     async def open(self, sample: Sample, setup: str = "") -> None:
-        """`setup`: code that the interpreter runs first, such as the data of this sample."""
+        """`setup`: code that an interpreter runs first, such as the data of this sample."""
+        self._setup, self._row = setup, sample.row
         await self._box.open()
-        if setup:
-            result = await self._box.cell(setup, self._seconds)
-            if result.ending != Ending.DONE:
-                raise ToolError(f"the setup of row {sample.row} did not run: {result.output[-500:]}")
+        await self._prepare()
 
     async def python(self, code: str) -> str:
         """Run Python code; shows what it prints, and the value of a last expression. Variables are kept.
@@ -44,7 +46,7 @@ class Workspace:
         Args:
             code: The code to run.
         """
-        return spoken(await self._box.cell(code, self._seconds), self._seconds)
+        return spoken(await self._run(self._box.cell, code), self._seconds)
 
     async def shell(self, command: str) -> str:
         """Run a shell command; shows what it prints. Files are kept.
@@ -52,12 +54,30 @@ class Workspace:
         Args:
             command: The command to run.
         """
-        result = await self._box.shell(command, self._seconds)
+        result = await self._run(self._box.shell, command)
         status = f"[exit status {result.status}]" if result.ending == Ending.FAILED else ""
         return spoken(result, self._seconds, status)
 
     async def close(self) -> None:
         await self._box.close()
+
+    async def _run(self, call: Callable[[str, float], Awaitable[Result]], text: str) -> Result:
+        before = await self._prepare()
+        self._ready = False  # unless the call comes to its end: it may be cancelled
+        result = await call(text, self._seconds)
+        self._ready = not result.lost
+        lost, emptied = (result.lost or before.lost, result.emptied or before.emptied)
+        return replace(result, lost=lost, emptied=emptied)
+
+    async def _prepare(self) -> Result:
+        """Run the setup where the interpreter has not; the result may tell of a loss before."""
+        if self._ready or not self._setup:
+            return Result(Ending.DONE, "")
+        result = await self._box.cell(self._setup, self._seconds)
+        if result.ending != Ending.DONE:
+            raise ToolError(f"the setup of row {self._row} did not run: {result.output[-500:]}")
+        self._ready = True
+        return result
 
 
 @tools.register("python")
@@ -119,7 +139,8 @@ def spoken(result: Result, seconds: float, status: str = "") -> str:
     }
     parts = [result.output.rstrip("\n"), notes.get(result.ending, ""), status]
     if result.lost:
-        parts.append("[the variables of earlier calls are lost]")
+        what = "variables and files" if result.emptied else "variables"
+        parts.append(f"[the {what} of earlier calls are lost]")
     return "\n".join(part for part in parts if part) or "[no output]"
 
 
@@ -144,7 +165,7 @@ def _tool(
         method,
         found.decode,
         make,
-        timeout=seconds + SPARE,
+        timeout=2 * seconds + SPARE,  # the setup may have to run again
         replay="reapply",
         max_chars=max_chars + 256,  # room for the notes: the sandbox has cut the output already
     )

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
+from asyncrl.rewards import RewardError
 from asyncrl.rewards.code import Code, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.sandbox.abilities import Abilities, abilities, demand
+from asyncrl.sandbox.confine import Limits
 from asyncrl.tools import Toolbox, ToolError, load_tools
+from asyncrl.tools.python import Workspace
 from asyncrl.types import Sample, ToolCall
 
 SAMPLE = Sample(0, "test", (), "0")
@@ -78,6 +85,39 @@ def test_a_sample_may_bring_a_setup() -> None:
     extra["tools_kwargs"]["python"]["create_kwargs"]["setup"] = "data ="
     with pytest.raises(ToolError, match="setup of row 0 did not run"):
         talk("python", sample=Sample(0, "test", (), "0", extra_info=json.dumps(extra)))
+
+
+def test_a_setup_runs_again_after_a_loss() -> None:
+    extra = {"tools_kwargs": {"python": {"create_kwargs": {"setup": "data = [1, 2, 3]"}}}}
+    sample = Sample(0, "test", (), "0", extra_info=json.dumps(extra))
+    ended, again = talk(
+        "python", ("python", "import os; os._exit(1)"), ("python", "sum(data)"), sample=sample
+    )
+    assert ended.endswith("[the variables of earlier calls are lost]") and again == "6"
+
+
+@pytest.mark.parametrize("setup", ["", "data = [1, 2, 3]"])
+def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) -> None:
+    async def main() -> None:
+        space = Workspace(Limits(), frozenset(), 60.0)
+        await space.open(SAMPLE, setup)
+        try:
+            await space.python("n = 7")
+            began = asyncio.Event()
+            asked = space._box._exchange
+            space._box._exchange = lambda request: (began.set(), asked(request))[1]  # type: ignore
+            task = asyncio.create_task(space.python("while True: pass"))
+            await asyncio.wait_for(began.wait(), 10)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            told = await space.python("'n' in globals(), globals().get('data')")
+            data = "[1, 2, 3]" if setup else "None"
+            assert told == f"(False, {data})\n[the variables and files of earlier calls are lost]"
+            assert await space.python("1") == "1"
+        finally:
+            await space.close()
+
+    asyncio.run(main())
 
 
 def test_schemas() -> None:
@@ -165,6 +205,42 @@ def test_all_tests_together_have_a_deadline() -> None:
     assert 1 <= passed <= 2 and tests == 50
 
 
+NEST = "import sys\nsys.setrecursionlimit(10**6)\ndef f():\n    x = []\n    for _ in range(5000): x = [x]\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("def f(): return 10**400", 3.5),
+        ("def f(): return 10**4000", 1),
+        (NEST + "    return x", [[]]),
+        ("import os\ndef f(): return 1\nimport json\njson.dumps = lambda *a, **k: '1' * 9000", 1),
+        ("import json\njson.dumps = lambda *a, **k: '[' * 10**6\ndef f(): return 1", 1),
+    ],
+)
+def test_no_answer_makes_its_reward_fail(answer: str, wanted: Any) -> None:
+    assert judged(fenced(answer), {"inputs": [[]], "outputs": [wanted], "fn_name": "f"})[0] == 0.0
+
+
+def test_a_test_finds_nothing_of_the_one_before() -> None:
+    once = "import os\nos.mkdir('d')\nprint(input())"
+    assert judged(fenced(once), {"inputs": ["1", "2"], "outputs": ["1", "2"]})[0] == 1.0
+
+
+def test_waiting_for_a_sandbox_has_a_bound_of_its_own() -> None:
+    (found,) = load_rewards({"code": {"require": ""}})
+    assert found.own_deadline  # the Scorer's clock does not run meanwhile
+
+    async def main() -> None:
+        code = Code(require="", at_once=1, total_seconds=0.01)
+        async with code._place():
+            with pytest.raises(RewardError, match="no sandbox was free for 0.1 s"):
+                await code("test", ADD, PAIRS)
+        assert (await code("test", ADD, PAIRS))["components"]["tests"] == 3
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("truth", "problem"),
     [
@@ -198,6 +274,21 @@ def test_it_is_a_reward_of_the_config() -> None:
 )
 def test_last_block(text: str, block: str | None) -> None:
     assert last_block(text) == block
+
+
+@given(st.lists(st.sampled_from(["`", "```", "\n", "py", "sh", "a b"]), max_size=30).map("".join))
+def test_last_block_is_what_its_grammar_says(text: str) -> None:
+    blocks = re.findall(r"```([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", text, re.DOTALL)
+    found = [code for language, code in blocks if language in ("", "py")]
+    assert last_block(text) == (found[-1] if found else None)
+
+
+@pytest.mark.parametrize("unit", ["`", "```a", "```\n", "```sh\n", "a"])
+def test_last_block_is_linear(unit: str) -> None:
+    text = "```" + unit * 100_000
+    started = time.process_time()
+    last_block(text)
+    assert time.process_time() - started < 5.0  # it takes 20 ms; squared 20 s and more
 
 
 @pytest.mark.parametrize(
