@@ -32,7 +32,7 @@ OWN_USERS = 0x70000000
 HOME = "/sandbox"
 ASIDE = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
-"""By their names inside. `full` reads as `zero` does, and cannot be mapped, as memory that no limit counts."""
+"""By their names inside. `full` reads as `zero` does, but cannot be mapped: that is memory nobody counts."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 

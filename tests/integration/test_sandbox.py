@@ -223,7 +223,7 @@ UNSHARE, CLONE, SHMGET, MSGGET, KEYS = {
         "in_tmpfs()",
         f"call({UNSHARE}, 0x10000000)",
         f"call({CLONE}, 0x10000000 | 17, 0, 0, 0, 0)",
-        "call(435, ctypes.create_string_buffer((0x10000000).to_bytes(8, 'little') + bytes(80)), 88)",  # clone3
+        "call(435, ctypes.create_string_buffer(b'\\0\\0\\0\\x10' + bytes(84)), 88)",  # clone3
         "call(447, 0)",  # memfd_secret
         "call(425, 8, ctypes.create_string_buffer(200))",  # io_uring_setup
         "call(430, b'tmpfs', 0)",  # fsopen
@@ -629,9 +629,9 @@ def test_attacks_fail_in_a_container_too() -> None:
     """Landlock and seccomp instead of namespaces: those tests above that ask for secrets and ways out."""
     if subprocess.run([*KINDS["container"], "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine cannot play a container")
-    chosen = "files_outside or links_lead or network or abstract or secrets or nothing_runs or no_limit_counts or zeros"
+    chosen = "files_outside or links_lead or network or abstract or secrets or nothing_runs or zeros"
     plain = ["--noconftest", "-c", os.devnull, "--rootdir", os.curdir, "-p", "no:cacheprovider"]
-    tests = [sys.executable, "-m", "pytest", "-q", *plain, "-rs", "-k", chosen, __file__]
+    tests = [sys.executable, "-m", "pytest", "-q", *plain, "-rs", "-k", f"{chosen} or no_limit", __file__]
     quick = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [*KINDS["container"], *tests], capture_output=True, text=True, timeout=60, env=quick

@@ -234,7 +234,7 @@ def test_waiting_for_a_sandbox_has_a_bound_of_its_own() -> None:
     async def main() -> None:
         code = Code(require="", at_once=1, total_seconds=0.01)
         async with code._place():
-            with pytest.raises(RewardError, match="no sandbox was free for 0.1 s"):
+            with pytest.raises(RewardError, match=r"no sandbox was free for 0\.1 s"):
                 await code("test", ADD, PAIRS)
         assert (await code("test", ADD, PAIRS))["components"]["tests"] == 3
 
