@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,6 +46,9 @@ class Host(Protocol):
 
     async def answer(self, ask: Ask) -> Reply | Refusal:
         """ConfigError: the template cannot write the messages. Anything else it raises ends the episode."""
+
+    def lose(self, reply: Reply) -> None:
+        """The client has left without this answer, and may ask again."""
 
 
 @dataclass(eq=False)
@@ -104,11 +107,24 @@ class Gateway:
             body = await request.read()
         asked = wire.request_of(body)
         self._tell(asked.ignored)
-        reply = await _answer(guest, wire.ask_of(asked))
+        task = asyncio.ensure_future(guest.host.answer(wire.ask_of(asked)))
+        guest.running.add(task)
+        task.add_done_callback(guest.running.discard)
+        try:
+            return await self._send(request, asked, await _outcome(task))
+        except (asyncio.CancelledError, ConnectionError):  # the client has left
+            if not task.cancel() and (reply := _reply(task)) is not None:
+                guest.host.lose(reply)
+            raise
+
+    async def _send(self, request: web.Request, asked: ChatRequest, reply: Reply) -> web.StreamResponse:
         texts = [self._decode((token,)) for token in reply.turn.ids] if asked.logprobs else []
         if asked.stream:
-            return await _stream(request, asked, reply, texts)
-        return _json(wire.completion(asked, reply, texts))
+            return await _stream(request, wire.chunks(asked, reply, texts))
+        response = _json(wire.completion(asked, reply, texts))
+        await response.prepare(request)
+        await response.write_eof()
+        return response
 
     def _guest(self, request: web.Request) -> _Guest:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -124,15 +140,9 @@ class Gateway:
             log.warning("agents set %s, which is ignored: sampling is the run's (rollout.temperature)", name)
 
 
-async def _answer(guest: _Guest, ask: Ask) -> Reply:
-    """The turn of a request; it is given up when the client leaves or the episode ends."""
-    task = asyncio.ensure_future(guest.host.answer(ask))
-    guest.running.add(task)
-    try:
-        await asyncio.wait([task])
-    finally:
-        guest.running.discard(task)
-        task.cancel()
+async def _outcome(task: asyncio.Task[Reply | Refusal]) -> Reply:
+    """What a request is answered with."""
+    await asyncio.wait([task])
     if task.cancelled():
         raise ApiError(410, "the episode is over", "episode_over")
     try:
@@ -144,13 +154,19 @@ async def _answer(guest: _Guest, ask: Ask) -> Reply:
     return found
 
 
-async def _stream(
-    request: web.Request, asked: ChatRequest, reply: Reply, texts: Sequence[str]
-) -> web.StreamResponse:
+def _reply(task: asyncio.Task[Reply | Refusal]) -> Reply | None:
+    """The answer that is there."""
+    if not task.done() or task.cancelled() or task.exception() is not None:
+        return None
+    found = task.result()
+    return found if isinstance(found, Reply) else None
+
+
+async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
     """Server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for chunk in wire.chunks(asked, reply, texts):
+    for chunk in chunks:
         await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

@@ -3,7 +3,8 @@
     agent ──request──► Gateway ──Ask──► AgentHost: place ─► engine ─► turn, durable ─► Reply ──► agent
                                                                                   its end ──► reward
 
-A turn is durable before the agent hears it: what it does next may change the world.
+A turn is durable before the agent hears it: what it does next may change the world. A turn that nobody heard,
+because the client timed out, is kept for the same request.
 """
 
 from __future__ import annotations
@@ -67,42 +68,59 @@ class AgentHost:
         self._changed = Changed()  # there is one more turn
 
     async def answer(self, ask: Ask) -> Reply | Refusal:
-        place = self._branches.place(ask)
-        if isinstance(place, Refusal):
-            return place
+        found = self._branches.repeated(ask) or self._branches.place(ask)
+        if isinstance(found, Refusal):
+            return found
         try:
             with self._absence.interrupted():
-                return await self._recall(place) or await self._sample(place)
+                return await self._told(found if isinstance(found, Turn) else await self._turn(found))
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
+
+    def lose(self, reply: Reply) -> None:
+        self._branches.lose(reply.turn)
+
+    async def _turn(self, place: Place) -> Turn:
+        """Recalled, or sampled and posted."""
+        try:
+            return await self._recall(place) or await self._sample(place)
         finally:
             self._branches.forget(place)
 
-    async def _recall(self, place: Place) -> Reply | None:
-        """The answer that an earlier attempt got, in the order in which it got them."""
+    async def _told(self, turn: Turn) -> Reply:
+        """The answer, once the turn is durable."""
+        row = self._branches.rows[turn.row]
+        reply = Reply(row.said[-1], turn, len(row.ids) - len(turn.ids))
+        try:
+            await self._job.until_durable()
+        except asyncio.CancelledError:  # the client has left
+            self.lose(reply)
+            raise
+        return reply
+
+    async def _recall(self, place: Place) -> Turn | None:
+        """The turn that an earlier attempt got, in the order in which it got them."""
         while (turn := self._branches.recalled(place)) is not None:
             if turn.index == len(self._branches.turns):
                 return self._add(place, turn)
             await self._changed.wait()
         return None
 
-    async def _sample(self, place: Place) -> Reply:
+    async def _sample(self, place: Place) -> Turn:
         generation = await self._job.generate(place.ids, place.max_new_tokens, place.session)
         if trouble := problem(self._job.desk.rules.chat.stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
         async with self._keeping:
             turn = self._branches.turn(place, generation)
             await self._job.keep(turn)
-            reply = self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
-        await self._job.until_durable()
-        return reply
+            return self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
 
-    def _add(self, place: Place, turn: Turn) -> Reply:
-        message = self._branches.add(place, turn)
+    def _add(self, place: Place, turn: Turn) -> Turn:
+        self._branches.add(place, turn)
         self._changed.fire()
-        return Reply(message, turn, len(place.ids))
+        return turn
 
 
 @dataclass
@@ -113,6 +131,7 @@ class AgentPlayer:
     shared: Agents
     _branches: Branches = field(init=False)
     _absence: Absence = field(init=False)
+    _known: tuple[EpisodeEnd, Any] | None = None  # how it ended, and the result, once the agent has
 
     def __post_init__(self) -> None:
         self._branches = Branches(self.job.desk.rules)
@@ -123,7 +142,8 @@ class AgentPlayer:
         result = await self._led()
         self._check_recalled()
         if self._branches.turns:
-            return await self._scored(self._branches.end, result)
+            self._known = self._branches.end, result
+            return await self._scored(*self._known)
         if self._branches.refused is not None:
             return Ended(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
         raise AgentError("the agent ended without asking the model")
@@ -133,7 +153,7 @@ class AgentPlayer:
         if not self._branches.turns:
             detail = "not one turn was done within rollout.episode_timeout"
             return Ended(Fail(FailReason.DEADLINE, detail), ())
-        return await self._scored(EpisodeEnd.TIMEOUT, None)
+        return await self._scored(*(self._known or (EpisodeEnd.TIMEOUT, None)))
 
     async def close(self) -> None:
         """The agent has ended with `play`."""
@@ -168,10 +188,10 @@ class AgentPlayer:
         return agent
 
     async def _scored(self, end: EpisodeEnd, result: Any) -> Ended:
-        turns, rules = tuple(self._branches.turns), self.job.desk.rules
-        answer = rules.parse(rules.chat.decode(turns[-1].ids)).content
-        calls = self._branches.calls
-        verdict = await self.job.verdict(turns, answer, end, self._branches.shown, calls, result)
+        """`rollout.reward_timeout` bounds it, whatever is left of the episode's time."""
+        turns, branches = tuple(self._branches.turns), self._branches
+        calls = branches.calls
+        verdict = await self.job.verdict(turns, branches.answer, end, branches.shown, calls, result)
         return Ended(scored(turns, end, verdict), turns, calls, self._absence.seconds)
 
     def _check_recalled(self) -> None:

@@ -75,10 +75,10 @@ async def _awaited(result: Any) -> Any:
 
 
 async def _contained(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """A SystemExit would end the loop of all agents."""
+    """These would end the loop of all agents."""
     try:
         return await call()
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(one_line(error)) from error
 
 
@@ -90,8 +90,9 @@ def _report(done: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
 
 
 def _settle(done: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
-    if task.cancelled():
-        done.cancel()
+    if task.cancelled():  # by itself, if anybody is still waiting: a failure, not our own end
+        done.set_exception(RuntimeError("the agent was cancelled by its own code"))
+        done.exception()
     elif (error := task.exception()) is not None:
         done.set_exception(error)
         done.exception()  # it may be that nobody waits any more

@@ -6,7 +6,8 @@
 A request that repeats what a row shows and adds news to it extends that row: the template writes the news
 after the very ids of the model. Everything else begins a new row, whose prompt is rendered as a whole: an
 edited history, a second conversation, the same prompt again, a row that another request extends right now, a
-template that rewrites. No awaits and no clocks; requests of one agent may overlap.
+template that rewrites. A turn whose client left before it was told answers that request when it comes again.
+No awaits and no clocks; requests of one agent may overlap.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import msgspec
 from asyncrl.errors import ProtocolError
 from asyncrl.rollout.commands import Rules
 from asyncrl.rollout.episode import spoken
+from asyncrl.rollout.parsers import unread
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
 NEWS = ("system", "tool", "user")  # roles that can follow what the model said
+CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -33,19 +36,19 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where an answer will go. Sample at most `max_new_tokens` after `ids`, of which `context` is new.
+    """Where the answer to `ask` goes. Sample at most `max_new_tokens` after `ids`, of which `context` is new.
 
     `said` are the messages that `ids` show. A row gets its number when its first turn is done (None: it has
     none yet); `session` names it from the start.
     """
 
+    ask: Ask
     session: int
     row: int | None
     ids: tuple[int, ...]
     context: tuple[int, ...]
     max_new_tokens: int
     said: tuple[Message, ...]
-    tools: tuple[str, ...]
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -56,13 +59,16 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """`said` ends with what the model said last, as `ids` do. `taken`: a request extends it right now."""
+    """`tip`, the last turn, answers `ask`; `said` and `ids` end with it. `taken`: a request extends the row
+    right now. `lost`: nobody heard the tip."""
 
+    ask: Ask
     session: int
     said: tuple[Message, ...]
-    tools: tuple[str, ...]
     ids: tuple[int, ...]
+    tip: Turn
     taken: bool = False
+    lost: bool = False
 
 
 class Branches:
@@ -100,7 +106,14 @@ class Branches:
     @property
     def calls(self) -> int:
         """Well-formed tool calls of the model."""
-        return sum(len(spoken(self._rules, turn).tool_calls) for turn in self.turns)
+        return sum(len(self._spoken(turn, self.rows[turn.row].ask).tool_calls) for turn in self.turns)
+
+    @property
+    def answer(self) -> str:
+        """The last turn's text outside tool calls."""
+        last, parse = self.turns[-1], self._rules.parse
+        text = self._rules.chat.decode(last.ids)
+        return (parse(text) if self.rows[last.row].ask.tools else unread(parse, text)).content
 
     # -- a request -----------------------------------------------------------------------------------
 
@@ -114,7 +127,7 @@ class Branches:
         if found.row is None:
             self._begun += 1
         else:
-            self._take(found.row, True)
+            self._change(found.row, taken=True)
         return found
 
     def recalled(self, place: Place) -> Turn | None:
@@ -149,9 +162,9 @@ class Branches:
         before = () if place.row is None else self.rows[row].ids
         if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
-        message = spoken(self._rules, turn)
+        message = self._spoken(turn, place.ask)
         said, ids = (*place.said, message), place.ids + turn.ids
-        self.rows[row : row + 1] = [Row(place.session, said, place.tools, ids)]
+        self.rows[row : row + 1] = [Row(place.ask, place.session, said, ids, turn)]
         self.turns.append(turn)
         self.refused = None
         del self._open[place.session]
@@ -160,7 +173,20 @@ class Branches:
     def forget(self, place: Place) -> None:
         """Nobody will answer it."""
         if self._open.pop(place.session, None) is not None and place.row is not None:
-            self._take(place.row, False)
+            self._change(place.row, taken=False)
+
+    def lose(self, turn: Turn) -> None:
+        """Whoever asked for it has left without it. No effect once its row has gone on: then it was heard."""
+        if self.rows[turn.row].tip is turn:
+            self._change(turn.row, lost=True)
+
+    def repeated(self, ask: Ask) -> Turn | None:
+        """The newest lost turn that answers the very same request; it counts as heard again."""
+        lost = [row.tip for row in self.rows if row.lost and not row.taken and row.ask == ask]
+        turn = max(lost, key=lambda turn: turn.index, default=None)
+        if turn is not None:
+            self._change(turn.row, lost=False)
+        return turn
 
     # -- finding the row -----------------------------------------------------------------------------
 
@@ -171,21 +197,35 @@ class Branches:
         if row is not None:
             tip = self.rows[row]
             news = ask.messages[len(tip.said) :]
+            if refusal := self._too_long(news, len(tip.ids)):
+                return refusal
             delta = self._rules.chat.delta_ids(news, tip.ids[-1])
             if delta is not None:
-                return self._roomy(
-                    ask, Place(tip.session, row, tip.ids + delta, delta, 0, tip.said + news, tip.tools)
-                )
+                return self._roomy(Place(ask, tip.session, row, tip.ids + delta, delta, 0, tip.said + news))
         begun = len(self.rows) + sum(place.row is None for place in self._open.values())
         if begun >= (most := self._rules.limits.max_rows):
             return Refusal(EpisodeEnd.MAX_ROWS, f"the episode has had its {most} rows (rollout.max_rows)")
-        said = self._as_written(ask.messages)
-        prompt = self._rules.chat.prompt_ids(said, ask.tools)
-        return self._roomy(ask, Place(self._begun, None, prompt, prompt, 0, said, ask.tools))
+        known = self._known(ask.messages)
+        news = ask.messages[len(known) :]
+        if refusal := self._too_long(news, 0, sum(map(len, ask.tools))):
+            return refusal
+        prompt = self._rules.chat.prompt_ids(known + news, ask.tools)
+        return self._roomy(Place(ask, self._begun, None, prompt, prompt, 0, known + news))
 
-    def _roomy(self, ask: Ask, place: Place) -> Place | Refusal:
+    def _too_long(self, news: Sequence[Message], tokens: int, characters: int = 0) -> Refusal | None:
+        """A look at the text that no row can hold after so many tokens: to render and tokenise it would hold
+        up all episodes of the worker. A message is a token at least."""
+        most = self._rules.limits.max_tokens
+        characters += sum(map(_characters, news))
+        if characters <= CHARACTERS * (most - tokens):
+            return None
+        return Refusal(
+            EpisodeEnd.LENGTH, f"{characters} new characters are too long, rollout.max_tokens is {most}"
+        )
+
+    def _roomy(self, place: Place) -> Place | Refusal:
         """The place with its token limit, or what says that its row is full."""
-        limits = self._rules.limits
+        ask, limits = place.ask, self._rules.limits
         room = limits.max_tokens - len(place.ids)
         if room < 1:
             detail = f"the messages have {len(place.ids)} tokens, rollout.max_tokens is {limits.max_tokens}"
@@ -198,7 +238,7 @@ class Branches:
         fit = [
             number
             for number, row in enumerate(self.rows)
-            if not row.taken and row.tools == ask.tools and self._extends(row, ask.messages)
+            if not row.taken and row.ask.tools == ask.tools and self._extends(row, ask.messages)
         ]
         return max(fit, key=lambda number: len(self.rows[number].said), default=None)
 
@@ -208,13 +248,16 @@ class Branches:
         answers = bool(news) and all(message.role in NEWS for message in news)
         return ended and answers and _shared(row.said, messages) == len(row.said)
 
-    def _as_written(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The messages, with the model's own in its own spelling, as far as some row shows them."""
-        best = max((row.said[: _shared(row.said, messages)] for row in self.rows), key=len, default=())
-        return best + messages[len(best) :]
+    def _known(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The first of the messages, as far as some row shows them: the model's own in its own spelling."""
+        return max((row.said[: _shared(row.said, messages)] for row in self.rows), key=len, default=())
 
-    def _take(self, row: int, taken: bool) -> None:
-        self.rows[row] = msgspec.structs.replace(self.rows[row], taken=taken)
+    def _spoken(self, turn: Turn, ask: Ask) -> Message:
+        """What an agent that sends no tools gets is text, whatever it looks like."""
+        return spoken(self._rules, turn, tools=bool(ask.tools))
+
+    def _change(self, row: int, **changes: bool) -> None:
+        self.rows[row] = msgspec.structs.replace(self.rows[row], **changes)
 
 
 def same(ours: Message, theirs: Message) -> bool:
@@ -233,6 +276,12 @@ def same(ours: Message, theirs: Message) -> bool:
             for a, b in zip(ours.tool_calls, theirs.tool_calls, strict=True)
         )
     )
+
+
+def _characters(message: Message) -> int:
+    texts = [message.content, message.reasoning, message.name, message.tool_call_id]
+    texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
+    return CHARACTERS + sum(map(len, texts))
 
 
 def _shared(said: tuple[Message, ...], messages: tuple[Message, ...]) -> int:

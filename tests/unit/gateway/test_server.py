@@ -29,6 +29,10 @@ class FakeHost:
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.cancelled = asyncio.Event()
+        self.lost: list[Reply] = []
+
+    def lose(self, reply: Reply) -> None:
+        self.lost.append(reply)
 
     async def answer(self, ask: Ask) -> Reply | Refusal:
         self.asked.append(ask)
@@ -191,6 +195,33 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
             await host.entered.wait()
             asking.cancel()
             await host.cancelled.wait()
+
+    serve(test)
+
+
+def reset(*_: Any) -> dict[str, Any]:
+    raise ConnectionResetError
+
+
+async def cancel(task: asyncio.Task[Any]) -> Reply:
+    """As aiohttp does when the connection is lost just as the answer is there."""
+    await task
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(("step", "leave"), [("_json", reset), ("_outcome", cancel)])
+def test_an_answer_that_cannot_be_sent_is_lost(
+    step: str, leave: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(gateway: Gateway) -> None:
+        host = FakeHost()
+        async with gateway.admit(host) as endpoint:
+            assert (await ask(endpoint, "q"))[0] == 200
+            assert host.lost == []
+            monkeypatch.setattr(server, step, leave)
+            with pytest.raises(aiohttp.ClientError):
+                await ask(endpoint, "q")
+        assert len(host.lost) == 1
 
     serve(test)
 

@@ -116,6 +116,23 @@ def silent(sample: Sample, endpoint: Endpoint) -> None:
     """Asks nothing."""
 
 
+async def interrupted(sample: Sample, endpoint: Endpoint) -> None:
+    raise KeyboardInterrupt
+
+
+async def cancelled(sample: Sample, endpoint: Endpoint) -> None:
+    helper = asyncio.ensure_future(asyncio.sleep(60))
+    helper.cancel()
+    await helper
+
+
+async def cancelling(sample: Sample, endpoint: Endpoint) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(60)
+
+
 async def odd(sample: Sample, endpoint: Endpoint) -> Any:
     await message(endpoint, "q")
     return "a string"
@@ -124,6 +141,9 @@ async def odd(sample: Sample, endpoint: Endpoint) -> Any:
 FAILURES = {
     "raises": (raising, "KeyError: 'no such thing'"),
     "exits": (leaving, "SystemExit: 3"),
+    "is interrupted": (interrupted, "KeyboardInterrupt"),
+    "awaits what it cancelled": (cancelled, "cancelled by its own code"),
+    "cancels itself": (cancelling, "cancelled by its own code"),
     "never asks": (silent, "ended without asking"),
     "returns what is no result": (odd, "returned a str"),
 }
@@ -237,6 +257,87 @@ def test_a_request_whose_client_left_gives_its_row_back() -> None:
     bench.engine = Engine(bench.script)
     assert finished(bench).turns == 2
     assert bench.rows == ["q42sure?42"]
+
+
+def test_a_request_that_ends_slowly_is_over_before_the_episode() -> None:
+    entered, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q")
+        asking = asyncio.ensure_future(ask(endpoint, "other"))
+        await asyncio.to_thread(entered.wait, 30)
+        asking.cancel()
+        await asyncio.to_thread(cancelled.wait, 30)
+        ended.set()
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            if request.ids[0] != ord("o"):
+                return await super().generate(request)
+            entered.set()
+            try:
+                return await asyncio.Future()
+            finally:
+                cancelled.set()
+                await asyncio.to_thread(ended.wait, 30)
+                for _ in range(1000):  # rounds of the loop, in which the agent's end is heard
+                    await asyncio.sleep(0)
+
+    bench = AgentBench(agent)
+    bench.engine = Engine(bench.script)
+    assert finished(bench).turns == 1
+    assert not bench.waits._open
+
+
+def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
+    posted, left = threading.Event(), threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        asking = asyncio.ensure_future(message(endpoint, "q"))
+        await asyncio.to_thread(posted.wait, 30)
+        asking.cancel()
+        await asyncio.to_thread(left.wait, 30)
+        said = await message(endpoint, "q")
+        await message(endpoint, "q", said, "sure?")
+
+    bench = AgentBench(agent)
+    bench.auto_ack = False
+
+    def in_doubt() -> bool:
+        return "not yet durable" in str(bench.waits._open.values())
+
+    async def main() -> None:
+        playing = asyncio.create_task(bench.run())
+        while not playing.done() and not in_doubt():
+            await settle()
+        posted.set()
+        while not playing.done() and in_doubt():
+            await settle()
+        left.set()
+        bench.auto_ack = True
+        bench.outbox.ack(1)
+        await playing
+
+    asyncio.run(main())
+    assert bench.rows == ["q42sure?42"]
+    assert len(bench.engine.requests) == 2
+    again = AgentBench(two_turns)
+    finished(again, frames=bench.record)
+    assert again.engine.requests == []
+
+
+def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
+    seen: list[tuple[EpisodeEnd, Any]] = []
+
+    async def reward(given: RewardInput) -> float:
+        seen.append((given.end, given.result))
+        if len(seen) == 1:
+            await asyncio.Event().wait()  # until the time of the episode is up
+        return 1.0
+
+    end = finished(AgentBench(two_turns, reward=reward, episode_timeout=1.5))
+    assert (end.end, end.reward) == (EpisodeEnd.DONE, 1.0)
+    assert seen == [(EpisodeEnd.DONE, 0.5)] * 2
 
 
 # -- limits ------------------------------------------------------------------------------------------
@@ -355,6 +456,21 @@ def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
     assert 0 < end.tool_s <= end.seconds
 
 
-def test_calls_of_tools_are_counted() -> None:
-    bench = AgentBench(two_turns, lambda prompt: call("look") + call("see") if "sure" not in prompt else "42")
-    assert finished(bench).tool_calls == 2
+def test_calls_are_for_agents_that_send_tools() -> None:
+    """Others, as ReAct ones, read the text."""
+    text = call("look") + call("see")
+    tool = {"type": "function", "function": {"name": "look"}}
+    heard: list[Any] = []
+
+    def agent_of(**body: Any) -> Any:
+        async def agent(sample: Sample, endpoint: Endpoint) -> None:
+            heard.append(await message(endpoint, "q", **body))
+
+        return agent
+
+    plain = AgentBench(agent_of(), lambda prompt: text)
+    none = AgentBench(agent_of(tools=[tool], tool_choice="none"), lambda prompt: text)
+    tools = AgentBench(agent_of(tools=[tool]), lambda prompt: text)
+    assert [finished(bench).tool_calls for bench in (plain, none, tools)] == [0, 0, 2]
+    assert [said["content"] for said in heard] == [text, text, None]
+    assert [len(said.get("tool_calls", ())) for said in heard] == [0, 0, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import ProtocolError
-from asyncrl.rollout.branches import Ask, Branches, Place, Refusal, same
+from asyncrl.rollout.branches import CHARACTERS, Ask, Branches, Place, Refusal, same
 from asyncrl.rollout.turns import rows_of
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 from tests.fakes.chat import FakeChat, call, encode, rules
 from tests.fakes.engine import generation
 
 USER, AGAIN = Message("user", "q"), Message("user", "and?")
+TOOLS = ("",)  # there are tools; the prompt does not show them
 
 
 def placed(branches: Branches, *messages: Message, **options: Any) -> Place:
@@ -59,8 +61,9 @@ SPELLINGS = {
 @pytest.mark.parametrize("theirs", SPELLINGS.values(), ids=SPELLINGS)
 def test_what_the_model_said_is_known_in_other_spellings(theirs: Message) -> None:
     branches = Branches(rules())
-    say(branches, "look" + call("a", '{"x": 1, "y": [2]}'), USER)
-    assert placed(branches, USER, theirs, Message("tool", "7", tool_call_id="call_0", name="a")).row == 0
+    say(branches, "look" + call("a", '{"x": 1, "y": [2]}'), USER, tools=TOOLS)
+    reply = Message("tool", "7", tool_call_id="call_0", name="a")
+    assert placed(branches, USER, theirs, reply, tools=TOOLS).row == 0
 
 
 EDITS = {
@@ -76,8 +79,8 @@ EDITS = {
 @pytest.mark.parametrize("theirs", EDITS.values(), ids=EDITS)
 def test_an_edited_history_begins_a_row(theirs: Message) -> None:
     branches = Branches(rules())
-    say(branches, "look" + call("a"), USER)
-    place = placed(branches, USER, theirs, AGAIN)
+    say(branches, "look" + call("a"), USER, tools=TOOLS)
+    place = placed(branches, USER, theirs, AGAIN, tools=TOOLS)
     assert (place.row, place.ids) == (None, place.context)
     answered(branches, place, "ok")
     assert shape(branches) == [0, 1]
@@ -85,11 +88,11 @@ def test_an_edited_history_begins_a_row(theirs: Message) -> None:
 
 def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
     branches = Branches(rules())
-    said = say(branches, call("a", '{"x":   1}'), USER)
+    said = say(branches, call("a", '{"x":   1}'), USER, tools=TOOLS)
     theirs = msgspec.structs.replace(said, tool_calls=(ToolCall("a", '{"x": 1}'),))
     reply = Message("tool", "7")
-    say(branches, "one", USER, theirs, reply)
-    again = placed(branches, USER, theirs, reply)  # the row has gone on since
+    say(branches, "one", USER, theirs, reply, tools=TOOLS)
+    again = placed(branches, USER, theirs, reply, tools=TOOLS)  # the row has gone on since
     assert again.row is None
     assert again.said[1].tool_calls[0].arguments == said.tool_calls[0].arguments
 
@@ -194,6 +197,98 @@ def test_a_request_can_lower_the_limit_of_a_turn_and_the_row_does() -> None:
     assert placed(branches, Message("user", "x" * 79)).max_new_tokens == 20
 
 
+def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To tokenise it would hold up all episodes of the worker."""
+    branches = Branches(rules(max_tokens=100))
+    said = say(branches, "42", USER)
+    read: list[object] = []
+    monkeypatch.setattr(FakeChat, "prompt_ids", lambda *given: read.append(given) or (1,))
+    monkeypatch.setattr(FakeChat, "delta_ids", lambda *given: read.append(given) or (1,))
+    most = CHARACTERS * 100
+    long, call_ids = Message("user", "x" * most), ToolCall("t", "{}", "x" * most)
+    for ask in (
+        Ask((long,)),
+        Ask((USER, said, long)),
+        Ask((USER, Message("assistant", "", (call_ids,)), AGAIN)),
+        Ask((Message("user"),) * 101),
+        Ask((USER,), ("x" * (most + 1),)),
+    ):
+        refusal = branches.place(ask)
+        assert isinstance(refusal, Refusal)
+        assert refusal.end is EpisodeEnd.LENGTH
+        assert "rollout.max_tokens is 100" in refusal.detail
+    assert read == []
+    placed(branches, Message("user", "x" * (most - CHARACTERS)))
+    assert len(read) == 1
+
+
+def test_what_a_row_shows_is_no_news() -> None:
+    """However long its tokens are: some are a hundred dashes."""
+
+    class Dashes(FakeChat):
+        def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
+            return (1, 2, 3)
+
+        def decode(self, ids: Sequence[int]) -> str:
+            return "-" * 100 * len(ids)
+
+    branches = Branches(rules(max_tokens=100, chat=Dashes(rewrites=("user",))))
+    said = say(branches, "x" * 50, USER)
+    assert len(said.content) > CHARACTERS * 100
+    assert placed(branches, USER, said, AGAIN).ids == (1, 2, 3)
+    assert isinstance(branches.place(Ask((USER, Message("assistant", said.content + "!"), AGAIN))), Refusal)
+
+
+# -- agents without tools ----------------------------------------------------------------------------
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    branches = Branches(rules())
+    text = "The format is " + call("look")
+    said = say(branches, text, USER)
+    assert said == Message("assistant", text)
+    assert (branches.calls, branches.answer) == (0, text)
+    assert placed(branches, USER, said, AGAIN).row == 0
+    said = say(branches, text, USER, tools=TOOLS)
+    assert (said.content, len(said.tool_calls)) == ("The format is", 1)
+    assert (branches.calls, branches.answer) == (1, "The format is")
+
+
+# -- turns that nobody heard -------------------------------------------------------------------------
+
+
+def test_a_turn_that_was_lost_answers_the_same_request() -> None:
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    assert branches.repeated(Ask((USER,))) is None  # it was heard: another sample is wanted
+    branches.lose(branches.turns[0])
+    for other in (Ask((AGAIN,)), Ask((USER,), TOOLS), Ask((USER,), (), 7), Ask((USER, said, AGAIN))):
+        assert branches.repeated(other) is None
+    assert branches.repeated(Ask((USER,))) is branches.turns[0]
+    assert branches.repeated(Ask((USER,))) is None
+
+
+def test_of_several_lost_turns_the_newest_comes_first() -> None:
+    branches = Branches(rules())
+    say(branches, "a", USER)
+    say(branches, "b", USER)
+    for turn in branches.turns:
+        branches.lose(turn)
+    assert [branches.repeated(Ask((USER,))) for _ in range(3)] == [*reversed(branches.turns), None]
+
+
+def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    branches.lose(branches.turns[0])
+    place = placed(branches, USER, said, AGAIN)
+    assert branches.repeated(Ask((USER,))) is None
+    branches.forget(place)
+    answered(branches, placed(branches, USER, said, AGAIN), "43")
+    branches.lose(branches.turns[0])
+    assert branches.repeated(Ask((USER,))) is None
+
+
 # -- recalling ---------------------------------------------------------------------------------------
 
 
@@ -257,7 +352,7 @@ def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[P
     done: list[Place] = []
     for action, which, text in steps:
         if action < 3:
-            found = branches.place(Ask(known[-1 - which % len(known)]))
+            found = branches.place(Ask(known[-1 - which % len(known)], TOOLS))
             if isinstance(found, Place):
                 waiting.append(found)
                 seen.append(found)
@@ -306,7 +401,7 @@ def test_any_beginning_of_the_record_can_be_recalled(
     recorded: list[Turn] = first.turns[:count]
     second = Branches(rules(), recorded)
     for before in asked[:count]:
-        place = placed(second, *before.said)
+        place = placed(second, *before.said, tools=TOOLS)
         try:
             found = second.recalled(place)
         except ProtocolError:
@@ -319,6 +414,47 @@ def test_any_beginning_of_the_record_can_be_recalled(
         second.add(place, found)
     assert not second.recalling
     assert second.turns == recorded
+
+
+PLAN = st.lists(st.tuples(st.integers(0, 3), TEXTS, st.integers(0, 2)), max_size=8)
+
+
+def converse(branches: Branches, plan: list[tuple[int, str, int]], lossy: bool) -> list[Turn]:
+    """Conversations one turn at a time, by a client that repeats a request until it hears the answer. What it
+    heard."""
+    known: list[tuple[Message, ...]] = [(USER,), (AGAIN,)]
+    heard: list[Turn] = []
+    for which, text, losses in plan:
+        ask = Ask(known[-1 - which % len(known)], TOOLS)
+        for left in range(losses if lossy else 0, -1, -1):
+            turn = branches.repeated(ask)
+            if turn is None:
+                place = branches.place(ask)
+                assert isinstance(place, Place)
+                turn = branches.recalled(place) or branches.turn(place, generation(text))
+                branches.add(place, turn)
+            if left:
+                branches.lose(turn)
+        heard.append(turn)
+        known.append((*branches.rows[turn.row].said, AGAIN))
+    return heard
+
+
+@settings(deadline=None, max_examples=100)
+@given(PLAN, st.integers(0, 8), st.booleans(), st.booleans())
+def test_answers_that_were_lost_leave_no_trace(
+    plan: list[tuple[int, str, int]], count: int, lossy: bool, lossy_again: bool
+) -> None:
+    """Every turn is heard once; neither losses before a crash nor after it change the episode."""
+    made = rules(max_turns=8, max_rows=8)
+    first, second = Branches(made), Branches(made)
+    heard = converse(first, plan, lossy)
+    assert [turn.index for turn in heard] == list(range(len(plan)))
+    assert heard == first.turns == converse(second, plan, not lossy)
+    assert [row.ids for row in first.rows] == [row.ids for row in second.rows]
+    third = Branches(made, first.turns[:count])
+    assert converse(third, plan, lossy_again) == first.turns
+    assert not third.recalling
 
 
 @given(TEXTS)
