@@ -182,7 +182,7 @@ def _check_combinations(config: RunConfig) -> None:
         "$.weights.delta is for files: a broadcast goes straight into a server, which knows no deltas; "
         "use weights.transport=disk": config.weights.delta and config.weights.transport == "collective",
         f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
-        f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens or max_rows": (
+        f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
             buffer.max_bytes < needed
         ),
         f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
