@@ -1,0 +1,52 @@
+"""Directories of any shape are emptied, and what they point at is not touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.sandbox import files
+
+NAMES = st.sampled_from(["a", "b", "\udcff", "x" * 200])
+TREES = st.recursive(
+    st.sampled_from(["file", "link", "pipe"]), lambda tree: st.dictionaries(NAMES, tree), max_leaves=20
+)
+
+
+def plant(path: str, tree: object, outside: str) -> None:
+    if isinstance(tree, dict):
+        os.makedirs(path, exist_ok=True)
+        for name, below in tree.items():
+            plant(f"{path}/{name}", below, outside)
+        os.chmod(path, 0)
+    elif tree == "link":
+        os.symlink(outside, path)
+    elif tree == "pipe":
+        os.mkfifo(path)
+    else:
+        open(path, "w").close()
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(NAMES, TREES))
+def test_nothing_is_left_and_nothing_else_is_touched(tmp_path_factory, tree) -> None:  # type: ignore[no-untyped-def]
+    base = tmp_path_factory.mktemp("tree")
+    outside, home = base / "outside", base / "home"
+    outside.mkdir()
+    (outside / "kept").write_text("")
+    plant(str(home), tree, str(outside))
+    files.empty(str(home))
+    assert os.listdir(home) == [] and os.listdir(outside) == ["kept"]
+
+
+def test_a_tree_deeper_than_any_path_or_stack(tmp_path: Path) -> None:
+    dig = (
+        "import os, sys\nos.chdir(sys.argv[1])\nfor _ in range(1100): os.mkdir('d' * 50); os.chdir('d' * 50)"
+    )
+    subprocess.run(["python3", "-c", dig, str(tmp_path)], check=True)
+    files.empty(str(tmp_path))
+    assert os.listdir(tmp_path) == []
