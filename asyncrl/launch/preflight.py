@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, EngineError, one_line
+from asyncrl.tools import Tool, check_wanted
 
 # SQLite's write-ahead log needs shared memory between processes, which these do not give.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -51,8 +52,8 @@ def check(config: RunConfig) -> None:
     check_resumed(config)
     check_installed(config)
     check_model(config)
-    check_names(config)
-    check_data(config)
+    tools = check_names(config)
+    check_data(config, tools)
     check_devices(config)
     check_weights_directory(config)
     check_group_address(config)
@@ -196,14 +197,15 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 # -- names, data, machine --------------------------------------------------------------------------
 
 
-def check_names(config: RunConfig) -> None:
-    """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit."""
+def check_names(config: RunConfig) -> Mapping[str, Tool]:
+    """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit. The
+    tools."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.gateway import load_agent
     from asyncrl.roles.rollout_setup import BUILT_IN, load_scorer, load_world
     from asyncrl.rollout.parsers import parsers
 
-    load_world(config)
+    world = load_world(config)
     if config.rollout.agent:
         load_agent(config.rollout.agent)
     load_scorer(config)
@@ -213,6 +215,7 @@ def check_names(config: RunConfig) -> None:
         not config.engine.remote and config.engine.name not in BUILT_IN
     ):  # those are known without the seconds that their import takes
         check_engine(config.engine.name, BUILT_IN.values())
+    return world.toolbox.tools
 
 
 def check_engine(name: str, built_in: Iterable[str]) -> None:
@@ -224,14 +227,17 @@ def check_engine(name: str, built_in: Iterable[str]) -> None:
     engines.load(name)
 
 
-def check_data(config: RunConfig) -> None:
-    """The data sets load, and hold at least a batch."""
+def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> None:
+    """The data sets load, hold at least a batch, and ask for tools that there are."""
     from asyncrl.data import load_samples
 
     with quiet():
-        samples = load_samples(config.data.train)
-        if config.data.test:
-            load_samples(config.data.test)
+        paths = [config.data.train, *([config.data.test] if config.data.test else [])]
+        loaded = {path: load_samples(path) for path in paths}
+    samples = loaded[config.data.train]
+    for path, rows in loaded.items():
+        if found := check_wanted(tools, (row.extra_info for row in rows)):
+            raise ConfigError(f"{path}: {'; '.join(found)}; add it to rollout.tools, or correct the data")
     needed = config.buffer.groups_per_batch
     if len(samples) < needed:
         raise ConfigError(

@@ -223,6 +223,10 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "missing column": (data([{"data_source": "d", "text": "q"}]), ("no column prompt, reward_model",)),
     "plain prompt": (data(rows(20, prompt="1 + 1?")), ("row 0", "prompt")),
     "empty data": (empty, ("empty",)),
+    "a tool that is not there": (
+        data(rows(20, extra_info={"tools": ["weather"]})),
+        ("row 0", "'weather'", "rollout.tools"),
+    ),
     "less than a batch": (data(rows(15)), ("15 samples", "groups_per_batch (16)")),
     "no test data": (setting("data.test=nowhere.parquet"), ("nowhere.parquet",)),
     "unknown tool": (setting("rollout.tools=[calculatr]"), ("unknown tool", "calculator")),
