@@ -7,17 +7,20 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Session, Toolbox, load_tool, load_tools, tool
+from asyncrl.tools import Session, Toolbox, load_tool, load_tools, process, tool
 from asyncrl.tools.process import Answer, Pool, Start, _encode
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -101,37 +104,70 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(end)
 
 
-def test_a_start_counts_and_goes_on_for_the_next_call(gate: int) -> None:
+Spawn = Callable[[socket.socket], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that were started."""
+    pids: list[int] = []
+    spawn: Spawn = process._spawn
+
+    def counted(end: socket.socket) -> subprocess.Popen[bytes]:
+        pids.append((made := spawn(end)).pid)
+        return made
+
+    monkeypatch.setattr(process, "_spawn", counted)
+    return pids
+
+
+def starts_of(box: Toolbox) -> list[asyncio.Task[Any]]:
+    pool = box.gates["work"].pool
+    assert pool is not None
+    return list(pool._starts)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_start_counts_and_goes_on_for_the_next_call(gate: int, spawned: list[int], before: bool) -> None:
+    """Whether it ends before that call or during it."""
+
     async def play(box: Toolbox, session: Session) -> None:
-        pool = box.gates["work"].pool
-        assert pool is not None
         box.timeout = 0.05
         for _ in range(3):
             assert (await session.call(call("a"))).error == "no reply within 0.05 s"
         box.timeout = 20.0
-        waits = asyncio.create_task(session.call(call("a")))
+        starts = starts_of(box)
+        waits = asyncio.create_task(asyncio.wait(starts) if before else session.call(call("a")))
         os.write(gate, b"x")  # one process may start, and no second one
-        assert (await waits).error is None
-        assert len(pool._all) == 1
+        await waits
+        assert (await session.call(call("a"))).content == str(spawned[0])
+        assert len(starts) == len(spawned) == 1
 
     with_deadlines(play)
 
 
-def test_a_start_that_nobody_waits_for_is_kept_or_ended(gate: int) -> None:
+def test_a_process_that_comes_after_the_end_ends_too(
+    monkeypatch: pytest.MonkeyPatch, spawned: list[int]
+) -> None:
+    held, spawn = threading.Event(), process._spawn
+
+    def late(end: socket.socket) -> subprocess.Popen[bytes]:
+        held.wait(20)
+        return spawn(end)
+
+    monkeypatch.setattr(process, "_spawn", late)
+
     async def play(box: Toolbox, session: Session) -> None:
-        pool = box.gates["work"].pool
-        assert pool is not None
         box.timeout = 0.05
         await session.call(call("a"))
-        async with asyncio.timeout(20):
-            while not pool._all:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        (child,) = pool._all
+        starts = starts_of(box)
         await box.close()
-        assert gone(child.pid)
-        box.timeout = 20.0
-        os.write(gate, b"x")
-        assert (await session.call(call("a"))).error is None
+        held.set()
+        await asyncio.wait(starts, timeout=20)
+        async with asyncio.timeout(20):
+            while not spawned:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert gone(spawned[0])
 
     with_deadlines(play)
 
