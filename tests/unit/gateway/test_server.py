@@ -199,6 +199,35 @@ def test_a_client_that_leaves_takes_its_request_along() -> None:
     serve(test)
 
 
+def test_no_request_outlives_its_episode() -> None:
+    """One whose client has left may end slowly."""
+
+    class Slow(FakeHost):
+        ended = False
+
+        async def answer(self, ask: Ask) -> Reply | Refusal:
+            try:
+                return await super().answer(ask)
+            finally:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.ended = True
+
+    async def test(gateway: Gateway) -> None:
+        host = Slow()
+        host.gate.clear()
+        async with gateway.admit(host) as endpoint:
+            asking = asyncio.create_task(ask(endpoint, "q"))
+            await host.entered.wait()
+            asking.cancel()
+            await host.cancelled.wait()
+            assert not host.ended
+        assert host.ended
+
+    serve(test)
+
+
 def reset(*_: Any) -> dict[str, Any]:
     raise ConnectionResetError
 

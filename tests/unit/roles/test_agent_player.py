@@ -259,36 +259,6 @@ def test_a_request_whose_client_left_gives_its_row_back() -> None:
     assert bench.rows == ["q42sure?42"]
 
 
-def test_a_request_that_ends_slowly_is_over_before_the_episode() -> None:
-    entered, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
-
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await message(endpoint, "q")
-        asking = asyncio.ensure_future(ask(endpoint, "other"))
-        await asyncio.to_thread(entered.wait, 30)
-        asking.cancel()
-        await asyncio.to_thread(cancelled.wait, 30)
-        ended.set()
-
-    class Engine(ScriptedEngine):
-        async def generate(self, request: Request) -> Generation:
-            if request.ids[0] != ord("o"):
-                return await super().generate(request)
-            entered.set()
-            try:
-                return await asyncio.Future()
-            finally:
-                cancelled.set()
-                await asyncio.to_thread(ended.wait, 30)
-                for _ in range(1000):  # rounds of the loop, in which the agent's end is heard
-                    await asyncio.sleep(0)
-
-    bench = AgentBench(agent)
-    bench.engine = Engine(bench.script)
-    assert finished(bench).turns == 1
-    assert not bench.waits._open
-
-
 def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
     posted, left = threading.Event(), threading.Event()
 
