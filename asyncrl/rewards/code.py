@@ -31,6 +31,7 @@ LANGUAGE = re.compile(r"[\w+-]*")
 LANGUAGES = ("", "python", "py", "python3")
 PATIENCE = 10  # times `total_seconds` that an answer may wait for a sandbox
 LARGEST = 4 << 20  # bytes of output that are compared
+SLACK = 4096  # characters more than expected that are looked at: digits, white space
 
 
 class Truth(msgspec.Struct, frozen=True):
@@ -214,10 +215,16 @@ def _assertion(answer: str, test: str) -> Case:
 
 def same_text(found: str, wanted: str) -> bool:
     """Equal words in equal lines; numbers with a point may differ by 1e-6 of their size."""
-    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (found, wanted))
-    return len(ours) == len(theirs) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
-    )
+    found, wanted = found.strip(), wanted.strip()
+    if len(found) > 8 * len(wanted) + SLACK:  # this runs in the event loop
+        return False
+    ours, theirs = found.splitlines(), wanted.splitlines()
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _same_line(a: str, b: str) -> bool:
+    ours, theirs = a.split(), b.split()
+    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
 def same_value(found: Any, wanted: Any) -> bool:
