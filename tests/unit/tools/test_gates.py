@@ -8,6 +8,8 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any
 
+import pytest
+
 from asyncrl.tools import Session, Toolbox, tool
 from asyncrl.types import Sample, ToolCall
 
@@ -77,5 +79,27 @@ def test_calls_that_are_given_up_take_no_place() -> None:
             call.cancel()
         assert (await session.call(CALL)).error is None
         assert begun == [0.0, 0.1]
+
+    simulate(main())
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 1}, {"rate": 0.1}])
+def test_a_call_waits_for_its_place_no_longer_than_for_its_reply(options: dict[str, Any]) -> None:
+    @tool(**options)
+    async def slow() -> str:
+        await asyncio.sleep(5.0)
+        return "done"
+
+    async def main() -> None:
+        box = Toolbox({"slow": slow}, 8.0)
+        session = box.session(Sample(0, "", (), ""))
+        await session.open()
+        first = asyncio.create_task(session.call(CALL))
+        await asyncio.sleep(1.0)
+        box.timeout = 3.0
+        late = await session.call(CALL)
+        assert late.error == "the tool is busy: the call could not begin within 3 s"
+        assert asyncio.get_running_loop().time() == pytest.approx(4.0)
+        assert (await first).content == "done"
 
     simulate(main())

@@ -267,26 +267,6 @@ def test_concurrency_holds_over_all_episodes() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("options", [{"concurrency": 1}, {"rate": 0.1}])
-def test_a_call_waits_for_its_place_no_longer_than_for_its_reply(options: dict[str, Any]) -> None:
-    async def main() -> list[ToolReply]:
-        @tool(timeout=0.05, **options)
-        async def slow(wait: bool) -> str:
-            if wait:
-                await asyncio.Event().wait()
-            return "done"
-
-        return await one_call(
-            Toolbox({"slow": slow}),
-            sample(),
-            call("slow", wait="rate" not in options),
-            *[call("slow", wait=False)] * 2,
-        )
-
-    errors = [reply.error or "" for reply in asyncio.run(main())]
-    assert any("could not begin within 0.05 s" in error for error in errors[1:])
-
-
 def test_calls_are_spaced_at_the_rate() -> None:
     begun: list[float] = []
 
