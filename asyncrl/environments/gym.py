@@ -78,7 +78,7 @@ class Gymnasium(Environment):
         import gymnasium
 
         extra = extra_info(sample)
-        mode = {"render_mode": self._mode} if self._mode else {}  # not all know the word
+        mode: dict[str, Any] = {"render_mode": self._mode} if self._mode else {}  # not all know the word
         self._env = gymnasium.make(self._id, **mode, **self._arguments | extra.get("gymnasium", {}))
         self._read = _reader(self._env.action_space, self._names)
         seen, _ = self._env.reset(seed=int(extra.get("seed", sample.row)))
