@@ -235,7 +235,7 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> None:
         paths = [config.data.train, *([config.data.test] if config.data.test else [])]
         loaded = {path: load_samples(path) for path in paths}
     samples = loaded[config.data.train]
-    for path, rows in loaded.items():
+    for path, rows in () if config.rollout.agent else loaded.items():  # an agent's data is its own affair
         if found := check_wanted(tools, (row.extra_info for row in rows)):
             raise ConfigError(f"{path}: {'; '.join(found)}; add it to rollout.tools, or correct the data")
     needed = config.buffer.groups_per_batch
@@ -384,7 +384,8 @@ def warnings(config: RunConfig) -> list[str]:
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
     path, parser = Path(config.model.path), config.rollout.parser
-    fitting = guess(chat_template(path))
+    calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
+    fitting = guess(chat_template(path)) if calls else None
     found = {
         f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
         "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group": slots > live,

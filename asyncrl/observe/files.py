@@ -41,12 +41,16 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 def first_day(run_dir: Path) -> datetime.date:
     """The day on which a run began, as `mark_start` wrote it; today, where it did not."""
-    path = run_dir / "started"
-    return datetime.date.fromisoformat(path.read_text()) if path.exists() else datetime.date.today()
+    try:
+        return datetime.date.fromisoformat((run_dir / "started").read_text())
+    except (OSError, ValueError):
+        return datetime.date.today()
 
 
 def mark_start(run_dir: Path) -> None:
     """Write the day down, unless this goes on with an earlier start."""
     path = run_dir / "started"
     if not path.exists():
-        path.write_text(datetime.date.today().isoformat())
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(datetime.date.today().isoformat())
+        temporary.replace(path)

@@ -191,6 +191,9 @@ class Validation:
 
     def _end(self, session: Session) -> None:
         self.session = None
+        for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
+            session.queue.remove(uid)
+            session.failed.append(uid)
         for uid, (peer, _) in session.running.items():  # an abandoned session's
             if (worker := self.desk.workers.get(peer)) is not None:
                 worker.eval_running -= 1

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.chat_cut import shorten
+from asyncrl.rollout.chat_cut import CHARACTERS, shorten
 from asyncrl.rollout.chat_probe import Probe
 from asyncrl.rollout.chat_render import Renderer, Tokenizer, find_shape
 from asyncrl.rollout.commands import Cut
@@ -83,8 +83,13 @@ class Chat:
     def shorten(self, text: str, limit: int, where: Cut) -> str:
         """What a model may read of somebody else's text: at most `limit` tokens, without its head, middle or
         tail, and a note. Control tokens are taken apart (`< |im_end|>`): nobody else ends or begins turns."""
-        plain = self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
-        return shorten(self._tokenizer, plain, limit, where)
+        most = CHARACTERS * limit
+        missing = max(0, len(text) - 2 * most)  # whatever the limit cuts, nobody reads on that far
+        parts = (text[:most], text[-most:]) if missing else (text,)
+        return shorten(self._tokenizer, "".join(map(self._harmless, parts)), limit, where, missing)
+
+    def _harmless(self, text: str) -> str:
+        return self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
 
     def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
         """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:

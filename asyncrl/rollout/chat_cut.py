@@ -22,10 +22,10 @@ class Codec(Protocol):
     ) -> Any: ...
 
 
-def shorten(codec: Codec, text: str, limit: int, where: Cut) -> str:
+def shorten(codec: Codec, text: str, limit: int, where: Cut, missing: int = 0) -> str:
     """At most `limit` tokens of the text: all of it, or what is left when its head, middle or tail is cut,
     with a note of how much is missing (where the limit leaves room for one). Halves of surrogate pairs, which
-    no tokenizer takes, become question marks."""
+    no tokenizer takes, become question marks. `missing`: characters cut out of the middle before."""
     data = text.encode(errors="replace")
     text = data.decode()
     if len(data) <= limit:
@@ -38,7 +38,7 @@ def shorten(codec: Codec, text: str, limit: int, where: Cut) -> str:
     while room > 0:
         first = {"head": 0, "middle": room - room // 2, "tail": room}[where]
         head, tail = _ends(codec, text, first, room - first)
-        cut = len(text) - len(head) - len(tail)
+        cut = len(text) + missing - len(head) - len(tail)
         short = f"{head}{NOTE.format(cut) if noted else ''}{tail}"
         excess = _count(codec, short) - limit
         if excess <= 0:

@@ -343,7 +343,8 @@ def _cut(rules: Rules, text: str) -> str:
 
 def _read_by_model(rules: Rules, messages: Sequence[Message]) -> Iterator[Message]:
     for message in messages:
-        yield msgspec.structs.replace(message, content=_cut(rules, message.content))
+        content, reasoning = _cut(rules, message.content), _cut(rules, message.reasoning)
+        yield msgspec.structs.replace(message, content=content, reasoning=reasoning)
 
 
 def _malformed(error: str) -> ToolReply:

@@ -143,7 +143,7 @@ class Session:
         begin again. `shorten` does to a reply what was done to it before it was recorded."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
-            if tool is None or tool.replay == "pure":
+            if tool is None or tool.replay == "pure" or reply.refused:
                 continue
             if tool.replay == "no":
                 raise ProtocolError(f"tool {tool.name} cannot be repeated, so the episode starts again")

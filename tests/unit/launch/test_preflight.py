@@ -12,6 +12,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight
+from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 
 MOUNTS = """\
@@ -163,9 +164,21 @@ def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
 def test_a_parser_that_does_not_fit_the_template_is_worth_a_warning(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ '[TOOL_CALLS]' }}")
     model = {"path": str(tmp_path)}
-    (line,) = preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+    calling: dict[str, Any] = {"slots": 1, "tools": ["calculator"]}
+    (line,) = preflight.warnings(config(tmp_path, model=model, rollout=calling))
     assert "rollout.parser is hermes" in line and "set rollout.parser=mistral" in line
-    assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1, "parser": "mistral"}))
+    assert not preflight.warnings(config(tmp_path, model=model, rollout=calling | {"parser": "mistral"}))
+    assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
+
+
+def test_what_an_agents_data_says_of_tools_is_its_own_affair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sample(0, "s", (Message("user", "?"),), "1", extra_info='{"tools": [{"type": "function"}]}')
+    monkeypatch.setattr("asyncrl.data.load_samples", lambda path: [sample] * 99)
+    preflight.check_data(config(tmp_path, rollout={"agent": "a.py:f"}), {})
+    with pytest.raises(ConfigError, match="extra_info"):
+        preflight.check_data(config(tmp_path), {})
 
 
 def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(

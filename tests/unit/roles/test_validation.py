@@ -64,3 +64,23 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     assert metrics["val-core/all/sampled/mean@1"] == 0.0
     assert metrics["val-core/all/greedy/mean@1"] == metrics["val-aux/failed"] == 1.0
     assert worker.eval_running == 0
+
+
+def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path: Path) -> None:
+    """One slow failure must not cost the whole report."""
+    training, desk = Training(tmp_path / "weights"), Desk(tmp_path)
+    training.publish(1)
+    desk.core.latest = training.ref(0)
+    desk.join(A)
+    (worker,) = desk.desk.workers.values()
+    worker.eval_version = training.ref(0).order
+    validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
+    assert validation.begin(step=1, count=1, final=False, now=0.0)
+    validation.tick(0.0, exclusive=True)
+    for _, message in desk.sent.take(Assign):
+        record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
+        validation.record(worker, record)
+    assert validation.session is not None
+    validation.tick(validation.session.deadline + 1, exclusive=True)
+    ((_, metrics),) = validation.results
+    assert metrics["val-core/all/greedy/mean@1"] == 0.0 and metrics["val-aux/failed"] == 2.0

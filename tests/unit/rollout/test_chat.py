@@ -393,3 +393,17 @@ def test_long_replies_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, kept in (("x" * KEPT, 1), ("x" * (KEPT + 1), 1), ("y", 2)):
         chat.delta_ids((Message("tool", text, name="f", tool_call_id="c"),), chat.stop_ids[0])
         assert chat._delta.cache_info().currsize == kept
+
+
+def test_megabytes_of_control_tokens_are_not_read_through() -> None:
+    chat, control = chat_of("llama3.1"), 0
+
+    def counting(text: str) -> str:
+        nonlocal control
+        control += len(text)
+        return text
+
+    chat._harmless = counting  # type: ignore[method-assign]
+    short = chat.shorten("<" * 10_000_000, 100, "middle")
+    assert control == 2 * 16 * 100
+    assert "[... 99" in short and len(short) < 200

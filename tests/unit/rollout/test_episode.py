@@ -221,8 +221,9 @@ def test_what_an_environment_says_is_cut() -> None:
     hello = Opened(messages=(Message("user", "guess"),))
     episode = advance(made, start(made, opened=hello), Generated(generation("5")))
     assert episode.turns[0].context == (*encode("qgue"), 2)
-    episode = advance(made, episode, said("higher"))
-    assert episode.turns[0].observation == Observation((Message("user", "hig"),))
+    thinking = Observation((Message("user", "higher", reasoning="because"),))
+    episode = advance(made, episode, Observed(thinking))
+    assert episode.turns[0].observation == Observation((Message("user", "hig", reasoning="bec"),))
     assert resume(made, sample(), hello, episode.turns) == episode
 
 
