@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 from asyncrl.errors import AsyncrlError
 
@@ -17,6 +18,7 @@ log = logging.getLogger("asyncrl.worker")
 
 GRACE = 1.0  # seconds for cancelled work to end
 SLOW = 0.1  # seconds that a sync function may hold the event loop before the log says so
+MOST_STRAYS = 100  # threads in calls that were left behind; with more no OwnThread begins
 _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
 
 
@@ -107,30 +109,85 @@ async def in_thread(function: Callable[[], Any], name: str, ended: Callable[[], 
     """Run foreign code in a daemon thread of its own: when it never returns it costs that thread, neither a
     place in a pool nor the end of the process. `ended` is called in the loop when it has really returned,
     which may be long after this coroutine was cancelled."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    call = _Call(function, ended)
+    threading.Thread(target=call.work, daemon=True, name=name).start()
+    return await call.future
 
-    def settle(result: Any, error: Exception | None) -> None:
-        ended()
-        if future.done():  # abandoned at the deadline
+
+class OwnThread:
+    """A daemon thread for what bears one thread only: it runs one call after another. One that never
+    returns costs the thread; with MOST_STRAYS of those no other one is begun."""
+
+    _strays: ClassVar[set[threading.Thread]] = set()  # in calls that nobody waits for any more
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """What it returns, or raises; when this is cancelled it runs on. Late: there are too many strays."""
+        thread = self._begun()
+        call = _Call(function)
+        self._calls.put(call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._strays.add(thread)
+            raise
+
+    async def end(self, last: Callable[[], Any]) -> None:
+        """Run this after all else, if anything was run; then the thread ends."""
+        if self._thread is None:
             return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+        try:
+            await self.run(last)
+        finally:
+            self._calls.put(None)
 
-    def work() -> None:
+    def _begun(self) -> threading.Thread:
+        if self._thread is None:
+            self._strays.difference_update([thread for thread in self._strays if not thread.is_alive()])
+            if len(self._strays) >= MOST_STRAYS:
+                raise Late(f"out of order: {len(self._strays)} earlier calls have not ended")
+            self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
+            self._thread.start()
+        return self._thread
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.work()
+            if self._calls.empty():
+                self._strays.discard(threading.current_thread())
+
+
+class _Call:
+    """A function to be run in a thread, and the `future` that is awaited in the loop where it was made."""
+
+    def __init__(self, function: Callable[[], Any], ended: Callable[[], None] = lambda: None) -> None:
+        self._function, self._ended = function, ended
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+
+    def work(self) -> None:
+        """In the thread."""
         result: Any = None
         error: Exception | None = None
         try:
-            result = function()
+            result = self._function()
         except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
             error = _carried(problem)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._settle, result, error)
 
-    threading.Thread(target=work, daemon=True, name=name).start()
-    return await future
+    def _settle(self, result: Any, error: Exception | None) -> None:
+        self._ended()
+        if self.future.done():  # abandoned at the deadline
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
 
 
 def _carried(problem: BaseException) -> Exception:

@@ -5,6 +5,7 @@ from asyncrl.environments.gym import Gymnasium
 from asyncrl.environments.openenv import OpenEnv
 from asyncrl.environments.user import ScriptedUser, SimulatedUser
 from asyncrl.environments.verifiers import Verifiers
+from asyncrl.foreign import in_thread
 
 __all__ = [
     "Environment",
@@ -15,6 +16,7 @@ __all__ = [
     "Verifiers",
     "environments",
     "extra_info",
+    "in_thread",
     "load_environment",
     "said",
 ]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncrl.environments.base import Environment, environments, extra_info, said
 from asyncrl.environments.gym_words import DESCRIPTIONS, NAMES, plain
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.foreign import in_thread
+from asyncrl.foreign import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 
@@ -30,9 +29,9 @@ class Gymnasium(Environment):
     what the model sees, the rendered text or the observation (`auto`: the text, where there is one; for the
     toy texts a description). `describe`: `module:function` or `file.py:function`, (observation, env) -> text,
     in its place. An unreadable turn is told so and earns `unreadable`; the environment does not move. The
-    seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. `thread`: each
-    call gets a thread, so that a slow one holds up no other episode; off, they run in the worker's event
-    loop, for worlds that bear one thread only.
+    seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. `thread`: the
+    environment gets a thread for itself, so that a slow one holds up no other episode; off, it runs in the
+    worker's event loop, for worlds that all must share one thread.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Gymnasium(Environment):
         if describe:
             self._describe = load_object(describe, "description")
         self._names = [name.strip() for name in actions.split(",")] if actions else NAMES.get(short, ())
-        self._thread, self._alone = thread, threading.Lock()
+        self._thread = OwnThread("gymnasium") if thread else None
         self._env: Any = None
 
     async def reset(self, sample: Sample) -> Observation:
@@ -65,14 +64,13 @@ class Gymnasium(Environment):
         return await self._called(lambda: self._move(message.content))
 
     async def close(self) -> None:
-        await self._called(self._end)
+        if self._thread:
+            await self._thread.end(self._end)
+        else:
+            self._end()
 
-    async def _called(self, function: Callable[[], Any]) -> Any:
-        def alone() -> Any:  # one that came too late is still in there
-            with self._alone:
-                return function()
-
-        return await in_thread(alone, "gymnasium") if self._thread else function()
+    async def _called(self, function: Callable[[], Observation]) -> Observation:
+        return await self._thread.run(function) if self._thread else function()
 
     def _begin(self, sample: Sample) -> Observation:
         import gymnasium

@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -144,13 +144,16 @@ async def _start(
 
 @contextmanager
 def _group(transport: asyncio.SubprocessTransport) -> Iterator[None]:
-    """The body is the time of the program and of its children. They are killed once: later the number of
-    their group may be another's."""
-    try:
+    """The body is the time of the program and of its children. They are killed once, as long as they are
+    watched: later the number of their group may be another's."""
+    with ExitStack() as unwatched:
+        unwatched.callback(_kill, transport)
         with _reaper.watching(transport.get_pid()):
-            yield
-    finally:
-        _kill(transport)
+            unwatched.pop_all()
+            try:
+                yield
+            finally:
+                _kill(transport)
 
 
 def _kill(transport: asyncio.SubprocessTransport) -> None:

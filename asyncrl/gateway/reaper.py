@@ -31,7 +31,11 @@ class Reaper:
         """If this process dies in the body, the group is killed."""
         with self._lock:
             self._groups.add(group)
-            self._tell(f"+{group}\n")
+            try:
+                self._tell(f"+{group}\n")
+            except BaseException:  # the body never begins
+                self._groups.discard(group)
+                raise
         try:
             yield
         finally:

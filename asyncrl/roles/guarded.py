@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,8 @@ T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
 
 CLOSE = 5.0  # seconds that an environment may take to close
+MOST_MESSAGES = 64  # of an observation
+LONGEST_NAME = 256  # characters of a role, a name or an id
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,38 @@ def _observation(answer: Any) -> Observation:
     ValueError."""
     if not isinstance(answer, Observation):
         raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
-    return Observation(tuple(map(_message, answer.messages)), _finite(answer.reward), bool(answer.done))
+    messages = tuple(islice(answer.messages, MOST_MESSAGES + 1))
+    if len(messages) > MOST_MESSAGES:
+        raise ValueError(f"an Observation has at most {MOST_MESSAGES} messages")
+    return Observation(tuple(map(_message, messages)), _finite(answer.reward), bool(answer.done))
 
 
 def _message(message: Any) -> Message:
-    if not isinstance(message, Message) or not isinstance(message.content, str):
-        raise TypeError("the messages of an Observation must be Messages whose content is text")
-    content = message.content.encode(errors="replace").decode()  # half a surrogate pair cannot be recorded
-    frame = msgspec.msgpack.encode(msgspec.structs.replace(message, content=content))
-    return msgspec.msgpack.decode(frame, type=Message)
+    """Its content and reasoning are cut where the model's tokens are counted."""
+    if not isinstance(message, Message):
+        raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
+    if message.tool_calls:
+        raise ValueError("the messages of an Observation make no tool calls; only the model does")
+    return Message(
+        _name("role", message.role),
+        _text("content", message.content),
+        tool_call_id=_name("tool_call_id", message.tool_call_id),
+        name=_name("name", message.name),
+        reasoning=_text("reasoning", message.reasoning),
+    )
+
+
+def _name(key: str, value: Any) -> str:
+    name = _text(key, value)
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"the {key} of a message has at most {LONGEST_NAME} characters, not {len(name)}")
+    return name
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"the {key} of a message must be text, not {type(value).__name__}")
+    return value.encode(errors="replace").decode()  # half a surrogate pair cannot be recorded
 
 
 def _finite(reward: Any) -> float:

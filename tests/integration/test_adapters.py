@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import gymnasium
 import pytest
 
+from asyncrl import foreign
 from asyncrl.config import Options
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
@@ -140,10 +142,12 @@ class Slow(gymnasium.Env):
         inside.set()
         assert gate.wait(30)
         log.append(threading.current_thread() is threading.main_thread())
+        self.stepped_in = threading.current_thread()
         return 1, 0.5, True, False, {}
 
     def close(self):
-        log.append("close")
+        same = getattr(self, "stepped_in", None) in (None, threading.current_thread())
+        log.append("close" if same else "close in another thread")
 
 gymnasium.register("Slow-v0", Slow, disable_env_checker=True)
 """
@@ -175,6 +179,41 @@ def test_a_slow_step_holds_up_nobody_and_is_not_disturbed(slow: Any) -> None:
     seen = asyncio.run(run())
     assert (text(seen), seen.reward, seen.done) == ("1", 0.5, True)
     assert slow.log == [False, "close"]
+
+
+def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "MOST_STRAYS", 2)
+    make = load_environment({"gymnasium": {"id": "asyncrl_slow:Slow-v0"}})
+
+    async def hang() -> None:
+        world = make()
+        await world.reset(sample())
+        slow.inside.clear()
+        step = asyncio.create_task(world.step(Message("assistant", "1")))
+        assert await asyncio.to_thread(slow.inside.wait, 30)
+        for late in (step, asyncio.create_task(world.close())):
+            await settle()
+            late.cancel()
+            await asyncio.wait([late], timeout=30)
+
+    async def run() -> None:
+        await hang()
+        await hang()
+        hung = [thread for thread in threading.enumerate() if thread.name == "gymnasium"]
+        assert len(hung) == 2
+        refused = make()
+        with pytest.raises(foreign.Late, match="2 earlier calls"):
+            await refused.reset(sample())
+        await refused.close()
+        slow.gate.set()
+        for thread in hung:
+            await asyncio.to_thread(thread.join, 30)
+        world = make()
+        await world.reset(sample())
+        await world.close()
+
+    asyncio.run(run())
+    assert sorted(map(str, slow.log)) == ["False", "False", "close", "close", "close"]
 
 
 def test_a_world_may_want_one_thread(slow: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Endpoint, command, load_agent, result_of
 from asyncrl.gateway.command import CommandError
-from asyncrl.gateway.reaper import reap
+from asyncrl.gateway.reaper import Reaper, reap
 from asyncrl.types import Message, Sample
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -181,6 +181,33 @@ def test_the_group_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "killpg", lambda group, signal: killed.append(group))
     assert run("echo 1") == 1
     assert len(killed) == 1
+
+
+def test_a_group_is_watched_until_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(os, "killpg", lambda group, signal: log.append("kill"))
+    monkeypatch.setattr(Reaper, "_tell", lambda self, line: log.append(line[0]))
+    assert run("echo 1") == 1
+    assert log == ["+", "kill", "-"]
+
+
+def test_what_cannot_be_watched_is_killed_and_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[command.__module__]
+    reaper, pids = Reaper(), []
+
+    def refuse() -> None:
+        pids.extend(reaper._groups)
+        raise OSError("no more files")
+
+    monkeypatch.setattr(module, "_reaper", reaper)
+    monkeypatch.setattr("asyncrl.gateway.reaper._start", refuse)
+    with pytest.raises(OSError, match="no more files"):
+        run("sleep 600")
+    assert len(pids) == 1
+    assert reaper._groups == set()
+    assert asyncio.run(_gone(pids)), "a process was left"
 
 
 async def _gone(pids: list[int]) -> bool:

@@ -240,9 +240,13 @@ USER = Message("user", "so?")
         (Observation((USER,), float("nan"), True), 0.0, "step .* no finite number"),
         (Observation((USER,), float("inf")), 0.0, "step .* no finite number"),
         (Observation((USER,), None), 0.0, "step .* TypeError"),  # type: ignore[arg-type]
-        (Observation(("so?",)), 0.0, "step .* must be Messages whose content is text"),  # type: ignore[arg-type]
-        (Observation((Message("user", b"so?"),)), 0.0, "step .* text"),  # type: ignore[arg-type]
-        (Observation((Message("user", "", "calls"),)), 0.0, "step .* ValidationError"),  # type: ignore[arg-type]
+        (Observation(("so?",)), 0.0, "step .* must be Messages, not str"),  # type: ignore[arg-type]
+        (Observation((Message("user", b"so?"),)), 0.0, "step .* content .* must be text, not bytes"),  # type: ignore[arg-type]
+        (Observation((Message("user", reasoning=7),)), 0.0, "step .* reasoning .* text"),  # type: ignore[arg-type]
+        (Observation((Message("assistant", "", (ToolCall("a", "{}"),)),)), 0.0, "step .* no tool calls"),
+        (Observation((Message("tool", "so?", name="n" * 257),)), 0.0, "step .* name .* at most 256"),
+        (Observation((Message("tool", "so?", tool_call_id="n" * 257),)), 0.0, "tool_call_id .* at most 256"),
+        (Observation((USER,) * 65), 0.0, "step .* at most 64 messages"),
         (("so?", 1.0, False), 0.0, "step .* an Observation is expected, not tuple"),
         (Observation((USER,)), float("nan"), "cut_short .* no finite number"),
         (Observation((USER,)), "much", "cut_short .* ValueError"),
@@ -259,7 +263,8 @@ def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: s
 
 
 def test_numbers_may_be_numpys_and_messages_a_list() -> None:
-    said = Message("user", "half a pair: \ud800", (ToolCall("a", "{}"),))
+    half = "half a pair: \ud800"
+    said = Message("user", half, name=half, tool_call_id=half, reasoning=half)
     answer = Observation([said], np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
     bench = Bench(["7"], nothing, answering(answer))
     end = bench.play()
@@ -267,7 +272,9 @@ def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     assert (end.end, end.reward) == (EpisodeEnd.DONE, 0.5)
     heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
     assert heard.observation is not None
-    assert heard.observation.messages[0].content == "half a pair: ?"
+    mended = "half a pair: ?"
+    expected = Message("user", mended, name=mended, tool_call_id=mended, reasoning=mended)
+    assert heard.observation.messages == (expected,)
 
 
 def out_of_time(bench: Bench, busy: asyncio.Event) -> Ended:
