@@ -97,8 +97,8 @@ def test_short_text_is_not_tokenised() -> None:
 @pytest.mark.parametrize("where", ["head", "middle", "tail"])
 def test_long_text_is_tokenised_at_its_ends_only(where: Cut) -> None:
     codec, text = Counting(), "0123456789" * 1_000_000
-    begun = time.perf_counter()
+    begun = time.process_time()
     short = shorten(codec, text, 128, where)
     assert "characters cut" in short
     assert codec.characters < 5000
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2
