@@ -200,8 +200,11 @@ def _call(answer: str, name: str, given: Any, wanted: Any) -> Case:
     )
 
     def right(output: str) -> bool:
-        said = output.rpartition(mark)[2]
-        return mark in output and same_value(json.loads(said), _value(wanted))
+        _, marked, said = output.rpartition(mark)
+        value = _value(wanted)
+        if not marked or too_long(said, json.dumps(value)):
+            return False
+        return same_value(json.loads(said), value)
 
     return Case(source, json.dumps(_arguments(given)), right)
 
@@ -216,10 +219,15 @@ def _assertion(answer: str, test: str) -> Case:
 def same_text(found: str, wanted: str) -> bool:
     """Equal words in equal lines; numbers with a point may differ by 1e-6 of their size."""
     found, wanted = found.strip(), wanted.strip()
-    if len(found) > 8 * len(wanted) + SLACK:  # this runs in the event loop
+    if too_long(found, wanted):
         return False
     ours, theirs = found.splitlines(), wanted.splitlines()
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def too_long(found: str, wanted: str) -> bool:
+    """To be right, or to be looked at in the event loop."""
+    return len(found) > 8 * len(wanted) + SLACK
 
 
 def _same_line(a: str, b: str) -> bool:

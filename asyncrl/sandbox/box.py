@@ -9,10 +9,10 @@ async with Sandbox(Limits(memory=256)) as box:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,13 +25,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.errors import AsyncrlError, one_line
-from asyncrl.sandbox import wire
+from asyncrl.sandbox import files, wire
 from asyncrl.sandbox.confine import Limits
 from asyncrl.sandbox.jail import START
 
 START_SECONDS = 20.0
 LATE_SECONDS = 5.0
 """How much later than asked the warden may answer: one second of grace, and a busy machine."""
+CLEAN_SECONDS = 5.0
 MAX_OUTPUT = 16 << 20
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -87,7 +88,7 @@ class Sandbox:
         self._turn = asyncio.Lock()
         self._closed = False
         self._cut_off = False  # a call was, and with it all state ended; nobody was told yet
-        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
+        self._fallback = ""  # where there is no new root: its directory
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
@@ -172,7 +173,7 @@ class Sandbox:
         if not await _ended(process, 2.0):
             _signal(process, signal.SIGKILL)
             await _ended(process, 2.0)
-        shutil.rmtree(self._fallback, ignore_errors=True)  # if the guard, who does it, was killed
+        await _removed(self._fallback)
 
     async def _connect(self) -> None:
         ours, theirs = socket.socketpair()
@@ -185,6 +186,7 @@ class Sandbox:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
 
     def _start(self, link: int) -> subprocess.Popen[bytes]:
+        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", START, str(ROOT), *self._arguments()],
             stdin=link,
@@ -274,3 +276,10 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
         loop.remove_reader(fd)
         os.close(fd)
     return process.poll() is not None
+
+
+async def _removed(directory: str) -> None:
+    """If the guard, who does it, was killed. A thread, as there may be any number of files."""
+    if os.path.lexists(directory):  # noqa: ASYNC240 (one look, and it almost never is)
+        with contextlib.suppress(Exception):  # what is left harms nobody; each start has another directory
+            await asyncio.to_thread(files.remove, directory, CLEAN_SECONDS)

@@ -39,13 +39,16 @@ MEMFD = ("memfd_create",)
 UNCOUNTED = tuple(name for name in NUMBERS if name not in SOCKETS + MEMFD)
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, audit's number
-CLONE, CLONE3, MMAP = (56, 220), (435, 435), (9, 222)
+CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
 SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: what is left of a cut mapping keeps all its pages
 
+UNIX, STREAM, KIND = 1, 1, 0xF  # one of a pair of datagram sockets can send to any other
+
 PR_SET_SECCOMP, MODE_FILTER = 22, 2
 LOAD, EQUAL, AT_LEAST, ANY_OF, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-NUMBER, MACHINE, FIRST, FOURTH = 0, 4, 16, 40  # where they lie: the call's number, its arguments' low halves
+NUMBER, MACHINE = 0, 4  # where they lie
+FIRST, SECOND, FOURTH = 16, 24, 40  # the low halves of arguments
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno
 EACCES, ENOSYS = 13, 38
 X32 = 0x40000000
@@ -61,7 +64,8 @@ class _Program(ctypes.Structure):
 
 def refuse(names: Iterable[str]) -> None:
     """From now on, and for all children, beside `names`: namespaces by clone, shared memory without a name,
-    and calls by another machine's numbers. OSError, or KeyError for a machine that is not known."""
+    pairs of sockets but streams, and calls by another machine's numbers. OSError, or KeyError for a
+    machine that is not known."""
     column, audit = MACHINES[os.uname().machine]
     lines: list[Line] = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]
@@ -70,6 +74,8 @@ def refuse(names: Iterable[str]) -> None:
     # its flags lie in memory that a filter cannot read; told that there is none, libc takes clone
     lines += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | ENOSYS)]
     lines += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, FIRST), (ANY_OF, 0, 1, NEW_SPACES), NO, YES]
+    pair = [(LOAD, 0, 0, FIRST), (EQUAL, 0, 3, UNIX), (LOAD, 0, 0, SECOND), (AND, 0, 0, KIND)]
+    lines += [(EQUAL, 0, 7, SOCKETPAIR[column]), *pair, (EQUAL, 1, 0, STREAM), NO, YES]
     shared = [(LOAD, 0, 0, FOURTH), (AND, 0, 0, SHARED_NAMELESS), (EQUAL, 0, 1, SHARED_NAMELESS)]
     lines += [(EQUAL, 0, 5, MMAP[column]), *shared, NO, YES, YES]
     _install(lines)

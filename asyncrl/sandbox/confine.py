@@ -26,6 +26,7 @@ SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CAPABILITY_VERSION = 0x20080522
 SIGKILL = 9
+MEMORY_FILES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 OWN_USERS = 0x70000000
 """Root's sandboxes run as a user of this number plus the guard's process id, which no other process has."""
@@ -105,8 +106,8 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     drop_rights()
     files = -1 if "files" in holds else _lock_files(plan, home, holds, notes)
     filtered = attempt(lambda: calls.refuse(calls.UNCOUNTED), notes)
-    if filtered and "files" in holds:  # outside there may be directories that are memory
-        holds.add("memory")
+    if filtered and "files" in holds and (home == HOME or not _is_memory(home, notes)):
+        holds.add("memory")  # without `files` there may be other directories that are memory
     if "network" not in holds and attempt(lambda: calls.refuse(calls.SOCKETS), notes):
         holds.add("network")
     if own:
@@ -119,6 +120,15 @@ def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
     return Ground(
         home, frozenset(holds), alone, plan.limits.processes + others, files, filtered, "; ".join(notes)
     )
+
+
+def _is_memory(directory: str, notes: list[str]) -> bool:
+    found = ctypes.create_string_buffer(256)
+    check(libc.statfs(os.fsencode(directory), found), "statfs")
+    if int.from_bytes(found.raw[:4], "little") not in MEMORY_FILES:
+        return False
+    notes.append(f"{directory} is memory: set TMPDIR to a directory on a disk")
+    return True
 
 
 def _lock_files(plan: Plan, home: str, holds: set[str], notes: list[str]) -> int:

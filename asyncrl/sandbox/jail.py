@@ -10,7 +10,7 @@ import signal
 import sys
 from types import FrameType
 
-from asyncrl.sandbox import confine, processes
+from asyncrl.sandbox import confine, files, processes
 from asyncrl.sandbox.confine import Limits, Plan
 from asyncrl.sandbox.warden import Warden
 
@@ -59,7 +59,4 @@ def wait(warden: int, plan: Plan) -> None:
     os.waitpid(warden, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes.end_all(alone=False)  # what a killed warden left, where there is no process namespace
-    if os.path.exists(plan.fallback):
-        import shutil  # slow to import, and rarely needed
-
-        shutil.rmtree(plan.fallback, ignore_errors=True)
+    files.remove(plan.fallback)

@@ -33,6 +33,7 @@ class Workspace:
         self._setup = ""
         self._row = 0
         self._ready = False  # the interpreter has run the setup, and was not lost since
+        self._lost = self._emptied = False  # and the model was not told yet
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
@@ -62,22 +63,28 @@ class Workspace:
         await self._box.close()
 
     async def _run(self, call: Callable[[str, float], Awaitable[Result]], text: str) -> Result:
-        before = await self._prepare()
+        await self._prepare()
         self._ready = False  # unless the call comes to its end: it may be cancelled
-        result = await call(text, self._seconds)
+        result = self._noted(await call(text, self._seconds))
         self._ready = not result.lost
-        lost, emptied = (result.lost or before.lost, result.emptied or before.emptied)
-        return replace(result, lost=lost, emptied=emptied)
+        told = replace(result, lost=self._lost, emptied=self._emptied)
+        self._lost = self._emptied = False
+        return told
 
-    async def _prepare(self) -> Result:
-        """Run the setup where the interpreter has not; the result may tell of a loss before."""
+    def _noted(self, result: Result) -> Result:
+        """Any call may be the one that is told of a loss before it."""
+        self._lost |= result.lost
+        self._emptied |= result.emptied
+        return result
+
+    async def _prepare(self) -> None:
+        """Run the setup where the interpreter has not."""
         if self._ready or not self._setup:
-            return Result(Ending.DONE, "")
-        result = await self._box.cell(self._setup, self._seconds)
+            return
+        result = self._noted(await self._box.cell(self._setup, self._seconds))
         if result.ending != Ending.DONE:
             raise ToolError(f"the setup of row {self._row} did not run: {result.output[-500:]}")
         self._ready = True
-        return result
 
 
 @tools.register("python")

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
@@ -372,6 +373,20 @@ def test_abstract_sockets_of_the_host_are_out_of_reach() -> None:
         assert re.search("refused|denied", program(code, needs="network").output)
 
 
+def test_a_pair_of_sockets_reaches_no_network() -> None:
+    """But asyncio and multiprocessing have theirs."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("\0asyncrl-test-of-the-sandbox-pairs")
+        listener.setblocking(False)
+        send = "[0].sendto(b'out', '\\0asyncrl-test-of-the-sandbox-pairs')"
+        escaped = program(f"import socket\nsocket.socketpair(type=socket.SOCK_DGRAM){send}", needs="network")
+        assert "PermissionError" in escaped.output
+        with pytest.raises(BlockingIOError):
+            listener.recv(10)
+    wanted = "import asyncio, multiprocessing as m\nprint(asyncio.run(asyncio.sleep(0, 'slept')), *m.Pipe())"
+    assert program(wanted).output.startswith("slept <multiprocessing")
+
+
 def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sesame")
     result = program("import os\nprint(dict(os.environ))")
@@ -620,6 +635,37 @@ def test_it_works_with_fewer_rights(kind: str) -> None:
             "container": "['files', 'memory', 'network', 'orphans']",
         }[kind]
     )
+
+
+DEEP = """
+import asyncio, os
+from asyncrl.sandbox.box import Sandbox
+DIG = "import os\\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\\nprint('dug')"
+async def main():
+    for killed in (False, True):
+        box = Sandbox(require=())
+        await box.open()
+        print("memory" in box.holds, "is memory" in box.notes)
+        print((await box.cell(DIG, 10)).output.strip(), len(os.listdir(os.environ["TMPDIR"])))
+        if killed:
+            os.kill(box.pid, 9)
+        await box.close()
+        print(os.listdir(os.environ["TMPDIR"]))
+asyncio.run(main())
+"""
+
+
+def test_a_deep_tree_in_memory_is_cleaned_up_and_no_memory_is_promised() -> None:
+    """Where there is no new root: by the guard, or if it was killed, by the owner."""
+    if subprocess.run([*KINDS["container"], "test", "-d", "/dev/shm"], capture_output=True).returncode != 0:
+        pytest.skip("this machine cannot play a container with a tmpfs")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        surroundings = os.environ | {
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "TMPDIR": place
+        }  # fmt: skip
+        command = [*KINDS["container"], sys.executable, "-c", DEEP]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=surroundings)
+    assert done.stdout.splitlines() == 2 * ["False True", "dug 1", "[]"], done.stderr[-500:]
 
 
 def test_attacks_fail_in_a_container_too() -> None:

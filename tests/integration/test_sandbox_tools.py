@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardError
-from asyncrl.rewards.code import Code, last_block, read_truth, same_text, same_value
+from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
 from asyncrl.sandbox.abilities import Abilities, abilities, demand
 from asyncrl.sandbox.confine import Limits
@@ -114,6 +114,27 @@ def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) ->
             data = "[1, 2, 3]" if setup else "None"
             assert told == f"(False, {data})\n[the variables and files of earlier calls are lost]"
             assert await space.python("1") == "1"
+        finally:
+            await space.close()
+
+    asyncio.run(main())
+
+
+def test_a_loss_is_told_even_if_the_setup_fails_first() -> None:
+    flaky = "import os\nassert not os.path.exists('broken')"
+
+    async def main() -> None:
+        space = Workspace(Limits(), frozenset(), 5.0)
+        await space.open(SAMPLE, flaky)
+        try:
+            ask, space._box._cut_off = space._box.cell, True  # a loss that the next cell is told
+            space._ready, space._setup = False, "1 / 0"
+            with pytest.raises(ToolError, match="setup of row 0 did not run"):
+                await space.python("1")
+            space._setup = flaky
+            assert (await ask("'os' in globals()", 5)).lost is False
+            assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
+            assert await space.python("3") == "3"
         finally:
             await space.close()
 
@@ -220,6 +241,14 @@ NEST = "import sys\nsys.setrecursionlimit(10**6)\ndef f():\n    x = []\n    for 
 )
 def test_no_answer_makes_its_reward_fail(answer: str, wanted: Any) -> None:
     assert judged(fenced(answer), {"inputs": [[]], "outputs": [wanted], "fn_name": "f"})[0] == 0.0
+
+
+def test_a_result_that_is_too_long_is_not_parsed() -> None:
+    (case,) = cases_of(read_truth({"inputs": [[]], "outputs": [[1, 2]], "fn_name": "f"}), "")
+    found = re.search(r"[0-9a-f]{32}", case.source)
+    assert found and case.right(f"noise\n{found[0]}[1, 2]\n")
+    assert not case.right(f"\n{found[0]}[1, 2{' ' * 9999}]\n")
+    assert not case.right("[1, 2]")
 
 
 def test_a_test_finds_nothing_of_the_one_before() -> None:

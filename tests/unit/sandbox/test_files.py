@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import tempfile
+from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,3 +55,36 @@ def test_a_tree_deeper_than_any_path_or_stack() -> None:
         subprocess.run(["python3", "-c", dig, home], check=True)
         files.empty(home)
         assert os.listdir(home) == []
+
+
+def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    (home / "a" / "b").mkdir(parents=True)
+    (other / "b").mkdir(parents=True)
+    stripped = files._strip
+
+    def move(here: int, until: float) -> list[str]:
+        found = stripped(here, until)
+        if not found:  # in a/b
+            os.rename(home / "a" / "b", other / "c")
+        return found
+
+    monkeypatch.setattr(files, "_strip", move)
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="'b' was moved"):
+        files.empty(str(home))
+    assert sorted(os.listdir(other)) == ["b", "c"]
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
+
+
+def test_remove_has_an_end_and_raises_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "file").touch()
+    files.remove(str(home), -1.0)
+    assert os.listdir(home) == ["file"]
+    for _ in range(2):  # the second finds nothing
+        files.remove(str(home), math.inf)
+        assert not home.exists()
