@@ -87,37 +87,31 @@ class Workspace:
         self._ready = True
 
 
-@tools.register("python")
-def python(
-    *,
-    seconds: Seconds = 10.0,
-    memory_mb: Size = 512,
-    disk_mb: Size = 64,
-    processes: Size = 32,
-    max_chars: Annotated[int, Meta(ge=64)] = 4096,
-    require: str = ALL,
-    name: str = "python",
-) -> Tool:
-    """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
-    `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it can."""
-    make = _maker(f"tool {name!r}", seconds, memory_mb, disk_mb, processes, max_chars, require)
-    return _tool(name, Workspace.python, make, seconds, max_chars)
+def _alone(label: str, method: Callable[..., Awaitable[str]]) -> Callable[..., Tool]:
+    """The factory of a tool that has a sandbox for itself."""
+
+    def make(
+        *,
+        seconds: Seconds = 10.0,
+        memory_mb: Size = 512,
+        disk_mb: Size = 64,
+        processes: Size = 32,
+        max_chars: Annotated[int, Meta(ge=64)] = 4096,
+        require: str = ALL,
+        name: str = label,
+    ) -> Tool:
+        """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
+        `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
+        can."""
+        limits = (seconds, memory_mb, disk_mb, processes, max_chars, require)
+        return _tool(name, method, _maker(f"tool {name!r}", *limits), seconds, max_chars)
+
+    tools.register(label)(make)
+    return make
 
 
-@tools.register("shell")
-def shell(
-    *,
-    seconds: Seconds = 10.0,
-    memory_mb: Size = 512,
-    disk_mb: Size = 64,
-    processes: Size = 32,
-    max_chars: Annotated[int, Meta(ge=64)] = 4096,
-    require: str = ALL,
-    name: str = "shell",
-) -> Tool:
-    """The options are those of `python`."""
-    make = _maker(f"tool {name!r}", seconds, memory_mb, disk_mb, processes, max_chars, require)
-    return _tool(name, Workspace.shell, make, seconds, max_chars)
+python = _alone("python", Workspace.python)
+shell = _alone("shell", Workspace.shell)
 
 
 @tools.register("workspace")

@@ -51,15 +51,12 @@ def evaluate(
     prox = torch.where(fresh, proximal(micro, pi, recipe, progress), 0.0)
     mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
     assert micro.advantage is not None
+    episode, advantage = micro.episode, micro.advantage
     log_ratio = prox - mu if recipe.loss.ratio == "prox" else logp.detach() - mu
-    correction = correct(
-        recipe.rules, CorrectionInput(log_ratio, micro.advantage, micro.episode, micro.turn, fresh)
-    )
+    correction = correct(recipe.rules, CorrectionInput(log_ratio, advantage, episode, micro.turn, fresh))
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     token = recipe.loss.of(
-        LossInput(
-            logp, prox, mu, micro.advantage, micro.episode, fresh, correction, reference, micro.prepared
-        )
+        LossInput(logp, prox, mu, advantage, episode, fresh, correction, reference, micro.prepared)
     )
     weight = torch.where(fresh, micro.weight, 0.0)
     policy = torch.where(fresh, weight * token.value, 0.0)
@@ -83,11 +80,8 @@ def evaluate(
         assert micro.returns is not None
         old = value.detach() if micro.value is None else micro.value
         loss, clipped = value_loss(value, old, micro.returns, config.critic.clip)
-        total = add(
-            "critic/vf_loss",
-            torch.where(fresh, loss, 0.0),
-            config.critic.coef if recipe.shared_critic else 1.0,
-        )
+        share = config.critic.coef if recipe.shared_critic else 1.0
+        total = add("critic/vf_loss", torch.where(fresh, loss, 0.0), share)
         terms["critic/vf_clipfrac"] = ((clipped & fresh).sum(), fresh.sum())
     state = TokenState(
         logp=pi,
@@ -95,7 +89,7 @@ def evaluate(
         mu=mu,
         entropy=scores.entropy.detach(),
         loss=policy.detach(),
-        advantage=micro.advantage,
+        advantage=advantage,
         weight=micro.weight,
         clipped_lower=token.clipped_lower,
         ruled_out=correction.masked,
@@ -105,7 +99,7 @@ def evaluate(
         in_bound=micro.fresh,
         fresh=fresh,
         exact=micro.exact,
-        row=micro.episode,
+        row=episode,
         lag=micro.lag,
     )
     return Evaluated(total, state, terms)

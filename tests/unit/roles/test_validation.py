@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.roles.validation import Validation
+from asyncrl.roles.worker_desk import Worker
 from asyncrl.transport.messages import Assign, Failed, Finished
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.weights import disk
@@ -39,9 +40,9 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     assert not validation.busy
 
 
-def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Path) -> None:
-    """Else an agent that breaks on bad answers would be judged by the good ones."""
-    training, desk = Training(tmp_path / "weights"), Desk(tmp_path)
+def validating(run_dir: Path) -> tuple[Desk, Worker, Validation]:
+    """A session of one sample, with a worker that is ready for it."""
+    training, desk = Training(run_dir / "weights"), Desk(run_dir)
     training.publish(1)
     desk.core.latest = training.ref(0)
     desk.join(A)
@@ -49,6 +50,12 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     worker.eval_version = training.ref(0).order
     validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
     assert validation.begin(step=1, count=1, final=False, now=0.0)
+    return desk, worker, validation
+
+
+def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Path) -> None:
+    """Else an agent that breaks on bad answers would be judged by the good ones."""
+    desk, worker, validation = validating(tmp_path)
     tries = dict.fromkeys(("sampled", "greedy"), 0)
     while validation.busy:
         validation.tick(0.0, exclusive=True)
@@ -68,14 +75,7 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
 
 def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path: Path) -> None:
     """One slow failure must not cost the whole report."""
-    training, desk = Training(tmp_path / "weights"), Desk(tmp_path)
-    training.publish(1)
-    desk.core.latest = training.ref(0)
-    desk.join(A)
-    (worker,) = desk.desk.workers.values()
-    worker.eval_version = training.ref(0).order
-    validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
-    assert validation.begin(step=1, count=1, final=False, now=0.0)
+    desk, worker, validation = validating(tmp_path)
     validation.tick(0.0, exclusive=True)
     for _, message in desk.sent.take(Assign):
         record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
