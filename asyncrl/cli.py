@@ -152,7 +152,7 @@ def _tools(argv: list[str]) -> int:
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
     options = parser.parse_intermixed_args(argv)
     sys.path.insert(0, os.getcwd())
-    from asyncrl.tools import command
+    from asyncrl.commands import tools as command
 
     made = command.options_of(options.option)
     if options.action == "list":

@@ -29,8 +29,8 @@ from prepare_chain_math import SHARES, Chain, make_chain
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from asyncrl.conversation.parsers import hermes
 from asyncrl.rewards import final_number
-from asyncrl.rollout.parsers import hermes
 from asyncrl.tools import call_tool
 
 STARTED = time.perf_counter()

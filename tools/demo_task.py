@@ -12,7 +12,7 @@ from prepare_chain_math import Chain, make_chain
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.rollout.chat import Chat
+from asyncrl.conversation.chat import Chat
 from asyncrl.tools import load_tool
 from asyncrl.types import Message, ToolCall
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from asyncrl.buffer.cohorts import Cohorts
-from asyncrl.buffer.lessons import EQUAL, Reads, alike
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, Episode, Flow, Group, State
+from asyncrl.buffer.zero_variance import EQUAL, Reads, alike
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeEnd, FailReason, FilterReason
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from asyncrl.environments.base import Environment, environments, extra_info, said
-from asyncrl.environments.gym_words import DESCRIPTIONS, NAMES, plain
+from asyncrl.environments.gym_descriptions import DESCRIPTIONS, NAMES, plain
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.foreign import OwnThread
+from asyncrl.isolation.foreign import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 

@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.foreign import GRACE, abandon, begin
+from asyncrl.isolation.foreign import GRACE, abandon, begin
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 
@@ -138,7 +138,7 @@ class Verifiers(Environment):
 
     def _seats(self, traces: list[Any]) -> SimpleNamespace:
         """Their agents, by name."""
-        from asyncrl.environments.verifiers_seat import Desk, Seat
+        from asyncrl.environments.verifiers_proxy import Desk, Seat
 
         desk, config, others = Desk(), self._env.config, self._others
         self.tools = desk.schemas

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from asyncrl.conversation.branches import Ask, Refusal
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.gateway import wire
 from asyncrl.gateway.wire import ApiError, ChatRequest, Reply
-from asyncrl.rollout.branches import Ask, Refusal
 
 log = logging.getLogger("asyncrl.gateway")
 

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from asyncrl.conversation.branches import Ask, Refusal
 from asyncrl.errors import AsyncrlError
-from asyncrl.rollout.branches import Ask, Refusal
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 
 MODEL = "policy"

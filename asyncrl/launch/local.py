@@ -12,9 +12,9 @@ import psutil
 
 from asyncrl.launch.placement import Unit, environment
 from asyncrl.launch.process import Order, log_path
-from asyncrl.transport.sockets import Endpoints
+from asyncrl.wire.sockets import Endpoints
 
-CHILD = "asyncrl.launch.child"
+CHILD = "asyncrl.launch.role"
 
 
 class LocalProcess:

@@ -9,10 +9,10 @@ from asyncrl.config import RunConfig
 
 COORDINATOR, ENGINE, ROLLOUT, TRAINER = "coordinator", "engine", "rollout", "trainer"
 TARGETS = {
-    COORDINATOR: "asyncrl.roles.coordinator:run",
-    ENGINE: "asyncrl.roles.engine_keeper:run",
-    ROLLOUT: "asyncrl.roles.rollout_worker:run",
-    TRAINER: "asyncrl.roles.trainer_rank:run",
+    COORDINATOR: "asyncrl.coordinator.loop:run",
+    ENGINE: "asyncrl.keeper.keeper:run",
+    ROLLOUT: "asyncrl.rollout.worker:run",
+    TRAINER: "asyncrl.trainer.rank:run",
 }
 
 

@@ -201,9 +201,9 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit. The
     tools."""
     from asyncrl.algorithms.recipe import compose
+    from asyncrl.conversation.parsers import parsers
     from asyncrl.gateway import load_agent
-    from asyncrl.roles.rollout_setup import BUILT_IN, load_scorer, load_world
-    from asyncrl.rollout.parsers import parsers
+    from asyncrl.rollout.setup import BUILT_IN, load_scorer, load_world
 
     world = load_world(config)
     if config.rollout.agent:
@@ -269,7 +269,7 @@ def check_installed(
 def check_chat(config: RunConfig) -> list[str]:
     """Whether the chat template fits who answers the model; warnings. It takes seconds: the workers look
     themselves, before anything else."""
-    from asyncrl.roles.rollout_setup import chat_warnings, load_chat
+    from asyncrl.rollout.setup import chat_warnings, load_chat
 
     with quiet():
         return chat_warnings(config, load_chat(config))
@@ -341,8 +341,8 @@ def check_urls(config: RunConfig) -> None:
     """The keepers' own look at a server, ahead of them. It may be in use."""
     import asyncio
 
-    from asyncrl.engines.sglang_connect import look
-    from asyncrl.engines.sglang_process import keys
+    from asyncrl.engines.sglang.engine.connect import look
+    from asyncrl.engines.sglang.engine.process import keys
 
     async def check_url(url: str) -> None:
         async with asyncio.timeout(ANSWER):
@@ -378,7 +378,8 @@ def outside_weights(config: RunConfig) -> list[Path]:
 
 def warnings(config: RunConfig) -> list[str]:
     """What is allowed and hardly meant, one line each."""
-    from asyncrl.rollout.parsers import guess, parsers
+    from asyncrl.conversation.parsers import detect as guess
+    from asyncrl.conversation.parsers import parsers
 
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group

@@ -25,10 +25,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.launch.child import execute, set_up_logging
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, Place, Unit, environment
 from asyncrl.launch.process import Order, log_path
-from asyncrl.transport.sockets import Endpoints
+from asyncrl.launch.role import execute, set_up_logging
+from asyncrl.wire.sockets import Endpoints
 
 KILLED = -9
 CONNECT = 5.0  # seconds

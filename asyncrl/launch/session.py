@@ -24,8 +24,8 @@ from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import Ending, Supervisor
 from asyncrl.observe.watchdog import Watchdog
-from asyncrl.transport.messages import ObserverHello, RunEnd, Status, StepReport, Stop, ToObserver, Welcome
-from asyncrl.transport.sockets import Endpoints, Link, identity
+from asyncrl.wire.messages import ObserverHello, RunEnd, Status, StepReport, Stop, ToObserver, Welcome
+from asyncrl.wire.sockets import Endpoints, Link, identity
 
 POLL = 0.1
 HELLO_EVERY = 1.0  # a restarted coordinator does not know us

@@ -22,7 +22,7 @@ from asyncrl.observe.console import Console, open_console, print_summary
 from asyncrl.observe.files import mark_start, read_summary, write_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
-from asyncrl.transport.sockets import Endpoints, choose_endpoints
+from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
 Rendezvous = Callable[[placement.Unit, str], str]
 

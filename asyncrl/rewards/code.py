@@ -20,11 +20,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from asyncrl.isolation.sandbox.abilities import demand
+from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
+from asyncrl.isolation.sandbox.confine import Limits
+from asyncrl.isolation.sandbox.wire import HOLDS
 from asyncrl.rewards.base import RewardError, rewards
-from asyncrl.sandbox.abilities import demand
-from asyncrl.sandbox.box import Ending, Result, Sandbox
-from asyncrl.sandbox.confine import Limits
-from asyncrl.sandbox.wire import HOLDS
 
 FENCE = "```"
 LANGUAGE = re.compile(r"[\w+-]*")

@@ -4,8 +4,8 @@ from asyncrl.tools.base import Replay, Tool, ToolError, tool, tools
 from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
 from asyncrl.tools.replies import Rewarded
+from asyncrl.tools.sample_tools import check_wanted
 from asyncrl.tools.toolbox import Session, Toolbox, call_tool, unknown_tool
-from asyncrl.tools.wanted import check_wanted
 
 __all__ = [
     "Replay",

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.foreign import Late, in_thread, line
+from asyncrl.isolation.foreign import Late, in_thread, line
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool, ToolError
 from asyncrl.tools.replies import cut, reply_of, told

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from asyncrl.sandbox.abilities import demand
-from asyncrl.sandbox.box import Ending, Result, Sandbox
-from asyncrl.sandbox.confine import Limits
-from asyncrl.sandbox.wire import HOLDS
+from asyncrl.isolation.sandbox.abilities import demand
+from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
+from asyncrl.isolation.sandbox.confine import Limits
+from asyncrl.isolation.sandbox.wire import HOLDS
 from asyncrl.tools.base import Tool, ToolError, tools
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample

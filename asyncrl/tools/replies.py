@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import AsyncrlError
-from asyncrl.foreign import line
+from asyncrl.isolation.foreign import line
 
 
 @dataclass(frozen=True)

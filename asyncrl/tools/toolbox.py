@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import ProtocolError
-from asyncrl.foreign import bounded, finish, line
+from asyncrl.isolation.foreign import bounded, finish, line
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.process import Lease
 from asyncrl.tools.replies import cut, reply_of, told
+from asyncrl.tools.sample_tools import Wanted, accepted, chosen, merged, wanted
 from asyncrl.tools.schema import outline
-from asyncrl.tools.wanted import Wanted, accepted, chosen, merged, wanted
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 log = logging.getLogger("asyncrl.tools")

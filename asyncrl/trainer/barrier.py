@@ -31,8 +31,8 @@ from asyncrl.trainer.credit import (
     share_traces,
     with_penalised_siblings,
 )
+from asyncrl.trainer.metric_sums import Tally
 from asyncrl.trainer.report import tally_credit
-from asyncrl.trainer.tally import Tally
 
 if TYPE_CHECKING:
     from asyncrl.trainer.step import Learner

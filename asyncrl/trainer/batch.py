@@ -21,8 +21,8 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
-from asyncrl.transport.messages import Row
 from asyncrl.types import Member, Trajectory, Turn, VersionSpan
+from asyncrl.wire.messages import Row
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.cut import Cut
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
+from asyncrl.trainer.split_head import Cut
 from asyncrl.trainer.world import World
 
 __all__ = ["Policy", "Scores", "Selected", "load_policy", "score", "shards", "whole_tensors"]

@@ -12,8 +12,8 @@ from asyncrl.algorithms.normalise import AdvantageSums
 from asyncrl.algorithms.value import explained_variance, fit_totals
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.trainer.batch import Example
+from asyncrl.trainer.metric_sums import Tally
 from asyncrl.trainer.objective import Terms
-from asyncrl.trainer.tally import Tally
 
 TAKEN = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
 KEPT = "_kept_lag/"  # + lag: tokens of that lag that entered the loss

@@ -25,6 +25,7 @@ from asyncrl.trainer.barrier import train_held
 from asyncrl.trainer.batch import Example, collate, example, with_said
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
+from asyncrl.trainer.metric_sums import Tally
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_adamw
@@ -32,10 +33,9 @@ from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples, tally_terms, tally_tokens
 from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.stopwatch import Stopwatch
-from asyncrl.trainer.tally import Tally
 from asyncrl.trainer.world import World
-from asyncrl.transport.messages import Row
 from asyncrl.types import Turn
+from asyncrl.wire.messages import Row
 
 Work = Iterable[tuple[Row, Sequence[Turn]]]
 LEAST_ESS_FACTOR = 0.1

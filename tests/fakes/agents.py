@@ -10,21 +10,21 @@ import aiohttp
 import msgspec
 
 from asyncrl.config import RolloutConfig
+from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
 from asyncrl.rewards.loading import in_loop
-from asyncrl.roles.agent_player import Agents
-from asyncrl.roles.episode_runner import EpisodeRunner
-from asyncrl.roles.job import Desk
-from asyncrl.roles.lanes import OwnLane
-from asyncrl.roles.meter import Meter
-from asyncrl.roles.scoring import Scorer
-from asyncrl.roles.waits import Waits
-from asyncrl.rollout.turns import rows_of
-from asyncrl.transport.messages import Assign, Attempt, Failed, Finished, Generated
-from asyncrl.transport.outbox import Outbox, Record
+from asyncrl.rollout.agent_player import Agents
+from asyncrl.rollout.context import Desk
+from asyncrl.rollout.episode_runner import EpisodeRunner
+from asyncrl.rollout.samplers import OwnLane
+from asyncrl.rollout.scoring import Scorer
+from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.waits import Waits
 from asyncrl.types import Turn
+from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated
+from asyncrl.wire.outbox import Outbox, Record
 from tests.fakes.chat import FakeChat, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.rollout.commands import Cut, Limits, Opened, Rules
-from asyncrl.rollout.episode import Episode, advance, begin
-from asyncrl.rollout.parsers import hermes
+from asyncrl.conversation.commands import Cut, Limits, Opened, Rules
+from asyncrl.conversation.episode import Episode, advance, begin
+from asyncrl.conversation.parsers import hermes
 from asyncrl.types import Message, Sample
 
 END = 3

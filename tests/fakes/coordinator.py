@@ -8,7 +8,8 @@ from typing import Any
 
 import zmq
 
-from asyncrl.transport.messages import (
+from asyncrl.types import Sample
+from asyncrl.wire.messages import (
     Ack,
     Assign,
     Attempt,
@@ -23,8 +24,7 @@ from asyncrl.transport.messages import (
     Welcome,
     WorkerHello,
 )
-from asyncrl.transport.sockets import Hub, Poller, choose_endpoints
-from asyncrl.types import Sample
+from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
 
 Record = Generated | Replied | Finished | Failed
 

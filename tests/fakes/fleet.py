@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
-from asyncrl.engines.sglang import Counters
+from asyncrl.engines.sglang.engine import Counters
 from asyncrl.errors import EngineError
-from asyncrl.roles.fleet import Fleet
-from asyncrl.roles.meter import Meter
-from asyncrl.roles.waits import Waits
-from asyncrl.transport.messages import EngineEntry
+from asyncrl.rollout.server_pool import Fleet
+from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.waits import Waits
 from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import EngineEntry
 from tests.fakes.loop import Intervals
 
 SECONDS = 0.25  # that each part of a turn says it took

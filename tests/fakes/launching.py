@@ -20,7 +20,7 @@ from asyncrl.launch import placement, session
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.start import prepared
 from asyncrl.launch.supervisor import Supervisor
-from asyncrl.transport.messages import (
+from asyncrl.wire.messages import (
     ObserverHello,
     RunEnd,
     Status,
@@ -28,7 +28,7 @@ from asyncrl.transport.messages import (
     ToCoordinatorControl,
     Welcome,
 )
-from asyncrl.transport.sockets import Endpoints, Hub, Poller, choose_endpoints
+from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0
 

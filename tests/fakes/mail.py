@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.transport.messages import Message
+from asyncrl.wire.messages import Message
 
 
 class Sent:

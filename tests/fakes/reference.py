@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig
-from asyncrl.transport.messages import Row
+from asyncrl.wire.messages import Row
 from tests.fakes.training import Episode
 
 # The options' defaults, written out again.

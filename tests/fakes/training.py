@@ -18,8 +18,8 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.model import Policy, whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from asyncrl.transport.messages import Row
 from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages import Row
 
 VOCABULARY = 40
 Episode = tuple[Row, list[Turn]]

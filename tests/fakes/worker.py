@@ -10,10 +10,10 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import Request
-from asyncrl.roles.rollout_worker import run
+from asyncrl.rollout.worker import run
 from asyncrl.tools import Tool, tool
-from asyncrl.transport.sockets import Endpoints
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
+from asyncrl.wire.sockets import Endpoints
 from tests.fakes.engine import ScriptedEngine
 
 LOOK = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'

@@ -14,10 +14,10 @@ from typing import Any
 import gymnasium
 import pytest
 
-from asyncrl import foreign
 from asyncrl.config import Options
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
+from asyncrl.isolation import foreign
 from asyncrl.types import Message, Observation, Sample
 from tests.fakes.loop import settle
 

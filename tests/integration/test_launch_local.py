@@ -15,7 +15,7 @@ from asyncrl.launch import placement
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.start import prepared
 from asyncrl.launch.supervisor import Ending, Supervisor
-from asyncrl.transport.sockets import Endpoints
+from asyncrl.wire.sockets import Endpoints
 from tests.fakes.launching import DEADLINE, Events, config, gone, only
 
 ROOT = Path(__file__).resolve().parents[2]

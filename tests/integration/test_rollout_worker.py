@@ -16,7 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
-from asyncrl.transport.messages import (
+from asyncrl.types import EpisodeEnd, StopReason, Turn
+from asyncrl.weights.disk import publish
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import (
     Ack,
     Cancel,
     Clock,
@@ -29,9 +32,6 @@ from asyncrl.transport.messages import (
     Replied,
     Stop,
 )
-from asyncrl.types import EpisodeEnd, StopReason, Turn
-from asyncrl.weights.disk import publish
-from asyncrl.weights.manifest import WeightsRef
 from tests.fakes import worker as fake
 from tests.fakes.chatml import save_tiny_chat_model
 from tests.fakes.coordinator import FakeCoordinator
@@ -221,8 +221,8 @@ def test_a_worker_left_alone_leaves(hub: FakeCoordinator, model_path: str, tmp_p
 CHILD = """
 import sys, msgspec
 from asyncrl.config import RunConfig
-from asyncrl.roles.rollout_worker import run
-from asyncrl.transport.sockets import Endpoints
+from asyncrl.rollout.worker import run
+from asyncrl.wire.sockets import Endpoints
 config = msgspec.json.decode(sys.argv[1], type=RunConfig)
 sys.exit(run(config, Endpoints(sys.argv[2], sys.argv[3]), 0, "process"))
 """

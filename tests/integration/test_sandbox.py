@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.sandbox.box import Ending, Limits, Result, Sandbox, SandboxError
+from asyncrl.isolation.sandbox.box import Ending, Limits, Result, Sandbox, SandboxError
 
 SMALL = Limits(memory=200, processes=8, file=2, disk=4, output=2000)
 
@@ -475,7 +475,7 @@ def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
 def test_processes_end_with_a_killed_owner() -> None:
     script = textwrap.dedent("""
         import asyncio, sys
-        from asyncrl.sandbox.box import Sandbox
+        from asyncrl.isolation.sandbox.box import Sandbox
         async def main():
             box = Sandbox(require=())
             await box.open()
@@ -560,7 +560,7 @@ def test_a_closed_sandbox_stays_closed() -> None:
 
 
 def test_a_sandbox_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.sandbox.box.START", "raise SystemExit")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.box.START", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
         asyncio.run(Sandbox(require=()).open())
 
@@ -596,7 +596,7 @@ KINDS = {
 }
 TRY = '''
 import asyncio
-from asyncrl.sandbox.box import Limits, Sandbox
+from asyncrl.isolation.sandbox.box import Limits, Sandbox
 COUNT = """
 import glob, os
 def read(path):
@@ -641,7 +641,7 @@ def test_it_works_with_fewer_rights(kind: str) -> None:
 
 DEEP = """
 import asyncio, os
-from asyncrl.sandbox.box import Sandbox
+from asyncrl.isolation.sandbox.box import Sandbox
 DIG = "import os\\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\\nprint('dug')"
 async def main():
     for killed in (False, True):

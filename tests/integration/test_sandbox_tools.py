@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
+from asyncrl.isolation.sandbox.abilities import Abilities, abilities, demand
+from asyncrl.isolation.sandbox.confine import Limits
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
-from asyncrl.sandbox.abilities import Abilities, abilities, demand
-from asyncrl.sandbox.confine import Limits
 from asyncrl.tools import Toolbox, ToolError, load_tools
 from asyncrl.tools.python import Workspace
 from asyncrl.types import Sample, ToolCall
@@ -152,7 +152,7 @@ def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="require has 'wings'; it takes words of: network files"):
         load_tools(["python"], {"python": {"require": "network wings"}})
     poor = Abilities(frozenset({"files"}), "[Errno 1] Operation not permitted")
-    monkeypatch.setattr("asyncrl.sandbox.abilities.abilities", lambda: poor)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.abilities.abilities", lambda: poor)
     with pytest.raises(
         ConfigError, match=r"tool 'python': this machine does not let .* network.*require less"
     ):

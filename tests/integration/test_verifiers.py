@@ -262,7 +262,7 @@ def test_an_episode_that_a_limit_ends_is_scored(
 
 def test_a_step_that_is_cancelled_was_heard(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up while a tool of theirs runs: they score what there is, and are asked for no more."""
-    from asyncrl.environments.verifiers_seat import Desk
+    from asyncrl.environments.verifiers_proxy import Desk
 
     async def run(late: bool) -> float:
         busy, go_on = asyncio.Event(), asyncio.Event()
@@ -304,7 +304,7 @@ def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
 
 
 def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.foreign.GRACE", 0.0)
+    monkeypatch.setattr("asyncrl.isolation.foreign.GRACE", 0.0)
     monkeypatch.setattr("asyncrl.environments.verifiers.GRACE", 0.01)
 
     async def run() -> None:
@@ -319,7 +319,7 @@ def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytes
 
 
 def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.environments.verifiers_seat import Desk
+    from asyncrl.environments.verifiers_proxy import Desk
 
     run: list[ToolCall] = []
     call = Desk.call

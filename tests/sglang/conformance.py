@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-import asyncrl.engines.torch  # noqa: F401  registers "torch"
+import asyncrl.engines.torch.engine  # noqa: F401  registers "torch"
 from asyncrl.config import ModelConfig
 from asyncrl.engines.base import Engine, EngineLost, Request, Sampling, engines
 from asyncrl.engines.continuation import NOTHING, extended, rest
-from asyncrl.engines.sglang import SGLangEngine, Terms
-from asyncrl.engines.sglang_http import PauseMode, Server
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.http import PauseMode, Server
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, StopReason

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.engines import sglang_loader, sglang_versions
 from asyncrl.engines.base import EngineLost
-from asyncrl.engines.sglang import SGLangEngine, Terms
-from asyncrl.engines.sglang_http import DISOWNED, PauseMode, Server
-from asyncrl.engines.sglang_loader import Loader
-from asyncrl.engines.sglang_versions import Dialect, dialect_of
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.engine import loader as sglang_loader
+from asyncrl.engines.sglang.engine import versions as sglang_versions
+from asyncrl.engines.sglang.http import DISOWNED, PauseMode, Server
+from asyncrl.engines.sglang.loader import Loader
+from asyncrl.engines.sglang.versions import Dialect, dialect_of
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation
 from asyncrl.weights import collective

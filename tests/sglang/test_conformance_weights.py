@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from asyncrl.engines.base import Engine
-from asyncrl.engines.sglang_http import PauseMode
+from asyncrl.engines.sglang.http import PauseMode
 from asyncrl.types import StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineLost
-from asyncrl.engines.sglang_http import KeyRejected, Server, ServerGone
+from asyncrl.engines.sglang.http import KeyRejected, Server, ServerGone
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsError, WeightsRef

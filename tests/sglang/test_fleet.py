@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.sglang import SGLangEngine, Terms
-from asyncrl.engines.sglang_http import PauseMode, Server
-from asyncrl.roles.fleet import Fleet
-from asyncrl.roles.meter import Meter
-from asyncrl.roles.waits import Waits
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.http import PauseMode, Server
+from asyncrl.rollout.server_pool import Fleet
+from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.world import World
-from asyncrl.transport.messages import EngineEntry
 from asyncrl.types import Generation, StopReason
+from asyncrl.wire.messages import EngineEntry
 from tests.fakes.loop import Intervals
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt
 from tests.sglang.conftest import Shared, Start

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.sglang import SGLangEngine, Terms
-from asyncrl.engines.sglang_http import PauseMode, Server
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.http import PauseMode, Server
 from asyncrl.types import Generation
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef

@@ -15,12 +15,12 @@ from msgspec import Meta
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
+from asyncrl.conversation.commands import CallTools, Done, Generated, Replied, Scored
+from asyncrl.conversation.episode import advance
 from asyncrl.registry import Registry
 from asyncrl.rewards import RewardInput, in_loop
 from asyncrl.rewards.shaping import shapings
-from asyncrl.roles.scoring import Scorer
-from asyncrl.rollout.commands import CallTools, Done, Generated, Replied, Scored
-from asyncrl.rollout.episode import advance
+from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import call_tool
 from asyncrl.types import Sample
 from tests.fakes.chat import call, rules, start

@@ -24,7 +24,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.torch import TorchEngine
+from asyncrl.engines.torch.engine import TorchEngine
 
 VOCABULARY = 320
 PROMPT, NEW = 64, 128

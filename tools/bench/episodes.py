@@ -30,20 +30,20 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig
+from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.commands import Limits, Rules
+from asyncrl.conversation.parsers import hermes
 from asyncrl.engines.base import Request
 from asyncrl.rewards import in_loop
-from asyncrl.roles.episode_runner import EpisodeRunner
-from asyncrl.roles.job import Desk
-from asyncrl.roles.scoring import Scorer
-from asyncrl.roles.turn_player import TurnPlayer, World
-from asyncrl.roles.waits import Waits
-from asyncrl.rollout.chat import Chat
-from asyncrl.rollout.commands import Limits, Rules
-from asyncrl.rollout.parsers import hermes
+from asyncrl.rollout.context import Desk
+from asyncrl.rollout.episode_runner import EpisodeRunner
+from asyncrl.rollout.scoring import Scorer
+from asyncrl.rollout.turn_player import TurnPlayer, World
+from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
-from asyncrl.transport.messages import Assign, Attempt, Failed
-from asyncrl.transport.outbox import Outbox, Record
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
+from asyncrl.wire.messages import Assign, Attempt, Failed
+from asyncrl.wire.outbox import Outbox, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples/multiturn/calculator/model"

@@ -27,21 +27,21 @@ from transformers import AutoModelForCausalLM
 from asyncrl.buffer.packing import bucket
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.config import RunConfig
+from asyncrl.conversation import commands
+from asyncrl.conversation import episode as machine
+from asyncrl.conversation.episode import Episode
+from asyncrl.coordinator.workers import sampling_key
 from asyncrl.data import load_samples
 from asyncrl.engines.base import Engine, Request, Sampling
-from asyncrl.engines.torch import TorchEngine, replace_weights
+from asyncrl.engines.torch.engine import TorchEngine, replace_weights
 from asyncrl.rewards import RewardInput
-from asyncrl.roles.rollout_setup import Parts, prepare
-from asyncrl.roles.worker_desk import sampling_key
-from asyncrl.rollout import commands
-from asyncrl.rollout import episode as machine
-from asyncrl.rollout.episode import Episode
+from asyncrl.rollout.setup import Parts, prepare
 from asyncrl.tools import Session
 from asyncrl.trainer.model import whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
-from asyncrl.transport.messages import Row
 from asyncrl.types import Member, Sample
+from asyncrl.wire.messages import Row
 
 Weights = dict[str, Tensor]
 

@@ -33,8 +33,8 @@ from common import ROOT, SINGLE_THREAD, table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.sglang import SGLangEngine, Terms
-from asyncrl.engines.sglang_http import Server
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.http import Server
 from asyncrl.rollout.routing import Place, Router
 
 VOCABULARY = 512

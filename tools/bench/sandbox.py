@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from asyncrl.sandbox.box import Result, Sandbox
+from asyncrl.isolation.sandbox.box import Result, Sandbox
 
 STEPS: dict[str, Callable[[Sandbox], Awaitable[Result | None]]] = {
     "open": lambda box: box.open(),

@@ -28,8 +28,8 @@ from common import table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import ModelConfig
-from asyncrl.roles.publishing import probe_ids
 from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
+from asyncrl.trainer.publishing import probe_ids
 from asyncrl.trainer.world import World, join, leave
 from asyncrl.weights import disk
 from asyncrl.weights.delta import DeltaWriter, materialise

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.lessons import Reads
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import Episode, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.zero_variance import Reads
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeEnd, FailReason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.engines.sampler import Params, mixed, sample, uniform
+from asyncrl.engines.torch.sampler import Params, mixed, sample, uniform
 
 
 def params(count: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Params:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineLost
-from asyncrl.engines.sglang import SGLangEngine, Terms
-from asyncrl.engines.sglang_http import Server
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.http import Server
 from asyncrl.errors import EngineError
 from asyncrl.types import StopReason, VersionSpan
 from tests.fakes.sglang import DONE, Script, event, scripted

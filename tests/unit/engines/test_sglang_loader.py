@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.engines.sglang_loader import Loader
+from asyncrl.engines.sglang.loader import Loader
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import WeightsRef
 

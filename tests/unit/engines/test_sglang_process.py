@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang_process import ServerProcess, arguments, base_gpu
+from asyncrl.engines.sglang.process import ServerProcess, arguments, base_gpu
 from asyncrl.errors import EngineError
 
 SLEEP = "import time; time.sleep(600)"
@@ -106,7 +106,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 def test_a_server_that_ignores_the_word_to_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.engines.sglang_process.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("asyncrl.engines.sglang.process.STOP_SECONDS", 0.2)
     deaf = f"import signal; signal.signal(15, signal.SIG_IGN); open('{tmp_path}/up', 'w'); {SLEEP}"
     config = configured(server_command=[sys.executable, "-c", deaf])
 
@@ -144,7 +144,7 @@ def test_a_server_does_not_outlive_a_killed_keeper(tmp_path: Path) -> None:
         import asyncio, sys
         from pathlib import Path
         from asyncrl.config import parse
-        from asyncrl.engines.sglang_process import ServerProcess
+        from asyncrl.engines.sglang.process import ServerProcess
         config = parse({{"name": "t", "model": {{"path": "m"}}, "data": {{"train": "d"}},
                         "engine": {{"server_command": [sys.executable, "-c", {SLEEP!r}]}}}})
         async def main():

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from asyncrl.engines.base import EngineBusy
-from asyncrl.engines.sglang_stream import Answer, Event, ForeignWeights, decode
+from asyncrl.engines.sglang.stream import Answer, Event, ForeignWeights, decode
 from asyncrl.errors import EngineError
 from asyncrl.types import StopReason, VersionSpan
 

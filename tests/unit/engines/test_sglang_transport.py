@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from asyncrl.engines.base import EngineBusy
-from asyncrl.engines.sglang_http import KeyRejected, Server, ServerGone
-from asyncrl.engines.sglang_transport import Events
+from asyncrl.engines.sglang.http import KeyRejected, Server, ServerGone
+from asyncrl.engines.sglang.transport import Events
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import DONE, Script, event, scripted

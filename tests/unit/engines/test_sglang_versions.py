@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncrl.engines.sglang_http import Server
-from asyncrl.engines.sglang_versions import Plain, Sessions, dialect_of
+from asyncrl.engines.sglang.http import Server
+from asyncrl.engines.sglang.versions import Plain, Sessions, dialect_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import Script, scripted

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.engines.base import engines
-from asyncrl.engines.torch import TorchEngine
+from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.types import StopReason, VersionSpan
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.torch import TorchEngine
+from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.types import Generation
 
 FAMILIES = ("Qwen2", "Llama", "Qwen3")

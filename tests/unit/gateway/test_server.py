@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncrl.conversation.branches import Ask, Refusal
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.gateway import Endpoint, Gateway, server
 from asyncrl.gateway.wire import Reply
-from asyncrl.rollout.branches import Ask, Refusal
 from asyncrl.types import EpisodeEnd, Message, StopReason, Turn, VersionSpan
 from tests.fakes.agents import ask
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.conversation.branches import Ask
 from asyncrl.gateway import wire
 from asyncrl.gateway.wire import ApiError, Reply
-from asyncrl.rollout.branches import Ask
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
 USER = {"role": "user", "content": "q"}

@@ -15,7 +15,7 @@ from asyncrl.launch.placement import Place, Unit
 from asyncrl.launch.process import Order
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Ending, Supervisor
-from asyncrl.transport.messages import (
+from asyncrl.wire.messages import (
     ObserverHello,
     RunEnd,
     Status,
@@ -23,7 +23,7 @@ from asyncrl.transport.messages import (
     Stop,
     ToCoordinatorControl,
 )
-from asyncrl.transport.sockets import Hub, Poller, choose_endpoints
+from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0
 

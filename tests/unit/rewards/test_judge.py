@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.roles.scoring import RewardError, Scorer
+from asyncrl.rollout.scoring import RewardError, Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import Script, scripted
 

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
 from asyncrl.rewards.models import picked
-from asyncrl.roles.scoring import RewardError, Scorer
+from asyncrl.rollout.scoring import RewardError, Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import scripted
 

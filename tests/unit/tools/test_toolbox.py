@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tools import Tool, Toolbox, ToolError, check_wanted, load_tool, tool
+from asyncrl.tools.sample_tools import MOST_COMPLAINTS
 from asyncrl.tools.toolbox import CLOSE_SECONDS
-from asyncrl.tools.wanted import MOST_COMPLAINTS
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 
@@ -141,7 +141,7 @@ def test_calls_that_could_not_be_made_are_told_from_those_that_failed() -> None:
 
 def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the end of the event loop."""
-    monkeypatch.setattr("asyncrl.foreign.GRACE", 0.01)
+    monkeypatch.setattr("asyncrl.isolation.foreign.GRACE", 0.01)
 
     @tool(timeout=0.05)
     async def stubborn() -> str:
@@ -458,7 +458,7 @@ def test_arguments_of_tools_that_are_not_here_are_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in verl's GSM8K data."""
-    monkeypatch.setattr("asyncrl.tools.wanted._ignored", set())
+    monkeypatch.setattr("asyncrl.tools.sample_tools._ignored", set())
     asked = sample(tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "other": 3})
     for _ in range(2):
         assert play([echo], asked, call("echo", text="x"))[0].content == "x"

@@ -8,8 +8,8 @@ import torch
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.batch import assemble, collate, example, token_rewards, with_said
-from asyncrl.transport.messages import Row
 from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages import Row
 
 ROW = Row(
     uid="u",

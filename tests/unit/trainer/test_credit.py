@@ -11,8 +11,8 @@ from asyncrl.trainer import world as ranks
 from asyncrl.trainer.batch import Example, example
 from asyncrl.trainer.credit import Packed, share, share_traces
 from asyncrl.trainer.world import World
-from asyncrl.transport.messages import Row
 from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages import Row
 from tests.fakes.ranks import run_ranks
 
 THIRD = 1 / 3  # no float32

@@ -12,8 +12,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausa
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.cut import Cut
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
+from asyncrl.trainer.split_head import Cut
 from asyncrl.trainer.world import World
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.trainer.batch import example
+from asyncrl.trainer.metric_sums import Tally
 from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples
-from asyncrl.trainer.tally import Tally
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
 numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)

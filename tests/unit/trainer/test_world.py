@@ -5,7 +5,7 @@ from typing import Any
 
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer import world as ranks
-from asyncrl.trainer.tally import Tally
+from asyncrl.trainer.metric_sums import Tally
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 

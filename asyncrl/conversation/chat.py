@@ -1,0 +1,153 @@
+"""From messages to tokens, by the tokenizer's own chat template, without ever re-tokenising history.
+
+A row of an episode is `prompt_ids`, what the model wrote, `delta_ids` of what it was answered, what the model
+wrote, and so on. A delta is the template's text between the model's end of turn and its next turn; it exists
+where the template only appends. Where it rewrites earlier turns (most drop old reasoning once a user speaks)
+there is none, and a new row begins.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Literal
+
+from asyncrl.conversation.chat_deltas import CHARACTERS, shorten
+from asyncrl.conversation.chat_probe import Probe
+from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
+from asyncrl.conversation.commands import Cut
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message
+
+__all__ = ["Chat", "Tokenizer"]
+
+KEPT = 16_384  # characters of the longest messages whose tokens are remembered
+
+
+class Chat:
+    """The token side of one tokenizer's chat template. Implements `episode.Template`.
+
+    `today`: the date for templates that write it into the prompt; by default that of the construction.
+    ConfigError if there is no template, or none that shows where a turn ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, today: datetime.date | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError("the tokenizer has no chat template; use an instruct model, or add one to it")
+        today = today or datetime.date.today()
+        self._tokenizer = tokenizer
+        self._shape = find_shape(tokenizer, today)
+        self._render = Renderer(tokenizer, self._shape, today)
+        self._probe = Probe(self._render, {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens})
+        self._control = _any_of({*self._probe.stops(), *_special(tokenizer)})
+        ends = [self._encode(token)[0] for token in self._probe.stops()]
+        eos = tokenizer.eos_token_id
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*ends, *([] if eos is None else [eos])]))
+        # The episodes of a group share their prompt and most replies; a rendering costs 0.2 ms or more.
+        self._prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
+        self._delta = lru_cache(maxsize=1024)(self._delta_uncached)
+        self._rewrites = lru_cache(maxsize=64)(self._probe.rewrites)
+
+    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
+        """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
+        answered = any(
+            message.role == "assistant" for message in messages
+        )  # nobody else's: not worth keeping
+        render = self._prompt_uncached if answered or _long(messages) else self._prompt
+        return render(messages, tools)
+
+    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
+        """What the template writes between a turn that ended with the token `after` and the next one. None
+        if it rewrites earlier turns when these messages follow; ConfigError if it refuses their roles.
+
+        Another stop token than the template's own ends the turn as well. After a token that is none, the end
+        of the turn comes first.
+        """
+        if self._rewrites(_runs(messages)):
+            return None
+        ids = (self._delta_uncached if _long(messages) else self._delta)(messages)
+        ended = bool(self._probe.end(messages).token) and after in self.stop_ids
+        return ids[1:] if ended or ids[:1] == (after,) else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a turn without its stop id; tags of tool calls stay, even as special tokens."""
+        body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        text: str = self._tokenizer.decode(
+            list(body), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def shorten(self, text: str, limit: int, where: Cut) -> str:
+        """What a model may read of somebody else's text: at most `limit` tokens, without its head, middle or
+        tail, and a note. Control tokens are taken apart (`< |im_end|>`): nobody else ends or begins turns."""
+        most = CHARACTERS * limit
+        missing = max(0, len(text) - 2 * most)  # whatever the limit cuts, nobody reads on that far
+        parts = (text[:most], text[-most:]) if missing else (text,)
+        return shorten(self._tokenizer, "".join(map(self._harmless, parts)), limit, where, missing)
+
+    def _harmless(self, text: str) -> str:
+        return self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
+
+    def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
+        """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
+        ConfigError if not. Warnings about what works, but perhaps not as meant."""
+        roles = tuple(dict.fromkeys(roles))
+        said = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
+        if "tool" not in roles:
+            return said
+        if self._shape.user_replies:
+            said.append("the chat template has no tool role: replies are shown as a user's words")
+        if not self._probe.shows_tools():
+            said.append(
+                "the chat template does not show the tools to the model: describe them in the prompts"
+            )
+        if history != "append" and not self._probe.shows_calls():
+            said.append(
+                "the chat template shows no tool calls: a row that begins anew misses the earlier ones"
+            )
+        return said
+
+    def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
+        return self._encode(self._render(messages, tools))
+
+    def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        """With the end of the turn in front, so that what follows is tokenised as it is in the whole."""
+        return self._encode(self._probe.end(messages).token + self._probe.rest(messages))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _special(tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens that the tokenizer itself calls special; tags of tool calls mostly are not among them."""
+    yield from tokenizer.all_special_tokens
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # not of every tokenizer
+    yield from (str(token) for token in added.values() if token.special)
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True) if token))
+
+
+def _long(messages: Sequence[Message]) -> bool:
+    """Too long to be kept in memory a thousand times."""
+    return sum(len(message.content) for message in messages) > KEPT
+
+
+def _runs(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The roles, each run of equal ones as one."""
+    return tuple(role for role, _ in itertools.groupby(message.role for message in messages))
+
+
+def _rewriting(history: str, role: str, why: str) -> str:
+    """The warning; ConfigError where that cannot be."""
+    if history == "append":
+        raise ConfigError(
+            f"$.rollout.history is append, but the model's chat template {why} when a {role} message "
+            "follows, so a row of tokens cannot just grow; set rollout.history=fork (a new row begins there, "
+            "see rollout.max_rows), or use a chat template that keeps earlier turns as they are"
+        )
+    return f"the chat template {why} when a {role} message follows: each one begins a new row of tokens"

@@ -1,0 +1,211 @@
+"""What a chat template does, found by rendering small conversations: how it ends a turn of the model, and
+after which messages it leaves everything before them as it was.
+
+Nothing here knows a model family but ENDS. Words that no template writes mark what the model said; what
+stands behind them is the template's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from asyncrl.conversation.chat_render import Render
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, ToolCall
+
+ENDS = ("<|call|>", "<|eom_id|>")  # end a turn with tool calls where others end one without: gpt-oss, Llama
+
+TURN, CALL, THOUGHT = "asyncrl-turn", "asyncrl-call", "asyncrl-thought"
+_USER = Message("user", "asyncrl-question")
+_TOOL = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": "asyncrl_probe",
+            "description": "Nothing.",
+            "parameters": {"type": "object", "properties": {"asyncrl": {"type": "string"}}},
+        },
+    }
+)
+_SYSTEM = Message("system", "asyncrl-rules")
+_THINKING = (
+    Message("assistant", TURN),
+    Message("assistant", f"<think>\n{THOUGHT}\n</think>\n\n{TURN}"),
+    Message("assistant", TURN, reasoning=THOUGHT),
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a turn: `tail` is what the model writes after `mark`, `token` what then ends the turn. No
+    token: the first one of the next message does (GLM)."""
+
+    mark: str
+    tail: str
+    token: str
+
+    def rest(self, text: str) -> str | None:
+        """What follows the first turn in the text; None if it does not end so."""
+        after = text.partition(self.mark)[2]
+        ending = self.tail + self.token
+        return after.removeprefix(ending) if after.startswith(ending) and self.mark in text else None
+
+
+class Probe:
+    """The facts of one template. `controls`: texts of the tokens that are no ordinary words."""
+
+    def __init__(self, render: Render, controls: Iterable[str]) -> None:
+        self._render = render
+        self._controls = sorted(filter(None, controls), key=len, reverse=True)
+        self._plain_end = self._end(())
+        self._end_cached = lru_cache(maxsize=1024)(self._end)  # by names and ids of calls
+
+    def end(self, messages: Iterable[Message]) -> End:
+        """How the turn ends that these messages answer."""
+        calls = _calls(messages)
+        return self._end_cached(calls) if calls else self._plain_end
+
+    def rest(self, messages: tuple[Message, ...]) -> str:
+        """What the template writes after the end of a turn: the messages, and the start of the next turn.
+        ConfigError where that cannot be told from the turn."""
+        calls = _calls(messages)  # where there are tools, some tokenizers have another template
+        text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
+        rest = self.end(messages).rest(text)
+        if rest is None:
+            raise ConfigError("the chat template does not show what the model said; use another one")
+        return rest
+
+    def stops(self) -> Iterator[str]:
+        """Texts of the tokens that end a turn, the most usual first. ConfigError if there is none."""
+        for news in (_news(("user",)), _news(("tool",))):
+            if token := self.end(news).token:
+                yield token
+                continue
+            try:
+                rest = self.rest(news)
+            except ConfigError:  # no such role; nothing of that kind follows then
+                continue
+            first = next(filter(rest.startswith, self._controls), None)
+            if first is None:
+                raise ConfigError(
+                    "the chat template writes no end of turn after the assistant; use another one"
+                )
+            yield first
+        yield from (token for token in ENDS if token in self._controls)
+
+    def rewrites(self, roles: tuple[str, ...]) -> str:
+        """What the template does to earlier turns when messages of these roles follow; '': nothing, it only
+        appends. ConfigError when it refuses or hides them."""
+        rests: set[str] = set()
+        for setting in self._settings(roles):
+            found = self._appended(setting, roles)
+            if found.why:
+                return found.why
+            rests |= found.rests
+        return "" if len(rests) == 1 else "writes the same message differently in other places"
+
+    def shows_tools(self) -> bool:
+        return "asyncrl_probe" in self._render([_USER], (_TOOL,))
+
+    def shows_calls(self) -> bool:
+        return self.end(_news(("tool",))).mark == CALL
+
+    def _settings(self, roles: tuple[str, ...]) -> Iterator[_Setting]:
+        """Where a template may behave differently."""
+        for before, turn in itertools.product(((_USER,), (_SYSTEM, _USER)), _THINKING):
+            tools = (_TOOL,) if "tool" in roles or _SYSTEM in before else ()
+            try:
+                prompt = self._render(before, tools)
+            except ConfigError:
+                if _SYSTEM not in before:
+                    raise
+                continue  # a template without system messages
+            if turn.reasoning or THOUGHT in turn.content or not prompt.rstrip().endswith("<think>"):
+                yield _Setting(before, tools, prompt, turn)
+
+    def _appended(self, at: _Setting, roles: tuple[str, ...]) -> _Appended:
+        """Two turns with the same answer: the first must stand unchanged before the second."""
+        news = _news(roles)
+        exchange = (_turn(_calls(news), at.turn), *news)
+        one = self._render((*at.before, *exchange), at.tools)
+        two = self._render((*at.before, *exchange, *exchange), at.tools)
+        if hidden := [message.role for message in news if message.content not in one]:
+            raise ConfigError(f"the chat template shows nothing of a message with the role {hidden[0]!r}")
+        if self._drops_reasoning(at.turn, news, one, two):
+            return _Appended("drops the reasoning of earlier turns")
+        if not (one.startswith(at.prompt) and two.startswith(one)):
+            return _Appended("changes what stands before the new messages")
+        end = self.end(news)
+        first, second = end.rest(one[len(at.prompt) :]), end.rest(two[len(one) :])
+        if first is None or second is None:
+            return _Appended(f"no longer writes {end.token or 'the end of the turn'!r} where the turn ended")
+        return _Appended("", frozenset({first, second}))
+
+    def _drops_reasoning(self, turn: Message, news: tuple[Message, ...], one: str, two: str) -> bool:
+        if turn.reasoning:
+            alone = self._render((_USER, _turn(_calls(news), turn)), opening=False)
+            return THOUGHT in alone and two.count(THOUGHT) < 2
+        return THOUGHT in turn.content and THOUGHT not in one and TURN in one
+
+    def _end(self, calls: tuple[ToolCall, ...]) -> End:
+        try:
+            text = self._render([_USER, _turn(calls)], opening=False)
+        except ConfigError:
+            if calls:
+                return self._plain_end
+            raise
+        at, mark = max((text.rfind(mark), mark) for mark in (TURN, CALL))
+        if at < 0:
+            raise ConfigError("the chat template does not show what the model said; use another one")
+        tail = text[at + len(mark) :].rstrip()
+        allowed = (self._plain_end.token, *ENDS) if calls else self._controls
+        token = next((token for token in allowed if token and tail.endswith(token)), "")
+        return End(mark, tail.removesuffix(token), token)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    before: tuple[Message, ...]
+    tools: tuple[str, ...]
+    prompt: str  # `before`, rendered
+    turn: Message  # what the model then says, but for its calls
+
+
+@dataclass(frozen=True)
+class _Appended:
+    why: str  # not
+    rests: frozenset[str] = frozenset()
+
+
+def _news(roles: tuple[str, ...]) -> tuple[Message, ...]:
+    """One message of each role; two of a tool."""
+    said: list[Message] = []
+    for role in roles:
+        if role == "tool":
+            said += [
+                Message(role, f"asyncrl-{n}", tool_call_id=f"call_{n}", name=f"asyncrl_{n}") for n in "01"
+            ]
+        else:
+            said.append(Message(role, "asyncrl-more"))
+    return tuple(said)
+
+
+def _calls(messages: Iterable[Message]) -> tuple[ToolCall, ...]:
+    """Calls of the tools that these messages are from; the arguments of the last are marked."""
+    replies = [message for message in messages if message.role == "tool"]
+    return tuple(
+        ToolCall(
+            reply.name or "asyncrl_probe",
+            json.dumps({"asyncrl": CALL if left == 1 else "asyncrl-other"}),
+            reply.tool_call_id,
+        )
+        for left, reply in zip(range(len(replies), 0, -1), replies, strict=True)
+    )
+
+
+def _turn(calls: tuple[ToolCall, ...], turn: Message = _THINKING[0]) -> Message:
+    return Message(turn.role, turn.content, calls, reasoning=turn.reasoning)

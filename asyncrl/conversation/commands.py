@@ -1,0 +1,156 @@
+"""What an episode asks for and what it is answered: commands, events, and the rules that hold for all.
+
+Plain values: the machine (`episode.py`) makes commands of events, whoever drives it events of commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from asyncrl.conversation.parsers import Parsed
+from asyncrl.types import (
+    EpisodeEnd,
+    FailReason,
+    Generation,
+    Message,
+    Observation,
+    ToolCall,
+    ToolReply,
+    Verdict,
+)
+
+Cut = Literal["head", "middle", "tail"]
+
+
+class Template(Protocol):
+    """What is used of a `Chat`. `tools` are OpenAI schemas, as JSON text."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+    def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]: ...
+    def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def shorten(self, text: str, limit: int, where: Cut) -> str: ...
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """See RolloutConfig, which has the same keys."""
+
+    max_turns: int
+    max_tokens: int
+    max_new_tokens: int
+    max_bad_calls: int
+    max_calls: int = 64
+    max_reply_tokens: int = 2048
+    cut_replies: Cut = "middle"
+    history: Literal["append", "fork", "fold"] = "append"
+    max_rows: int = 8
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all episodes of a run have in common. `environment`: somebody answers turns without tool calls."""
+
+    chat: Template
+    parse: Callable[[str], Parsed]
+    limits: Limits
+    environment: bool = False
+
+
+# -- commands: what the episode waits for ----------------------------------------------------------
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Open the tools, reset the environment."""
+
+
+class Generate(msgspec.Struct, frozen=True):
+    """Sample a turn after `ids`, the whole prefix; it belongs to row `row`."""
+
+    ids: tuple[int, ...]
+    max_new_tokens: int
+    row: int = 0
+
+
+class CallTools(msgspec.Struct, frozen=True):
+    """Run these calls, once the turn that made them is durable. `errors` are the turn's malformed calls."""
+
+    calls: tuple[ToolCall, ...]
+    errors: tuple[str, ...] = ()
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Tell the environment what the model said, once that turn is durable."""
+
+    message: Message
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Reward the episode. `answer` is the last turn's text outside tool calls."""
+
+    answer: str
+    end: EpisodeEnd
+
+
+class Done(msgspec.Struct, frozen=True):
+    """The episode is over and has a reward: the sum of `turn_rewards`, one per turn. `components` and
+    `shaping` as in `Verdict`."""
+
+    reward: float
+    end: EpisodeEnd
+    turn_rewards: tuple[float, ...]
+    components: dict[str, float] = {}
+    shaping: float = 0.0
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """The episode has no trajectory."""
+
+    reason: FailReason
+    detail: str
+
+
+Command = Open | Generate | CallTools | Step | Score | Done | Fail
+
+
+# -- events: the answers -----------------------------------------------------------------------------
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """Answers Open: schemas of the tools (JSON text), the names of those that the environment answers itself,
+    and what it says after the sample's prompt."""
+
+    tools: tuple[str, ...] = ()
+    own_tools: frozenset[str] = frozenset()
+    messages: tuple[Message, ...] = ()
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """Answers Generate."""
+
+    generation: Generation
+
+
+class Replied(msgspec.Struct, frozen=True):
+    """Answers CallTools: one reply per call, in the order of the calls."""
+
+    replies: tuple[ToolReply, ...]
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """Answers Step."""
+
+    observation: Observation
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """Answers Score."""
+
+    verdict: Verdict
+
+
+Event = Opened | Generated | Replied | Observed | Scored

@@ -1,0 +1,296 @@
+"""The coordinator's side of the engines: embedded ones, which workers speak for, and servers with keepers.
+
+consumes: hellos and beats of keepers, confirmations of versions
+waits for: an engine to confirm what it was sent -- with a deadline, never for a single engine
+unblocks: engines (versions, one after another), workers (the table of servers)
+
+    published ──► pushed to an engine ──► loaded and checked by it ──► acked: it may sample training turns
+
+In the ledger an engine is called by its peer's identity, so a restarted one is a new engine without versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.coordinator.state import Core, log
+from asyncrl.wire.messages import (
+    EngineEntry,
+    Engines,
+    EngineUse,
+    KeeperBeat,
+    KeeperHello,
+    Loaded,
+    LoadWeights,
+    Stop,
+    Welcome,
+)
+
+LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
+COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
+NEVER = (0, 0)  # acked by an engine that has confirmed nothing yet
+
+
+@dataclass
+class Keeper:
+    """A connected keeper and what is known of its server."""
+
+    peer: bytes
+    hello: KeeperHello
+    seen: float
+    beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
+    push_s: float = 0.0  # seconds of the newest load
+
+    @property
+    def engine(self) -> str:
+        """Its name in the ledger."""
+        return self.peer.decode()
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.hello.index}"
+
+
+class EngineDesk:
+    """Which engine has which version, and who may use it."""
+
+    def __init__(self, core: Core, now: float) -> None:
+        self.core, self._began = core, now
+        self.remote = core.config.engine.remote
+        self.keepers: dict[bytes, Keeper] = {}
+        self.lost = 0
+        self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
+        self.checksum: tuple[tuple[int, int], str] = (NEVER, "")  # of the newest version, as first loaded
+        self.quarantined: set[str] = set()  # engines that hold something else than they say
+        self._leased: str | None = None
+        self._told: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
+
+    # -- engines of both kinds -----------------------------------------------------------------------
+
+    def join(self, engine: str) -> None:
+        """An engine reports in; it is sent the latest version whatever it has."""
+        self.core.ledger.join(engine)
+
+    def leave(self, engine: str) -> None:
+        self.core.ledger.leave(engine)
+        self.quarantined.discard(engine)
+        if self._leased == engine:
+            self._leased = None
+
+    def quarantine(self, engine: str, now: float) -> None:
+        """No more work for it until it has loaded the latest version anew."""
+        self.quarantined.add(engine)
+        self.core.ledger.resend(engine, now)
+
+    def loaded(self, engine: str, name: str, message: Loaded, now: float) -> None:
+        """An engine confirmed a version, or could not load it."""
+        core, order = self.core, message.ref.order
+        if message.superseded:
+            core.ledger.resend(engine, now)
+            return
+        if message.error:
+            log.warning("%s could not load v%d: %s", name, message.ref.version, message.error)
+            core.ledger.resend(engine, now + LOAD_RETRY)
+            return
+        if order > self.checksum[0]:
+            self.checksum = (order, message.checksum)
+        if order == self.checksum[0] and message.checksum != self.checksum[1]:
+            log.error("%s loaded other weights as v%d: sent again", name, message.ref.version)
+            self.quarantine(engine, now)
+            return
+        self.note_probe(message)
+        self.quarantined.discard(engine)
+        if core.ledger.ack(engine, order):
+            core.progress(now)
+
+    def note_probe(self, message: Loaded) -> None:
+        self.probe_gap = max(self.probe_gap, message.probe_gap)
+        self.probe_tokens += message.probe_tokens
+
+    def version(self, engine: str) -> int:
+        """Policy version that new episodes of a worker start on, at least: its own engine's, or that of the
+        slowest server that training may use; -1 without any."""
+        if not self.remote:
+            return self.core.ledger.version(engine)
+        versions = [self.core.ledger.version(keeper.engine) for keeper in self._serving("train")]
+        usable = self.core.batches.committed - self.core.config.buffer.max_staleness
+        fresh = [version for version in versions if version >= usable]  # others get no turns anyway
+        return min(fresh, default=max(versions, default=-1))
+
+    def tick(self, now: float, gap: float) -> None:
+        """Expire leases, push versions. `gap`: how long the coordinator's own loop was away."""
+        lease = self.core.config.launch.lease
+        for keeper in list(self.keepers.values()):
+            if gap > lease / 4:
+                keeper.seen = now
+            elif now - keeper.seen > lease:
+                self._lose(keeper, f"silent for {lease:g} s")
+        self._push(now)
+
+    def _push(self, now: float) -> None:
+        ledger, latest = self.core.ledger, self.core.latest
+        if latest is not None:
+            for engine in self._due(now):
+                self.core.outbox.to_control(engine.encode(), LoadWeights(latest, "train"))
+                ledger.push(engine, now)
+        for engine in ledger.overdue(now, self.core.config.weights.deadline):
+            log.warning("%s has not loaded v%d in time; it is sent again", engine, ledger.latest[1])
+
+    def _due(self, now: float) -> list[str]:
+        """Engines to send the latest version to. Servers that serve are updated one after another, in turn:
+        while one is paused, the others generate."""
+        ledger = self.core.ledger
+        due = [
+            engine for engine in ledger.engines if ledger.behind(engine, now) and self._may_load(engine, now)
+        ]
+        if not self.remote or not self.core.config.weights.rolling:
+            return due
+        held = ledger.engines
+        served = {engine for engine in held if held[engine].acked != NEVER}  # healthy now or not
+        idle = [engine for engine in due if engine not in served]
+        if any(held[engine].acked < held[engine].pushed for engine in served):
+            return idle
+        return idle + sorted(set(due) & served, key=lambda engine: held[engine].pushed_at)[:1]
+
+    def _may_load(self, engine: str, now: float) -> bool:
+        if not self.remote:
+            return True
+        keeper = self.keepers.get(engine.encode())
+        pinned = engine == self._leased and engine not in self.quarantined
+        return keeper is not None and bool(keeper.hello.url) and not pinned
+
+    # -- keepers -------------------------------------------------------------------------------------
+
+    def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
+        """A keeper reports in, for the first time or again: absolute state, so both are the same."""
+        for old in [k for k in self.keepers.values() if k.hello.index == message.index and k.peer != peer]:
+            self._lose(old, "replaced by a new process")
+        known = self.keepers.get(peer)
+        if known is None:
+            log.info("engine %d: keeper joined, pid %d", message.index, message.pid)
+            known = self.keepers[peer] = Keeper(peer, message, now)
+            self.join(known.engine)
+            self.core.progress(now)
+        elif message.url and not known.hello.url:
+            log.info("engine %d: %s at %s", message.index, message.engine, message.url)
+            self.core.progress(now)
+        known.hello, known.seen = message, now
+        core = self.core
+        core.outbox.to_control(
+            peer, Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
+        )
+
+    def beat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
+        keeper = self.keepers.get(peer)
+        if keeper is None:
+            return  # it will say hello
+        keeper.seen, keeper.beat = now, message
+        if message.starting:  # the keeper has a deadline for that, and ends when it is over
+            self.core.progress(now)
+
+    def confirmed(self, peer: bytes, message: Loaded, now: float) -> None:
+        """A keeper's answer to LoadWeights."""
+        keeper = self.keepers.get(peer)
+        if keeper is not None:
+            keeper.seen = now
+            keeper.push_s = message.seconds
+            self.loaded(keeper.engine, keeper.name, message, now)
+
+    def stop(self, reason: str) -> None:
+        for keeper in self.keepers.values():
+            self.core.outbox.to_control(keeper.peer, Stop(reason))
+
+    def _lose(self, keeper: Keeper, why: str) -> None:
+        log.warning("%s lost (%s)", keeper.name, why)
+        self.lost += 1
+        del self.keepers[keeper.peer]
+        self.leave(keeper.engine)
+
+    # -- the table -----------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Episodes can be sampled: with servers, one of them holds a published version."""
+        return not self.remote or bool(self._serving(None))
+
+    def tell(self, workers: Iterable[bytes], now: float) -> None:
+        """Send the table to each worker that has not got it. A restarted coordinator first gives the keepers
+        a lease's time to report: workers take back turns from servers that a table leaves out."""
+        complete = len(self.keepers) >= self.core.config.engine.keepers
+        if not self.remote or not (complete or now > self._began + self.core.config.launch.lease):
+            return
+        table, before = self.table(), self._told
+        self._told = dict.fromkeys(workers, table)
+        for peer in self._told:
+            if before.get(peer) != table:
+                self.core.outbox.to_control(peer, Engines(table))
+
+    def forget(self, peer: bytes) -> None:
+        """A worker said hello: it may have missed the table."""
+        self._told.pop(peer, None)
+
+    def table(self) -> tuple[EngineEntry, ...]:
+        serving = {keeper.engine for keeper in self._serving(None)}
+        return tuple(self._entry(keeper, keeper.engine in serving) for keeper in self.keepers.values())
+
+    def _entry(self, keeper: Keeper, healthy: bool) -> EngineEntry:
+        epoch, version = self.core.ledger.engines[keeper.engine].acked
+        return EngineEntry(
+            name=keeper.name,
+            url=keeper.hello.url,
+            incarnation=keeper.hello.incarnation,
+            version=version,
+            epoch=epoch,
+            healthy=healthy,
+            lane="eval" if keeper.engine == self._leased else "train",
+        )
+
+    def gauges(self, uses: Iterable[EngineUse]) -> dict[str, float]:
+        """Numbers per server: what workers had from it since they began, and its newest update."""
+        found: dict[str, float] = {}
+        for keeper in self.keepers.values():
+            mine = [use for use in uses if use.name == keeper.name]
+            totals = {name: float(sum(getattr(use, name) for use in mine)) for name in COUNTS}
+            totals["version"] = float(self.core.ledger.version(keeper.engine))
+            totals["push_s"] = keeper.push_s
+            totals["cache_hit"] = totals["cached_tokens"] / max(1.0, totals["prompt_tokens"])
+            found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
+        if self.remote:
+            found["async/engines"] = float(len(self._serving(None)))
+        return found
+
+    def _serving(self, lane: str | None) -> list[Keeper]:
+        """Keepers of servers that may sample, in all lanes or in one."""
+        return [
+            keeper
+            for keeper in self.keepers.values()
+            if keeper.hello.url
+            and keeper.beat.healthy
+            and keeper.engine not in self.quarantined
+            and self.core.ledger.engines[keeper.engine].acked != NEVER
+            and (lane is None or (lane == "eval") == (keeper.engine == self._leased))
+        ]
+
+    # -- validation ----------------------------------------------------------------------------------
+
+    def pin(self, order: tuple[int, int]) -> bool:
+        """True when validation may sample: one server is leased to it, with `order` or newer, and keeps what
+        it has. With a single server nothing is pinned: training goes on, on the same weights."""
+        if self._leased is None:
+            if sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
+                return self.ready
+            held = self.core.ledger.engines
+            fit = [
+                keeper
+                for keeper in self._serving("train")
+                if held[keeper.engine].acked >= max(order, held[keeper.engine].pushed)
+            ]
+            if fit:
+                self._leased = fit[0].engine
+                log.info("%s is leased to validation", fit[0].name)
+        return self._leased is not None
+
+    def release(self) -> None:
+        """The lease is over: the server gets the latest version and training requests again."""
+        self._leased = None

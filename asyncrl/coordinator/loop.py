@@ -1,0 +1,377 @@
+"""The coordinator: the one authority for flow. A thin loop around pure state.
+
+consumes: everything the other roles send (two ROUTER sockets)
+waits for: the sockets, at most TICK seconds
+unblocks: everyone
+
+Each turn of the loop: drain the sockets into the state, tick the deadlines, write what changed in one
+transaction, and only then let the answers out. No answer ever speaks of what a kill -9 could undo.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.records import Flow
+from asyncrl.config import RunConfig
+from asyncrl.coordinator.engines import EngineDesk
+from asyncrl.coordinator.reporting import Reporter
+from asyncrl.coordinator.state import Answers, build_core, log
+from asyncrl.coordinator.trainer import TrainerDesk
+from asyncrl.coordinator.validation import Validation
+from asyncrl.coordinator.workers import WorkerDesk
+from asyncrl.data.parquet import load_samples
+from asyncrl.errors import AsyncrlError, ProtocolError, one_line
+from asyncrl.observe.files import write_summary
+from asyncrl.observe.summary import summarize
+from asyncrl.types import DropReason
+from asyncrl.wire.messages import (
+    Checkpointed,
+    Commit,
+    Confirm,
+    Failed,
+    Finished,
+    Generated,
+    Heartbeat,
+    KeeperBeat,
+    KeeperHello,
+    Loaded,
+    Message,
+    ObserverHello,
+    Published,
+    Replied,
+    RunEnd,
+    Status,
+    StepReport,
+    Stop,
+    Take,
+    ToCoordinatorBulk,
+    ToCoordinatorControl,
+    TrainerBeat,
+    TrainerHello,
+    Welcome,
+    WorkerHello,
+)
+from asyncrl.wire.sockets import Endpoints, Hub, Poller
+
+TICK = 0.05
+DRAIN = 256  # messages per socket and turn of the loop
+STATUS_EVERY = 0.5
+
+
+class Phase(enum.StrEnum):
+    """Where the run is. Each phase but RUNNING has a deadline."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"  # the last batch is committed: last push, last checkpoint
+    EVALUATING = "evaluating"
+    STOPPING = "stopping"  # asked to stop: the trainer leaves a checkpoint
+    CLOSED = "closed"
+
+
+def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
+    """Be the coordinator until the run is over. `incarnation` names this launch of the run: the same
+    after a restart of this process alone, another after a resume. Returns the exit code."""
+    coordinator = Coordinator(config, endpoints, incarnation)
+    try:
+        coordinator.loop()
+    finally:
+        coordinator.close()
+    return 1 if coordinator.error else 0
+
+
+class Coordinator:
+    """Owner of the sockets, the phase and the loop; the desks own the rest."""
+
+    def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
+        self.config = config
+        self.run_dir = Path(config.run_dir) / config.name
+        self.control = Hub(endpoints.control, ToCoordinatorControl)
+        self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
+        self.core = build_core(config, self.run_dir, Answers(self.control, self.bulk))
+        self.engines = EngineDesk(self.core, time.monotonic())
+        self.validation: Validation
+        self.workers = WorkerDesk(
+            self.core,
+            self.engines,
+            self._landed,
+            on_eval=lambda worker, message: self.validation.record(worker, message),
+            eval_wanted=lambda attempt: self.validation.wanted(attempt),
+        )
+        self.trainer = TrainerDesk(self.core, self._committed)
+        test = load_samples(config.data.test) if config.data.test else []
+        self.validation = Validation(self.core, self.workers, self.engines, test)
+        self.reporter = Reporter(self.core, self.workers, self.engines, self.trainer)
+        self.phase, self.error, self.outcome = Phase.STARTING, "", ""
+        self.observers: set[bytes] = set()
+        self.deadline = time.monotonic() + config.launch.start_timeout
+        self._status_at = 0.0
+        self._reported = 0
+        self._adopt(incarnation)
+
+    def _adopt(self, incarnation: str) -> None:
+        """Go on from the store. Workers of another launch are gone; ours may still be there."""
+        core = self.core
+        if core.store.meta("launch") != incarnation:
+            self.workers.orphans(time.monotonic())
+            core.store.put_meta("launch", incarnation)
+        self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
+        core.store.put_meta("coordinator_epoch", str(core.coordinator_epoch))
+        core.persist()
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Run until CLOSED. An error ends the run with its reason, after what is known is written."""
+        poller, before = Poller(self.control, self.bulk), time.monotonic()
+        while self.phase is not Phase.CLOSED:
+            poller.wait(TICK)
+            now = time.monotonic()
+            try:
+                self.core.waits = []
+                self._drain(now)
+                self._tick(now, gap=now - before - TICK)
+                self.workers.queue_acks()
+                self.core.persist()
+            except AsyncrlError as error:
+                log.exception("the run cannot go on")
+                self._fail(one_line(error))
+            before = now
+
+    def _drain(self, now: float) -> None:
+        for hub, handle in ((self.control, self._on_control), (self.bulk, self._on_bulk)):
+            for _ in range(DRAIN):
+                received = hub.receive()
+                if received is None:
+                    break
+                handle(*received, now)
+
+    def _on_control(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
+        match message:
+            case Heartbeat():
+                self.workers.heartbeat(peer, message, now)
+            case WorkerHello():
+                self.workers.hello(peer, message, now)
+            case Loaded():
+                desk = self.engines.confirmed if self.engines.remote else self.workers.loaded
+                desk(peer, message, now)
+            case KeeperHello():
+                self.engines.hello(peer, message, now)
+            case KeeperBeat():
+                self.engines.beat(peer, message, now)
+            case TrainerHello():
+                self.trainer.hello(peer, message, now)
+            case TrainerBeat():
+                self.trainer.beat(peer, message, now)
+            case Commit():
+                self.trainer.commit(peer, message, now)
+            case Published():
+                self.trainer.publish(message, now)
+            case Checkpointed():
+                self.trainer.checkpointed(message, now)
+            case ObserverHello():
+                self.observers.add(peer)
+                self.core.outbox.to_control(
+                    peer,
+                    Welcome(
+                        self.core.coordinator_epoch, self.core.trainer_epoch, self.core.batches.committed
+                    ),
+                )
+            case Stop():
+                self._stop(message.reason, now)
+
+    def _on_bulk(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
+        match message:
+            case Generated() | Replied() | Finished() | Failed():
+                self.workers.record(peer, message, frames, now)
+            case Take():
+                self.trainer.take(peer, message)
+            case Confirm():
+                self.trainer.confirm(peer, message)
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float, gap: float) -> None:
+        core = self.core
+        self._advance(now)
+        if self._orphans_at is not None and now > self._orphans_at:
+            self._orphans_at = None
+            self.workers.orphans(now)
+        if self.phase in (Phase.STARTING, Phase.RUNNING):
+            self._admit(now)
+            core.buffer.tick(now)
+            self._check_barren()
+        if self.phase is not Phase.STOPPING:
+            self.engines.tick(now, gap)
+            self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
+            self.workers.tick(now, gap)
+        self.trainer.serve()
+        self._report_validations()
+        self._watch(now)
+        if now >= self._status_at:
+            self._status_at = now + STATUS_EVERY
+            self._tell(self._status())
+
+    def _admit(self, now: float) -> None:
+        buffer, free = self.core.buffer, self.workers.free_slots
+        free -= sum(1 for _ in buffer.pending()) if free else 0
+        while buffer.can_admit(free, self.workers.total_slots):
+            free -= len(buffer.admit(self.core.batches.committed, now).members)
+        if buffer.data_over and self.config.data.at_end == "drop":
+            self._drop_remainder()
+
+    def _drop_remainder(self) -> None:
+        """Data exhausted: what cannot fill a batch any more is dropped, by name."""
+        live = list(self.core.buffer.live.values())
+        untaken = [group for group in live if group.step < 0]
+        room = self.config.buffer.groups_per_batch
+        batch = self.core.batches.batches.get(self.core.batches.committed)
+        if len(untaken) + (len(batch.groups) if batch else 0) < room and (batch is None or not batch.micros):
+            self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
+
+    def _check_barren(self) -> None:
+        config, buffer = self.config.buffer, self.core.buffer
+        if buffer.barren > config.max_barren_batches * config.groups_per_batch:
+            raise ProtocolError(
+                f"{buffer.barren} groups in a row could not be trained; the last one: "
+                f"{buffer.barren_reason}; see logs/ for errors and validation/ for transcripts"
+            )
+
+    # -- phases ----------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        match self.phase:
+            case Phase.STARTING if self.core.latest and self.workers.workers and self.engines.ready:
+                self._enter(Phase.RUNNING, now)
+                self.reporter.begin()
+                if self.core.batches.committed == 0:
+                    self.validation.begin(0, self.config.validation.final_samples, True, now)
+            case Phase.RUNNING if self._trained_out():
+                self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
+                self._enter(Phase.DRAINING, now, self.config.weights.deadline)
+            case Phase.DRAINING if self._drained(now) and not self.validation.busy:
+                step = self.core.batches.committed
+                self.validation.begin(step, self.config.validation.final_samples, True, now)
+                self._enter(Phase.EVALUATING, now)
+            case Phase.EVALUATING if not self.validation.busy:
+                self._report_validations()
+                self._end("completed")
+            case Phase.STOPPING if self.trainer.finished or now > self.deadline:
+                self._end("stopped")
+            case Phase.STARTING if now > max(
+                self.deadline, self.core.progress_at + self.config.launch.start_timeout
+            ):  # a trainer that repeats steps after a crash is making progress
+                raise ProtocolError(f"not started within launch.start_timeout: {self._missing()}")
+
+    def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
+        log.info("phase %s", phase)
+        self.phase, self.deadline = phase, now + seconds
+        self.core.progress(now)
+
+    def _trained_out(self) -> bool:
+        """No batch is left to train."""
+        batches = self.core.batches
+        return batches.committed >= self.config.total_steps or batches.over
+
+    def _drained(self, now: float) -> bool:
+        """The last checkpoint is in place, and the last version acked by all, or its time is up."""
+        if self.trainer.checkpoint_step < self.core.batches.committed:
+            return False
+        pushed = self.core.ledger.latest[1] >= self.core.batches.committed and self.core.ledger.all_acked
+        return pushed or now > self.deadline
+
+    def _missing(self) -> str:
+        waits = [] if self.workers.workers else ["no rollout worker has reported in"]
+        waits += [] if self.core.latest else ["the trainer has not published the first version"]
+        waits += [] if self.engines.ready else ["no server holds a published version"]
+        return "; ".join(waits) or "unknown"
+
+    def _stop(self, reason: str, now: float) -> None:
+        if self.phase in (Phase.STOPPING, Phase.CLOSED):
+            return
+        log.info("stopping: %s", reason)
+        self.workers.stop(reason)
+        self.engines.stop(reason)
+        self.trainer.finish()
+        self._enter(Phase.STOPPING, now, max(1.0, self.config.launch.stop_timeout - 4.0))
+
+    def _fail(self, error: str) -> None:
+        self.error = error
+        self._end("failed")
+
+    def _end(self, outcome: str) -> None:
+        """Write the summary, tell everyone, close."""
+        self.outcome, self.phase = outcome, Phase.CLOSED
+        self.core.persist()
+        now = {"training/step": float(self.core.batches.committed), "time_s": self.reporter.seconds}
+        self.reporter.write(now | self.reporter.gauges())
+        flow, conserved = self.reporter.audit()
+        self._write_summary(flow, conserved)
+        self.workers.stop(outcome)
+        self.engines.stop(outcome)
+        self.trainer.stop(outcome)
+        self._tell(self._status())
+        self._tell(RunEnd(outcome, self.error))
+        self.core.outbox.flush()
+
+    def _write_summary(self, flow: Flow, conserved: bool) -> None:
+        summary = summarize(self.reporter.close(), msgspec.structs.asdict(flow), conserved)
+        summary["outcome"] = self.outcome
+        summary["error"] = self.error
+        summary["reasons"] = dict(self.core.buffer.reasons)
+        write_summary(self.run_dir, summary)
+
+    # -- events of the desks ---------------------------------------------------------------------------
+
+    def _landed(self, episode: Any, message: Finished) -> None:
+        self.reporter.on_landed(episode, message)
+
+    def _committed(self, message: Commit) -> None:
+        self.workers.clock()
+        row = self.reporter.step_row(message.step, message.metrics)
+        self._tell(StepReport(message.step, row))
+        every = self.config.validation.every
+        if every and message.step % every == 0 and message.step < self.config.total_steps:
+            self.validation.begin(message.step, self.config.validation.samples, False, time.monotonic())
+
+    def _report_validations(self) -> None:
+        for step, metrics in self.validation.results:
+            row = {"training/step": float(step), "time_s": self.reporter.seconds} | metrics
+            self.reporter.write(row)
+            self._tell(StepReport(step, row))
+            self.core.progress(time.monotonic())
+        self.validation.results = []
+
+    # -- telling ---------------------------------------------------------------------------------------
+
+    def _status(self) -> Status:
+        waits = list(dict.fromkeys(self.core.waits))
+        waits += [
+            f"{w.name}: {w.beat.waiting}" for w in self.workers.workers.values() if w.beat and w.beat.waiting
+        ]
+        waits += [f"{k.name}: {k.beat.waiting}" for k in self.engines.keepers.values() if k.beat.waiting]
+        waits += [f"trainer {r}: {b.waiting}" for r, b in self.trainer.ranks.beats.items() if b.waiting]
+        step = self.core.batches.committed
+        return Status(self.phase, step, self.config.total_steps, self.reporter.gauges(), tuple(waits))
+
+    def _tell(self, message: Message) -> None:
+        for peer in self.observers:
+            self.core.outbox.to_control(peer, message)
+
+    def _watch(self, now: float) -> None:
+        """Nothing hangs silently: a run in which nothing moves ends, and says who waited on whom."""
+        limit = self.config.launch.stall_timeout
+        if now - self.core.progress_at > limit:
+            waits = "; ".join(self._status().waits) or "no wait is known"
+            raise ProtocolError(f"nothing has moved for {limit:g} s: {waits}")
+
+    def close(self) -> None:
+        self.core.store.close()
+        self.control.close()
+        self.bulk.close()

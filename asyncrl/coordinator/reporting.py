@@ -1,0 +1,220 @@
+"""Numbers of the run: one metrics row per committed step, gauges for the console, the audit at the end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from asyncrl.buffer.records import Episode, Flow, State
+from asyncrl.buffer.replay import USABLE
+from asyncrl.coordinator.engines import EngineDesk
+from asyncrl.coordinator.state import Core
+from asyncrl.coordinator.trainer import TrainerDesk
+from asyncrl.coordinator.workers import WorkerDesk
+from asyncrl.observe.files import read_rows
+from asyncrl.types import EpisodeEnd, FailReason
+from asyncrl.wire.messages import Finished
+
+
+@dataclass
+class Landed:
+    """Training episodes that landed since the last row, whatever became of their group."""
+
+    scores: list[float] = field(default_factory=list)  # rewards before shaping
+    greedy: list[float] = field(default_factory=list)  # scores of greedy episodes, which the rest leaves out
+    components: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    turns: list[float] = field(default_factory=list)
+    rows: list[float] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tool_s: list[float] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    multi_version: int = 0
+
+
+class Reporter:
+    """Collects, and writes `metrics.jsonl`. Totals survive a restart through the file."""
+
+    def __init__(self, core: Core, workers: WorkerDesk, engines: EngineDesk, trainer: TrainerDesk) -> None:
+        self.core, self.workers, self.engines, self.trainer = core, workers, engines, trainer
+        self.landed, self.last = Landed(), Landed()
+        self.started = self.row_at = time.monotonic()
+        self.finished = self.multi_version = self.tokens = 0  # totals of this process
+        earlier = read_rows(core.run_dir)
+        self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
+        self._file = (core.run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._busy = self._totals()
+        self._settled: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """The run leaves its start phase: the first row counts from here."""
+        self.row_at, self._busy = time.monotonic(), self._totals()
+
+    def on_landed(self, episode: Episode, message: Finished) -> None:
+        landed = self.landed
+        if episode.greedy:
+            landed.greedy.append(message.score)
+            return
+        landed.scores.append(message.score)
+        for name, value in message.components.items():
+            landed.components[name].append(value)
+        landed.turns.append(message.turns)
+        landed.rows.append(message.rows)
+        landed.calls.append(message.tool_calls)
+        landed.lengths.append(episode.model_tokens)
+        landed.seconds.append(message.seconds)
+        landed.tool_s.append(message.tool_s)
+        landed.ends[message.end] += 1
+        landed.multi_version += episode.oldest != episode.newest
+        self.finished += 1
+        self.multi_version += episode.oldest != episode.newest
+
+    def step_row(self, step: int, trained: dict[str, float]) -> dict[str, float]:
+        """The metrics of a committed step: the trainer's, and what only the coordinator knows."""
+        now = time.monotonic()
+        row = {"training/step": float(step), "time_s": self.seconds, "timing_s/step": now - self.row_at}
+        row |= (
+            trained | self.gauges() | self._episodes() | self._groups(step) | self._shares(now - self.row_at)
+        )
+        self.row_at = now
+        self.last, self.landed = self.landed, Landed()
+        self.write(row)
+        return row
+
+    def write(self, row: dict[str, float]) -> None:
+        """Append a row to metrics.jsonl."""
+        self._file.write(json.dumps(row) + "\n")
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, earlier parts of a resumed one included."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def gauges(self) -> dict[str, float]:
+        """The state now, under the names of metrics.jsonl."""
+        core, counts = self.core, self.core.buffer.counts()
+        published = self.trainer.published
+        flow = msgspec.structs.asdict(core.buffer.flow())
+        files = core.config.weights.transport == "disk"  # broadcasts are measured per engine
+        return (
+            {f"flow/{name}": float(value) for name, value in flow.items()}
+            | {
+                "async/ready": float(counts[State.READY]),
+                "async/running": float(counts[State.RUNNING]),
+                "async/credits": float(self.workers.free_slots),
+                "async/live_groups": float(len(core.buffer.live)),
+                "async/workers": float(len(self.workers.workers)),
+                "weights/pushed": float(core.ledger.latest[1]),
+                "weights/acked": float(core.ledger.latest[1] - core.ledger.acked_lag),
+                "weights/acked_lag": float(core.ledger.acked_lag),
+                "weights/stall_s": published.snapshot_s if published else 0.0,
+                "weights/probe_logprob_diff_max": self.engines.probe_gap,
+                "weights/probe_tokens": float(self.engines.probe_tokens),
+                "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
+                "data/retired_samples": float(len(core.buffer.retired)),
+                "rollout/turns_checked": float(self.workers.turns),
+            }
+            | {
+                f"rollout/attempts_failed/{reason}": float(core.buffer.reasons[f"attempt_failed/{reason}"])
+                for reason in FailReason
+            }
+            | ({"weights/push_s": published.write_s if published else 0.0} if files else {})
+            | self._engines()
+        )
+
+    def _engines(self) -> dict[str, float]:
+        """Per server, and the share of all prompt tokens that needed no computing."""
+        beats = [worker.beat for worker in self.workers.workers.values() if worker.beat]
+        uses = [use for beat in beats for use in beat.engines]
+        prompt = sum(use.prompt_tokens for use in uses)
+        hit = {"rollout/prefix_cache_hit": sum(use.cached_tokens for use in uses) / prompt} if prompt else {}
+        return self.engines.gauges(uses) | hit
+
+    def _episodes(self) -> dict[str, float]:
+        landed = self.landed
+        if not landed.scores:
+            return {}
+        columns: dict[str, list[float]] = {
+            "rollout/score": landed.scores,
+            "num_turns": landed.turns,
+            "rollout/rows": landed.rows,
+            "tool_call_counts": landed.calls,
+            "rollout/response_length": landed.lengths,
+            "timing_s/episode": landed.seconds,
+            "timing_s/tools": landed.tool_s,
+        } | {f"rollout/component/{name}": values for name, values in landed.components.items()}
+        if landed.greedy:
+            columns["rollout/greedy_score"] = landed.greedy
+        row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
+        row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
+        row |= {f"rollout/end/{end}": landed.ends[end] / len(landed.scores) for end in EpisodeEnd}
+        row["rollout/landed"] = float(len(landed.scores))
+        return row
+
+    def _groups(self, step: int) -> dict[str, float]:
+        """What became of the groups settled since the last row, and of cohorts that are over."""
+        core = self.core
+        now = Counter(core.buffer.settled)
+        before, self._settled = self._settled, now
+        settled, row = (now - before).total(), core.buffer.cohorts.take(before=step)
+        if settled:
+            filtered, usable = now[State.FILTERED] - before[State.FILTERED], now[USABLE] - before[USABLE]
+            row["flow/filtered_frac"] = filtered / settled
+            row["rollout/discarded_group_frac"] = (settled - usable) / settled
+        trained = len(core.batches.batches[step - 1].groups)
+        if trained:
+            row["rollout/groups_per_trained_group"] = settled / trained
+        return row
+
+    def _totals(self) -> dict[str, tuple[float, float]]:
+        """(busy s, idle s) by process, since each began."""
+        totals = {
+            worker.hello.incarnation: (worker.beat.busy_s, worker.beat.idle_s)
+            for worker in self.workers.workers.values()
+            if worker.beat
+        }
+        for rank, beat in self.trainer.ranks.beats.items():
+            totals[f"trainer/{self.trainer.ranks.incarnation}/{rank}"] = (beat.busy_s, beat.idle_s)
+        return totals
+
+    def _shares(self, seconds: float) -> dict[str, float]:
+        """Idle shares and throughput since the last row."""
+        before, self._busy = self._busy, self._totals()
+        busy = {"trainer": 0.0, "rollout": 0.0}
+        idle = dict(busy)
+        for name, (b, i) in self._busy.items():
+            b0, i0 = before.get(name, (0.0, 0.0))
+            role = "trainer" if name.startswith("trainer/") else "rollout"
+            busy[role] += b - b0
+            idle[role] += i - i0
+        shares = {
+            f"async/{role}_idle_frac": idle[role] / (busy[role] + idle[role])
+            for role in ("trainer", "rollout")
+            if busy[role] + idle[role] > 0
+        }
+        tokens, self.tokens = self.workers.tokens - self.tokens, self.workers.tokens
+        return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
+
+    def audit(self) -> tuple[Flow, bool]:
+        """The conservation identity, held against counters that were not derived from it.
+
+        `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
+        batches and, if it is of the last step, the checkpoint's own count of the lineage must agree.
+        """
+        core = self.core
+        flow, counts = core.buffer.flow(), core.buffer.counts()
+        store = core.store.counts()
+        agree = all(counts[state] == store.get(state, 0) for state in State)
+        planned = core.store.trained_in_plans() == flow.trained
+        counted = self.trainer.checkpoint_trained in (None, flow.trained)
+        return flow, flow.conserved and agree and planned and counted
+
+    def close(self) -> list[dict[str, float]]:
+        """All rows of the run, for the summary."""
+        self._file.close()
+        return read_rows(self.core.run_dir)

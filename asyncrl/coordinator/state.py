@@ -1,0 +1,125 @@
+"""What the coordinator's desks share: the pure state, the store, and the outbox behind the commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.algorithms.advantages import advantages
+from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.ledger import VersionLedger
+from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.records import OVER, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.buffer.zero_variance import Reads
+from asyncrl.config import RunConfig
+from asyncrl.data.parquet import load_samples
+from asyncrl.store.runstore import RunStore
+from asyncrl.types import Sample
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import Message
+from asyncrl.wire.sockets import Hub
+
+log = logging.getLogger("asyncrl.coordinator")
+
+
+@dataclass
+class Answers:
+    """Messages that may leave only after the store's commit: nobody hears of what could still be lost."""
+
+    control: Hub
+    bulk: Hub
+    _queue: list[tuple[Hub, bytes, Message, Sequence[bytes]]] = field(default_factory=list)
+
+    def to_control(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        self._queue.append((self.control, peer, message, frames))
+
+    def to_bulk(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        self._queue.append((self.bulk, peer, message, frames))
+
+    def flush(self) -> None:
+        """Send everything. What a slow or absent peer misses, its protocol asks for again."""
+        queue, self._queue = self._queue, []
+        for hub, peer, message, frames in queue:
+            if not hub.send(peer, message, frames):
+                log.warning("%s not delivered to %s", type(message).__name__, peer.decode(errors="replace"))
+
+
+@dataclass
+class Core:
+    """The run's state, in the coordinator's hands only."""
+
+    config: RunConfig
+    run_dir: Path
+    samples: list[Sample]
+    buffer: ReplayBuffer
+    batches: Batches
+    ledger: VersionLedger
+    store: RunStore
+    outbox: Answers
+    coordinator_epoch: int
+    trainer_epoch: int = 0
+    latest: WeightsRef | None = None
+    progress_at: float = field(default_factory=time.monotonic)
+    waits: list[str] = field(default_factory=list)
+
+    def progress(self, now: float) -> None:
+        """Something moved: the watchdog starts anew."""
+        self.progress_at = now
+
+    def persist(self) -> None:
+        """Write what changed in one transaction, then let the answers out."""
+        groups, episodes = self.buffer.changes()
+        self.store.put_groups(groups, self.buffer.live)
+        self.store.put_episodes(episodes)
+        self.store.put_batches(self.batches.changes())
+        for episode in episodes:
+            if episode.state in OVER and episode.state is not State.TRAINED:
+                self.store.forget_frames(episode.uid)
+        self.store.commit()
+        self.outbox.flush()
+
+
+def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
+    """Samples, buffer and store, as the store says they were."""
+    samples = load_samples(config.data.train)
+    data, buffer = config.data, config.buffer
+    store = RunStore(run_dir)
+    credit = advantages.load(config.algorithm.advantage)
+    replay = ReplayBuffer(
+        buffer,
+        Prompts(len(samples), config.seed, data.shuffle, data.epochs),
+        total_groups=config.total_steps * buffer.groups_per_batch,
+        retries=config.rollout.retries,
+        group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
+        greedy=credit.greedy,
+        reads=Reads(turns=credit.turns, components=credit.components),
+    )
+    batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
+    held = store.load()
+    for group in held.groups:  # the clock of the process that set the deadline is gone
+        group.deadline = time.monotonic() + buffer.group_deadline
+    replay.restore(held.groups, held.episodes, held.left)
+    replay.next_group, replay.cursor = held.next_group, held.cursor
+    replay.retired = held.retired if buffer.retire_pass_rate < 1 else set()
+    replay.committed = held.committed
+    batches.restore(held.batches, held.taken, held.baselines)
+    ledger, latest = VersionLedger(), store.latest_version()
+    if latest is not None:
+        ledger.publish(latest[:2])
+    return Core(
+        config=config,
+        run_dir=run_dir,
+        samples=samples,
+        buffer=replay,
+        batches=batches,
+        ledger=ledger,
+        store=store,
+        outbox=outbox,
+        coordinator_epoch=int(store.meta("coordinator_epoch", "0")) + 1,
+        trainer_epoch=int(store.meta("trainer_epoch", "0")),
+        latest=WeightsRef(*latest) if latest and Path(latest[2]).is_dir() else None,
+    )

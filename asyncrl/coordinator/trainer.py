@@ -1,0 +1,244 @@
+"""The coordinator's side of the trainer ranks.
+
+consumes: hellos, commits, versions, checkpoints (control); takes, confirmations (bulk)
+waits for: a micro-batch's worth of ready trajectories; all ranks of one start
+unblocks: the ranks (plans, go, committed), through the clock the workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.coordinator.state import Core, log
+from asyncrl.errors import ProtocolError
+from asyncrl.wire.messages import (
+    Checkpointed,
+    Commit,
+    Committed,
+    Confirm,
+    Go,
+    Plan,
+    Published,
+    Row,
+    Stop,
+    Take,
+    TrainerBeat,
+    TrainerHello,
+    Welcome,
+)
+
+
+@dataclass
+class Ranks:
+    """The ranks of one trainer start."""
+
+    incarnation: str = ""
+    size: int = 0
+    step: int = 0
+    control: dict[int, bytes] = field(default_factory=dict)
+    takes: dict[int, tuple[bytes, Take]] = field(default_factory=dict)
+    answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
+    confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
+    beats: dict[int, TrainerBeat] = field(default_factory=dict)
+
+
+class TrainerDesk:
+    """Plans out, commits in. `on_commit(step, metrics)` is told of each new committed batch."""
+
+    def __init__(self, core: Core, on_commit: Callable[[Commit], None]) -> None:
+        self.core, self.on_commit = core, on_commit
+        self.ranks = Ranks(incarnation=core.store.meta("trainer_incarnation"))
+        epoch, step, micro = map(int, core.store.meta("gone", "0 0 0").split())
+        self.gone = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
+        self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
+        self.checkpoint_step = max(core.store.checkpoints(), default=-1)  # of the newest one
+        self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
+        self.published: Published | None = None
+
+    # -- control -------------------------------------------------------------------------------------
+
+    def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
+        """A rank reports in. A new incarnation is a new trainer epoch: the ones before are fenced."""
+        core = self.core
+        if message.incarnation != self.ranks.incarnation or not self.ranks.size:
+            if message.incarnation != self.ranks.incarnation:
+                core.trainer_epoch += 1
+                core.store.put_meta("trainer_epoch", str(core.trainer_epoch))
+                core.store.put_meta("trainer_incarnation", message.incarnation)
+            self.ranks = Ranks(message.incarnation, message.ranks, message.step)
+            log.info("trainer epoch %d begins at step %d", core.trainer_epoch, message.step)
+            self._check_position(message.step)
+            core.progress(now)  # a hello repeated out of silence is none
+        self.ranks.control[message.rank] = peer
+        core.outbox.to_control(
+            peer, Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
+        )
+
+    def _check_position(self, step: int) -> None:
+        kept = self.core.batches.batches
+        missing = [n for n in range(step, self.core.batches.committed) if n not in kept]
+        if step > self.core.batches.committed or missing:
+            raise ProtocolError(
+                f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
+                f"{min(kept, default=self.core.batches.committed)} to {self.core.batches.committed}: "
+                "checkpoint and store are not of one run; restore both from the same copy"
+            )
+
+    def beat(self, peer: bytes, message: TrainerBeat, now: float) -> None:
+        """A sign of life. Only work that was done since the last one is progress: the steps behind a barrier
+        may take longer than the watchdog waits, but a rank that hangs in one of them is to be found."""
+        if self.ranks.control.get(message.rank) != peer:
+            return  # of a trainer that another has replaced
+        before = self.ranks.beats.get(message.rank)
+        self.ranks.beats[message.rank] = message
+        if message.work > (before.work if before else 0):
+            self.core.progress(now)
+
+    def commit(self, peer: bytes, message: Commit, now: float) -> None:
+        """Idempotent on the step: a repeat is answered alike, another plan under that step is fatal."""
+        core = self.core
+        if message.trainer_epoch != core.trainer_epoch:
+            core.outbox.to_control(peer, Stop("a newer trainer has taken over"))
+            return
+        recorded = core.store.plan_hash(message.step)
+        batch = core.batches.batches.get(message.step - 1)
+        expected = batch.plan_hash if batch is not None else recorded
+        if message.plan_hash != expected:
+            raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
+        if recorded is None:
+            core.batches.commit(message.step)
+            core.store.put_commit(message.step, core.trainer_epoch, message.plan_hash)
+            self.checkpoint_trained = None
+            self.on_commit(message)
+        self.ranks.step = message.step
+        core.progress(now)
+        # While a restarted trainer repeats steps the engines keep the newer weights they have.
+        core.outbox.to_control(peer, Committed(message.step, publish=message.step >= core.batches.committed))
+
+    def publish(self, message: Published, now: float) -> None:
+        core = self.core
+        current = message.ref.trainer_epoch == core.trainer_epoch
+        # A restarted coordinator knows of the version, but not where it is if that is no directory.
+        again = core.latest is None and message.ref.order == core.ledger.latest
+        if current and (core.ledger.publish(message.ref.order) or again):
+            core.latest, self.published = message.ref, message
+            core.store.put_version(message.ref.trainer_epoch, message.ref.version, message.ref.path)
+            core.progress(now)
+
+    def checkpointed(self, message: Checkpointed, now: float) -> None:
+        """A checkpoint is in place: what the oldest retained one covers may be forgotten."""
+        core = self.core
+        self.finished = self.stopping and message.step >= core.batches.committed
+        if message.step == self.checkpoint_step:
+            return  # told again, for a coordinator that may not have heard
+        core.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
+        self.checkpoint_step = message.step
+        at_end = message.step == core.batches.committed
+        self.checkpoint_trained = message.trained_total if at_end else None
+        keep = core.config.trainer.keep_checkpoints
+        kept = sorted({*core.store.checkpoints(), message.step})[-keep:]
+        oldest = kept[0] if len(kept) == keep else 0
+        covered = core.batches.retain(oldest)
+        for uid in covered:
+            core.store.forget_frames(uid)
+        core.store.forget_plans(oldest, len(covered))
+        core.store.sync()
+        core.store.remove_unused_segments()
+        core.progress(now)
+
+    def finish(self) -> None:
+        """Let the ranks leave a checkpoint at the next micro-batch, and nothing more."""
+        self.stopping, self.finished = True, not self.ranks.size
+
+    def stop(self, reason: str) -> None:
+        """The ranks leave now."""
+        for peer in self.ranks.control.values():
+            self.core.outbox.to_control(peer, Stop(reason))
+
+    # -- bulk ----------------------------------------------------------------------------------------
+
+    def take(self, peer: bytes, message: Take) -> None:
+        """Remember who asks for what; `serve` answers when there is something."""
+        if message.trainer_epoch == self.core.trainer_epoch and message.rank < self.ranks.size:
+            self.ranks.takes[message.rank] = (peer, message)
+
+    def confirm(self, peer: bytes, message: Confirm) -> None:
+        """All ranks hold a plan's payloads: let them run the forward.
+
+        The word is stored before it is given: after a restart in between, the rank that missed it is told
+        again, while the others are already waiting for it in a collective.
+        """
+        if message.trainer_epoch != self.core.trainer_epoch:
+            return
+        place = (message.trainer_epoch, message.step, message.micro)
+        if place <= self.gone:
+            self.core.outbox.to_bulk(peer, Go(message.step, message.micro))
+            return
+        self.ranks.confirmed.setdefault(place, set()).add(message.rank)
+        if len(self.ranks.confirmed[place]) == self.ranks.size:
+            self.ranks.confirmed.clear()
+            self.gone = place
+            self.core.store.put_meta("gone", " ".join(map(str, place)))
+            for rank in self.ranks.control.values():  # one identity on both channels
+                self.core.outbox.to_bulk(rank, Go(message.step, message.micro))
+
+    def serve(self) -> None:
+        """Answer the waiting takes that can be answered."""
+        for rank, (peer, take) in list(self.ranks.takes.items()):
+            plan, frames = self._answer(take, rank)
+            if plan is None:
+                self.core.waits.append(
+                    f"trainer rank {rank} waits for ready trajectories of step {take.step}"
+                )
+                continue
+            del self.ranks.takes[rank]
+            key = (take.step, take.micro)
+            if plan.kind != "stop":  # the other ranks are to be given the same
+                self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
+            self.core.outbox.to_bulk(peer, plan, frames)
+
+    def _answer(self, take: Take, rank: int) -> tuple[Plan | None, list[bytes]]:
+        core, size = self.core, self.ranks.size
+        if take.step > core.batches.committed:
+            raise ProtocolError(f"the trainer asks for step {take.step} before committing {take.step - 1}")
+        if self.stopping and (take.step, take.micro) not in self.ranks.answered:
+            return Plan(take.trainer_epoch, take.step, take.micro, "stop"), []
+        if take.step >= core.config.total_steps:
+            return self._end(take), []
+        uids = core.batches.plan(take.step, take.micro, size)
+        if uids is None:
+            return (self._end(take), []) if core.batches.over and take.micro == 0 else (None, [])
+        if not uids:
+            plan_hash = core.batches.batches[take.step].plan_hash
+            return Plan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
+        rows, frames = self._rows(core.batches.deal(uids, size)[rank])
+        return Plan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
+
+    def _end(self, take: Take) -> Plan:
+        return Plan(take.trainer_epoch, take.step, take.micro, "end")
+
+    def _rows(self, uids: list[str]) -> tuple[tuple[Row, ...], list[bytes]]:
+        """Rows of a recorded plan and their turns' payloads."""
+        core = self.core
+        rows: list[Row] = []
+        frames: list[bytes] = []
+        for uid in uids:
+            episode = core.batches.taken[uid]
+            turns = core.store.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
+            baseline = core.batches.baselines[episode.group]
+            rows.append(
+                Row(
+                    uid=uid,
+                    group=str(episode.group),
+                    frames=len(turns),
+                    own=episode.earned,
+                    siblings=baseline.members,
+                    end=episode.end,
+                    temperature=core.config.rollout.temperature,
+                    tokens=episode.tokens,
+                    greedy=baseline.greedy,
+                )
+            )
+            frames += turns
+        return tuple(rows), frames

@@ -1,0 +1,243 @@
+"""Validation: held-out episodes at one pinned version, in their own ledger beside the training flow.
+
+An embedded engine has a second one for it in each worker; of several servers one is leased. With a single
+server the weights go on changing, and the versions that sampled are reported.
+
+consumes: validation episodes' records, from the worker desk
+waits for: a free share of slots, engines that hold the pinned version -- with a deadline
+unblocks: the end of the run (the last validation)
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from asyncrl.coordinator.engines import EngineDesk
+from asyncrl.coordinator.state import Core, log
+from asyncrl.coordinator.workers import EVAL, Record, Worker, WorkerDesk, sampling_key
+from asyncrl.types import Sample
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.wire.messages import Assign, Attempt, Cancel, Failed, Finished, Generated, LoadWeights
+
+MODES = ("sampled", "greedy")
+
+
+@dataclass
+class Session:
+    """One validation. Episodes are (mode, index into samples)."""
+
+    step: int
+    ref: WeightsRef
+    final: bool
+    queue: list[str]
+    deadline: float
+    running: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # uid -> (worker, assign seq)
+    attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    scores: dict[str, Finished] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    failed: list[str] = field(default_factory=list)  # given up
+    versions: set[int] = field(default_factory=set)  # that sampled its tokens
+
+
+class Validation:
+    """Runs at most one session at a time; a session that cannot end in time is abandoned, with its name."""
+
+    def __init__(self, core: Core, desk: WorkerDesk, engines: EngineDesk, samples: list[Sample]) -> None:
+        self.core, self.desk, self.engines, self.samples = core, desk, engines, samples
+        self.session: Session | None = None
+        self.results: list[tuple[int, dict[str, float]]] = []
+        self._held = ExitStack()
+
+    def begin(self, step: int, count: int, final: bool, now: float) -> bool:
+        """Start validating the latest published version; False when there is none, or nothing to do."""
+        count = min(count, len(self.samples))
+        if self.session is not None and count:
+            log.warning(
+                "validation of step %d left out: that of step %d is not over", step, self.session.step
+            )
+        if self.session is not None or self.core.latest is None or count == 0:
+            return False
+        queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
+        queue.reverse()
+        try:
+            self._hold(self.core.latest)
+        except WeightsError as error:
+            log.warning("no validation of step %d: its weights are gone (%s)", step, error)
+            return False
+        deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
+        self.session = Session(step, self.core.latest, final, queue, deadline)
+        return True
+
+    def tick(self, now: float, exclusive: bool) -> None:
+        """Assign what fits. `exclusive`: training has ended, all slots are ours."""
+        session = self.session
+        if session is None:
+            return
+        if not session.queue and not session.running:
+            self._end(session)
+            return
+        if now > session.deadline:
+            log.error("validation of step %d abandoned: not done by its deadline", session.step)
+            self._end(session)
+            return
+        for worker in self.desk.workers.values():
+            if not self._ready(session, worker, now):
+                continue
+            share = 1.0 if exclusive else self.core.config.validation.max_share
+            while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
+                self._give(session, worker)
+        self._recover(session)
+
+    def record(self, worker: Worker, message: Record) -> None:
+        """A record of a validation episode; turns need no storage."""
+        session, uid = self.session, message.attempt.uid
+        if session is None or uid not in session.running:
+            return
+        if message.attempt.attempt != session.attempts[uid]:
+            return
+        if isinstance(message, Finished):
+            session.scores[uid] = message
+        elif isinstance(message, Failed):
+            log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
+            self._again(session, uid)
+        else:
+            if isinstance(message, Generated) and message.model_tokens:
+                session.versions |= {message.oldest, message.newest}
+            return
+        del session.running[uid]
+        worker.eval_running -= 1
+
+    def _again(self, session: Session, uid: str) -> None:
+        """An attempt failed: try again as often as in training."""
+        session.failures[uid] += 1
+        if session.failures[uid] > self.core.config.rollout.retries:
+            session.failed.append(uid)
+        else:
+            session.attempts[uid] += 1
+            session.queue.append(uid)
+
+    @property
+    def busy(self) -> bool:
+        return self.session is not None
+
+    def wanted(self, attempt: Attempt) -> bool:
+        """True for an attempt of the session under way."""
+        session = self.session
+        return (
+            session is not None
+            and attempt.uid in session.running
+            and session.attempts[attempt.uid] == attempt.attempt
+        )
+
+    def _hold(self, ref: WeightsRef) -> None:
+        """Workers load the version themselves, some of them late: it is not pruned during the session."""
+        if not self.engines.remote:
+            self._held.enter_context(disk.hold(ref))
+
+    def _ready(self, session: Session, worker: Worker, now: float) -> bool:
+        """The worker can sample the version. Its own engine is sent it; again after a refusal or a long
+        silence."""
+        if self.engines.remote:
+            ready = self.engines.pin(session.ref.order)
+            self.engines.tell(self.desk.workers, now)  # of the lease, ahead of the episodes
+            return ready
+        if worker.eval_version == session.ref.order:
+            return True
+        if now - worker.eval_asked > self.core.config.weights.deadline:
+            worker.eval_asked = now
+            self.core.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
+        return False
+
+    def _give(self, session: Session, worker: Worker) -> None:
+        uid = session.queue.pop()
+        _, mode, row = uid.split("/")
+        attempt = session.attempts[uid]
+        worker.eval_running += 1
+        self.desk.assign_seq += 1
+        session.running[uid] = worker.peer, self.desk.assign_seq
+        temperature = self.core.config.validation.temperature if mode == "sampled" else 0.0
+        self.core.outbox.to_control(
+            worker.peer,
+            Assign(
+                seq=self.desk.assign_seq,
+                attempt=Attempt(uid, attempt),
+                sample=self.samples[int(row)],
+                lane="eval",
+                temperature=temperature,
+                key=sampling_key(self.core.config.seed, uid, attempt),
+            ),
+        )
+
+    def _recover(self, session: Session) -> None:
+        """Episodes of workers that are gone, or no longer hold them, are issued again."""
+        for uid, (peer, seq) in list(session.running.items()):
+            worker = self.desk.workers.get(peer)
+            beat = worker.beat if worker is not None else None
+            dropped = (
+                beat is not None
+                and beat.assigned >= seq
+                and Attempt(uid, session.attempts[uid]) not in beat.held
+            )
+            if worker is None or dropped:
+                if worker is not None:
+                    worker.eval_running -= 1
+                del session.running[uid]
+                session.attempts[uid] += 1
+                session.queue.append(uid)
+
+    def _end(self, session: Session) -> None:
+        self.session = None
+        for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
+            session.queue.remove(uid)
+            session.failed.append(uid)
+        for uid, (peer, _) in session.running.items():  # an abandoned session's
+            if (worker := self.desk.workers.get(peer)) is not None:
+                worker.eval_running -= 1
+                self.core.outbox.to_control(peer, Cancel(Attempt(uid, session.attempts[uid])))
+        for worker in self.desk.workers.values():
+            worker.eval_asked = 0.0
+        self.results.append((session.step, self._metrics(session)))
+        self._save(session)
+        self._held.close()
+        if self.engines.remote:
+            self.engines.release()
+
+    def _metrics(self, session: Session) -> dict[str, float]:
+        """`val-core/<source>/<mode>/mean@1` per data source, and over all of them. An episode that failed at
+        every attempt counts as 0: who breaks the world would be left out of the mean otherwise."""
+        scores: dict[str, list[float]] = defaultdict(list)
+        earned = {uid: finished.reward for uid, finished in session.scores.items()}
+        for uid, reward in (earned | dict.fromkeys(session.failed, 0.0)).items():
+            _, mode, row = uid.split("/")
+            scores[f"val-core/{self.samples[int(row)].data_source}/{mode}/mean@1"].append(reward)
+            scores[f"val-core/all/{mode}/mean@1"].append(reward)
+        for uid, finished in session.scores.items():
+            mode = uid.split("/")[1]
+            scores[f"val-aux/{mode}/num_turns/mean"].append(finished.turns)
+            scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.tool_calls)
+        means = {name: sum(values) / len(values) for name, values in scores.items()}
+        unfinished = len(session.running) + len(session.queue)
+        if unfinished:  # what is missing is long: the mean of the rest would flatter
+            means = {}
+        return means | {
+            "val-aux/episodes": float(len(session.scores)),
+            "val-aux/failed": float(len(session.failed) + unfinished),
+            "val-aux/policy_version": float(max(session.versions, default=session.ref.version)),
+            "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version)),
+        }
+
+    def _save(self, session: Session) -> None:
+        directory = self.core.run_dir / "validation"
+        directory.mkdir(exist_ok=True)
+        kept = list(session.scores.items())[: 2 * self.core.config.observe.transcripts]
+        lines = [
+            json.dumps(
+                {"uid": uid, "reward": done.reward, "end": done.end, "turns": done.turns, "text": done.text}
+            )
+            for uid, done in kept
+        ]
+        (directory / f"step-{session.step}.jsonl").write_text("\n".join(lines) + "\n")

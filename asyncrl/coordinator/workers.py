@@ -1,0 +1,378 @@
+"""The coordinator's side of the rollout workers.
+
+consumes: hellos, heartbeats, loads (control); turns, endings (bulk)
+waits for: a lease to run out, an engine to confirm a version -- never for a single worker
+unblocks: workers (assignments, acks, the clock), through the buffer the trainer
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.buffer.records import Episode
+from asyncrl.coordinator.engines import EngineDesk
+from asyncrl.coordinator.state import Core, log
+from asyncrl.errors import ProtocolError
+from asyncrl.types import FailReason
+from asyncrl.wire.messages import (
+    Ack,
+    Assign,
+    Attempt,
+    Cancel,
+    Clock,
+    Failed,
+    Fenced,
+    Finished,
+    Generated,
+    Heartbeat,
+    Loaded,
+    Replied,
+    Stop,
+    Welcome,
+    WorkerHello,
+)
+
+EVAL = "val"  # uids of validation episodes begin with it
+
+Record = Generated | Replied | Finished | Failed
+
+
+@dataclass
+class Worker:
+    """A connected rollout worker."""
+
+    peer: bytes
+    hello: WorkerHello
+    seen: float
+    seq: int  # highest bulk record processed
+    running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
+    beat: Heartbeat | None = None
+    eval_version: tuple[int, int] | None = None
+    eval_asked: float = 0.0  # when its eval lane was last sent a version
+    eval_running: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.hello.index}"
+
+    @property
+    def free(self) -> int:
+        return max(0, self.hello.slots - len(self.running) - self.eval_running)
+
+
+class WorkerDesk:
+    """Leases, assignments and records. `on_landed` is told of each finished episode, `on_eval` of each
+    record of a validation episode; `eval_wanted` says whether such an attempt is current."""
+
+    def __init__(
+        self,
+        core: Core,
+        engines: EngineDesk,
+        on_landed: Callable[[Episode, Finished], None],
+        on_eval: Callable[[Worker, Record], None],
+        eval_wanted: Callable[[Attempt], bool],
+    ) -> None:
+        self.core, self.engines = core, engines
+        self.on_landed, self.on_eval, self.eval_wanted = on_landed, on_eval, eval_wanted
+        self.workers: dict[bytes, Worker] = {}
+        self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
+        self.lost = 0
+        self.tokens = 0  # model tokens of durable turns
+        self.turns = 0  # of these turns: the prompt of each was seen to extend the tokens of its row
+        self._acks: set[bytes] = set()
+
+    # -- control -------------------------------------------------------------------------------------
+
+    def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
+        """A worker reports in, for the first time or again: absolute state, so both are the same."""
+        for old in [w for w in self.workers.values() if w.hello.index == message.index and w.peer != peer]:
+            self.lose(old, "replaced by a new process", now)
+        if peer not in self.workers:
+            log.info("worker %d joined: pid %d, %d slots", message.index, message.pid, message.slots)
+            self.workers[peer] = Worker(peer, message, now, message.acked)
+            if not self.engines.remote:
+                self.engines.join(peer.decode())
+            self._adopt(self.workers[peer], now)
+        self.workers[peer].seen = now
+        core = self.core
+        welcome = Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
+        core.outbox.to_control(peer, welcome)
+        core.outbox.to_control(peer, self._clock())
+        if self.engines.remote:
+            self.engines.forget(peer)
+        else:
+            core.ledger.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
+
+    def _adopt(self, worker: Worker, now: float) -> None:
+        """Episodes a restarted coordinator finds assigned to this very process go on."""
+        for episode in self.core.buffer.episodes.values():
+            if episode.worker == worker.hello.incarnation and episode.state == "running":
+                worker.running[episode.uid] = (episode.assign_seq, now)
+
+    def heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
+        worker = self.workers.get(peer)
+        if worker is None:
+            return  # it will say hello
+        worker.seen, worker.beat = now, message
+        held = {attempt.uid for attempt in message.held}
+        for uid, (seq, sent) in list(worker.running.items()):
+            arrived = seq <= message.assigned
+            overdue = now - sent > self.core.config.launch.lease
+            if uid not in held and (arrived or overdue):
+                self._lose_episode(worker, uid, now)
+        for attempt in message.held:
+            if not self._wanted(worker, attempt):
+                self.core.outbox.to_control(peer, Cancel(attempt))
+
+    def _wanted(self, worker: Worker, attempt: Attempt) -> bool:
+        """False for an attempt that was given to somebody else, or given up, in the worker's absence."""
+        if attempt.uid.startswith(EVAL):
+            return self.eval_wanted(attempt)
+        episode = self.core.buffer.episodes.get(attempt.uid)
+        return (
+            episode is not None
+            and episode.attempt == attempt.attempt
+            and episode.worker == worker.hello.incarnation
+        )
+
+    def loaded(self, peer: bytes, message: Loaded, now: float) -> None:
+        """An embedded engine's answer, from the worker it is part of."""
+        worker = self.workers.get(peer)
+        if worker is None:
+            return
+        if message.lane == "train":
+            self.engines.loaded(peer.decode(), worker.name, message, now)
+        elif message.error:
+            log.warning("%s could not load v%d: %s", worker.name, message.ref.version, message.error)
+            worker.eval_asked = 0.0
+        else:
+            self.engines.note_probe(message)
+            worker.eval_version = message.ref.order
+
+    def clock(self) -> None:
+        """Tell all workers the committed step, and the oldest version a turn may start on."""
+        for worker in self.workers.values():
+            self.core.outbox.to_control(worker.peer, self._clock())
+
+    def _clock(self) -> Clock:
+        step = self.core.batches.committed
+        return Clock(step, max(0, step - self.core.config.buffer.max_staleness))
+
+    def stop(self, reason: str) -> None:
+        for worker in self.workers.values():
+            self.core.outbox.to_control(worker.peer, Stop(reason))
+
+    # -- bulk ----------------------------------------------------------------------------------------
+
+    def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
+        """One sequenced record: processed once, acknowledged after the commit."""
+        worker = self.workers.get(peer)
+        if worker is None:
+            return  # unacknowledged: it is sent again after the hello
+        worker.seen = now
+        if message.seq > worker.seq + 1:
+            return  # something in between was lost: wait for the resend
+        self._acks.add(peer)
+        if message.seq <= worker.seq:
+            return
+        worker.seq = message.seq
+        self.core.progress(now)
+        if message.attempt.uid.startswith(EVAL):
+            self.on_eval(worker, message)
+            return
+        episode = self.core.buffer.current(message.attempt.uid, message.attempt.attempt)
+        if episode is None or episode.worker != worker.hello.incarnation:
+            self.core.outbox.to_bulk(peer, Fenced(message.attempt))
+            return
+        try:
+            self._apply(worker, episode, message, frames, now)
+        except ProtocolError as error:
+            log.error("%s: %s", worker.name, error)
+            self._give_up(worker, episode, FailReason.EPISODE_ERROR, now)
+
+    def _apply(
+        self, worker: Worker, episode: Episode, message: Record, frames: list[bytes], now: float
+    ) -> None:
+        core = self.core
+        match message:
+            case Generated():
+                self._generated(worker, episode, message, frames, now)
+            case Replied():
+                core.store.put_frame(episode.uid, message.turn, "replied", _only(frames))
+            case Finished():
+                if message.turns != episode.turns:
+                    known = f"{episode.turns} of its turns are durable"
+                    raise ProtocolError(f"episode {episode.uid}: ends after {message.turns}, {known}")
+                del worker.running[episode.uid]
+                episode.tool_calls, episode.seconds = message.tool_calls, message.seconds
+                episode.tool_s = message.tool_s
+                episode.turn_rewards, episode.components = message.turn_rewards, message.components
+                episode.shaping = message.shaping
+                episode.rows, episode.longest_row = message.rows, message.longest_row
+                core.buffer.finish(episode, message.reward, message.end, now)
+                self.on_landed(episode, message)
+            case Failed():
+                log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
+                del worker.running[episode.uid]
+                self._fail(episode, message.reason, now)
+
+    def _generated(
+        self, worker: Worker, episode: Episode, message: Generated, frames: list[bytes], now: float
+    ) -> None:
+        if message.turn < episode.turns:
+            return  # sent again to a restarted coordinator
+        if message.turn > episode.turns:
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
+        if message.newest > self.core.ledger.latest[1]:
+            log.error("%s names v%d, which was never pushed", worker.name, message.newest)
+            if not self.engines.remote:
+                self.engines.quarantine(worker.peer.decode(), now)
+            self._give_up(worker, episode, FailReason.ENGINE_ERROR, now)
+            return
+        self.core.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
+        self.tokens += message.model_tokens
+        self.turns += 1
+        self.core.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
+
+    # -- losing --------------------------------------------------------------------------------------
+
+    def tick(self, now: float, gap: float) -> None:
+        """Expire leases, assign. `gap`: how long this loop itself was away."""
+        lease = self.core.config.launch.lease
+        if gap > lease / 4:
+            log.warning("the coordinator was away for %.1f s: all leases are extended", gap)
+            for worker in self.workers.values():
+                worker.seen = now
+        for worker in [w for w in self.workers.values() if now - w.seen > lease]:
+            self.lose(worker, f"silent for {lease:g} s", now)
+        self.engines.tell(self.workers, now)
+        self._assign(now)
+
+    def lose(self, worker: Worker, why: str, now: float) -> None:
+        log.warning("%s lost (%s): %d episodes go back", worker.name, why, len(worker.running))
+        self.lost += 1
+        for uid in list(worker.running):
+            self._lose_episode(worker, uid, now)
+        del self.workers[worker.peer]
+        if not self.engines.remote:
+            self.engines.leave(worker.peer.decode())
+
+    def orphans(self, now: float) -> None:
+        """Episodes assigned to a process that is not connected (after a coordinator's restart)."""
+        here = {worker.hello.incarnation for worker in self.workers.values()}
+        for episode in list(self.core.buffer.episodes.values()):
+            if episode.state == "running" and episode.worker not in here:
+                self._fail(episode, FailReason.WORKER_LOST, now)
+
+    def _lose_episode(self, worker: Worker, uid: str, now: float) -> None:
+        if worker.running.pop(uid, None) is None:
+            return  # its group was dropped with one that was lost just before
+        episode = self.core.buffer.episodes.get(uid)
+        if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
+            self._fail(episode, FailReason.WORKER_LOST, now)
+
+    def _give_up(self, worker: Worker, episode: Episode, reason: FailReason, now: float) -> None:
+        worker.running.pop(episode.uid, None)
+        self.core.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
+        self._fail(episode, reason, now)
+
+    def _fail(self, episode: Episode, reason: FailReason, now: float) -> None:
+        self.cancel(self.core.buffer.fail(episode, reason, now))
+        if episode.turns == 0:
+            self.core.store.forget_frames(episode.uid)
+
+    def cancel(self, episodes: list[Episode]) -> None:
+        """These running episodes are not wanted any more."""
+        uids = {episode.uid: episode for episode in episodes}
+        for worker in self.workers.values():
+            for uid in uids.keys() & worker.running.keys():
+                del worker.running[uid]
+                self.core.outbox.to_control(worker.peer, Cancel(Attempt(uid, uids[uid].attempt)))
+
+    # -- giving out ----------------------------------------------------------------------------------
+
+    @property
+    def free_slots(self) -> int:
+        return sum(worker.free for worker in self.workers.values() if self._usable(worker))
+
+    def _usable(self, worker: Worker) -> bool:
+        return worker.peer.decode() not in self.engines.quarantined
+
+    @property
+    def total_slots(self) -> int:
+        return sum(worker.hello.slots for worker in self.workers.values())
+
+    def _assign(self, now: float) -> None:
+        """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough."""
+        core, open_slots = self.core, self.free_slots
+        if not open_slots:
+            return
+        if not self.engines.ready:
+            core.waits.append("new episodes wait for a server that holds a published version")
+            return
+        for rank, episode in list(core.buffer.pending()):
+            if not open_slots:
+                return
+            fit = [
+                worker
+                for worker in self.workers.values()
+                if worker.free
+                and self._usable(worker)
+                and core.buffer.fresh_enough(self._acked(worker), core.batches.committed, rank)
+            ]
+            if not fit:
+                core.waits.append(self._named_wait(rank))
+                return  # younger groups need fresher weights still
+            self._give(max(fit, key=lambda worker: worker.free), episode, now)
+            open_slots -= 1
+
+    def _give(self, worker: Worker, episode: Episode, now: float) -> None:
+        self.assign_seq += 1
+        self.core.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, self._acked(worker))
+        worker.running[episode.uid] = (self.assign_seq, now)
+        group = self.core.buffer.live[episode.group]
+        message = Assign(
+            seq=self.assign_seq,
+            attempt=Attempt(episode.uid, episode.attempt),
+            sample=self.core.samples[group.row],
+            lane="train",
+            temperature=0.0 if episode.greedy else self.core.config.rollout.temperature,
+            key=sampling_key(self.core.config.seed, episode.uid, episode.attempt),
+        )
+        frames = self.core.store.frames(episode.uid, episode.turns)
+        self.core.outbox.to_control(worker.peer, message, frames)
+
+    def _acked(self, worker: Worker) -> int:
+        return self.engines.version(worker.peer.decode())
+
+    def _named_wait(self, rank: int) -> str:
+        core = self.core
+        needed = core.batches.committed + rank // core.config.buffer.groups_per_batch
+        needed -= core.config.buffer.max_staleness
+        held = [held.acked[1] for held in core.ledger.engines.values()]
+        fresh = sum(version >= needed for version in held)
+        return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
+
+    # -- answering -----------------------------------------------------------------------------------
+
+    def queue_acks(self) -> None:
+        """One cumulative ack per worker heard in this turn of the loop; it leaves after the commit."""
+        for peer in self._acks:
+            worker = self.workers.get(peer)
+            if worker is not None:
+                self.core.outbox.to_bulk(peer, Ack(worker.seq))
+        self._acks = set()
+
+
+def sampling_key(seed: int, uid: str, attempt: int) -> int:
+    """Key of the counter RNG: what is sampled depends on (seed, uid, attempt, position) and the weights."""
+    digest = hashlib.blake2b(f"{seed}/{uid}/{attempt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _only(frames: list[bytes]) -> bytes:
+    if len(frames) != 1:
+        raise ProtocolError(f"expected one frame, got {len(frames)}")
+    return frames[0]

@@ -1,0 +1,153 @@
+"""From a configuration and a URL to a client: at once for workers, after a look at the server for keepers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.engine.model import shapes_of
+from asyncrl.engines.sglang.engine.versions import dialect_of
+from asyncrl.engines.sglang.http import ModelInfo, Server, ServerInfo
+from asyncrl.engines.sglang.loader import Loader
+from asyncrl.errors import ConfigError
+from asyncrl.weights.collective import Receiver
+from asyncrl.weights.disk import cache_directory
+
+log = logging.getLogger("asyncrl.keeper")
+
+LOOK_EVERY = 0.2
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def terms_of(config: RunConfig) -> Terms:
+    """Reads the model's config.json. Raises ConfigError."""
+    return Terms(
+        vocabulary=_shape_of(config.model.path).get_text_config().vocab_size,
+        max_len=config.rollout.max_tokens,
+        max_requests=config.engine.max_requests,
+        silence=config.engine.request_timeout,
+        deadline=config.weights.deadline,
+        mode=config.weights.mode,
+    )
+
+
+async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "") -> None:
+    """See whether the server can serve this run, and leave it as it is: another run may be using it, or have
+    paused it. ConfigError: it never can; other EngineErrors may pass."""
+    server = Server(url, api_key, admin_key)
+    try:
+        await _seen(config, server)
+    finally:
+        await server.close()
+
+
+async def connect(
+    config: RunConfig, index: int, url: str, api_key: str = "", admin_key: str = "", patient: bool = False
+) -> SGLangEngine:
+    """The client of the keeper of server `index`: it is ready, of a version that is known, and serves the
+    run's model. `patient`: it is being started, and need not listen yet. Waits without a deadline.
+    ConfigError: it can never serve this run; its other EngineErrors may pass."""
+    server = Server(url, api_key, admin_key)
+    try:
+        while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
+            await asyncio.sleep(LOOK_EVERY)
+        info, model = await _seen(config, server)
+        await _until_ready(server, fresh=patient)
+        what = f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}"
+        terms = await asyncio.to_thread(terms_of, config)
+        loader = await asyncio.to_thread(_loader, config, index, server, info)
+        return SGLangEngine(server, terms, what, loader)
+    except BaseException:
+        await server.close()
+        raise
+
+
+def _cache(config: RunConfig, index: int) -> Path:
+    """Where the keeper of server `index` makes deltas whole."""
+    run_dir = Path(config.run_dir) / config.name
+    size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    return cache_directory(config.weights.directory, run_dir, config.name, size, index)
+
+
+def _loader(config: RunConfig, index: int, server: Server, info: ServerInfo) -> Loader:
+    weights, dialect = config.weights, dialect_of(info.version, server.url)
+    receiver = Receiver(server, f"engine {index}", info.tp_size)
+    tied = bool(_shape_of(config.model.path).get_text_config().tie_word_embeddings)
+    model = shapes_of(config.model.path, tied)
+    return Loader(server, weights.mode, weights.deadline, _cache(config, index), receiver, dialect, model)
+
+
+async def _seen(config: RunConfig, server: Server) -> tuple[ServerInfo, ModelInfo]:
+    """What the server is, once that and our keys have been found to be right. Changes nothing."""
+    await server.ready()  # whatever the answer: it is an SGLang server
+    await server.try_admin_key()
+    info, model = await server.server_info(), await server.model_info()
+    await asyncio.to_thread(check, config, server.url, info, model)
+    return info, model
+
+
+async def _until_ready(server: Server, fresh: bool) -> None:
+    """`fresh`: nobody can have paused it yet."""
+    if not fresh and not await server.ready():
+        await server.disown()  # its last keeper may have died in the middle of a load
+    await server.resume()
+    while not await server.ready():  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_EVERY)
+
+
+def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:
+    """ConfigError that says what differs from what the run needs."""
+    modes = dialect_of(info.version, url).modes
+    if config.weights.mode not in modes:
+        known = f"its version {info.version} knows {', '.join(modes)}"
+        raise ConfigError(f"server {url} cannot do $.weights.mode={config.weights.mode}: {known}")
+    if config.weights.transport == "collective" and info.dp_size != 1:
+        raise ConfigError(
+            f"server {url} has --dp-size {info.dp_size}, and $.weights.transport=collective needs 1: start a "
+            "server for each replica, or set weights.transport=disk"
+        )
+    room, needed = info.max_req_input_len, config.rollout.max_tokens
+    if room is not None and room < needed:
+        remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
+        raise ConfigError(
+            f"server {url} has room for {room} tokens, $.rollout.max_tokens is {needed}: {remedy}"
+        )
+    differences = _differences(_shape_of(config.model.path), url, info, model)
+    if differences:
+        raise ConfigError(f"server {url} serves another model than $.model.path: {'; '.join(differences)}")
+
+
+def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:
+    """Sizes are compared if the server's model can be read from here; if not, the first load will tell."""
+    pairs: list[tuple[str, object, object]] = [
+        ("architecture", ", ".join(own.architectures or ()), ", ".join(model.architectures or ()))
+    ]
+    try:
+        their = _shape_of(info.model_path).get_text_config()
+    except ConfigError as error:
+        log.warning("server %s: sizes are not compared with its own: %s", url, error)
+    else:
+        mine = own.get_text_config()
+        pairs += [(size, getattr(mine, size, None), getattr(their, size, None)) for size in SIZES]
+    return [f"{what} {found} instead of {wanted}" for what, wanted, found in pairs if found != wanted]
+
+
+def _shape_of(path: str) -> Any:
+    """A model's config.json."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {path}: no usable config.json ({error})") from error

@@ -1,0 +1,228 @@
+"""One SGLang server as a typed client: one method per endpoint, ids and labels in, structs and errors out.
+
+Every call has a deadline. Nothing is sent twice: whoever calls decides what may be repeated. Answers become
+
+    no answer in time, connection refused or cut      ServerGone
+    401, 403                                          KeyRejected
+    503                                               EngineBusy
+    a weight endpoint that refuses or fails           WeightsError
+    everything else that is not a success             EngineError
+
+each with the server's own text. Keys: what describes or samples takes the API key; what changes the server
+takes the admin key where it has one (and then refuses the API key).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from asyncrl.engines.sglang.transport import KeyRejected, ServerGone, Transport, checked
+from asyncrl.errors import EngineError
+from asyncrl.weights.manifest import WeightsError
+
+__all__ = ["KeyRejected", "Server", "ServerGone"]
+
+T = TypeVar("T")
+PauseMode = Literal["abort", "retract", "in_place"]
+
+GET_SECONDS = 10.0
+"""Deadline of a question that the server answers by itself, without its scheduler."""
+ADMIN_SECONDS = 60.0
+"""Deadline of a command to the scheduler, unless the call says otherwise."""
+DISOWNED = "broken"
+"""The label of weights that no run gave the server."""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What `/server_info` says about how the server was started."""
+
+    version: str
+    model_path: str
+    tp_size: int = 1
+    dp_size: int = 1
+    max_req_input_len: int | None = None
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What `/model_info` says about the weights in use; it follows updates."""
+
+    model_path: str
+    weight_version: str = "default"
+    model_type: str | None = None
+    architectures: tuple[str, ...] | None = None
+
+
+class Server:
+    """The server at `url`."""
+
+    def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
+        self._http = Transport(url, api_key, admin_key)
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    # -- questions ------------------------------------------------------------------------------------
+
+    async def ready(self, seconds: float = GET_SECONDS) -> bool:
+        """Whether the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
+        which samples a token, and which says nothing for 20 s during a pause."""
+        status = await self._http.status("/ready", seconds)
+        if status not in (200, 503):
+            raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
+        return status == 200
+
+    async def alive(self, seconds: float = GET_SECONDS) -> bool:
+        """Whether its HTTP process answers at all, paused or not."""
+        try:
+            await self.ready(seconds)
+        except EngineError:
+            return False
+        return True
+
+    async def server_info(self, seconds: float = ADMIN_SECONDS) -> ServerInfo:
+        return await self._get("/server_info", ServerInfo, seconds)
+
+    async def model_info(self, seconds: float = GET_SECONDS) -> ModelInfo:
+        return await self._get("/model_info", ModelInfo, seconds)
+
+    async def weight_label(self, seconds: float = GET_SECONDS) -> str:
+        """The label of the last update, or what the server was started with ("default")."""
+        return (await self.model_info(seconds)).weight_version
+
+    async def try_admin_key(self, seconds: float = GET_SECONDS) -> None:
+        """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""
+        await self._command("/abort_request", {}, seconds)
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def generate(
+        self, body: dict[str, Any], silence: float
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Open a stream of one request: the JSON payloads of its events. Leaving the context before the end
+        cuts the connection, which aborts the request. ServerGone, also from the iterator: the connection was
+        cut by the other side, or nothing came for `silence` seconds."""
+        return self._http.stream("/generate", {**body, "stream": True}, silence)
+
+    async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
+        """The JSON answer to a request that is not streamed."""
+        return await self._http.call("POST", "/generate", seconds, body)
+
+    async def abort(self, rid: str, seconds: float = GET_SECONDS) -> None:
+        """Ask for the end of one request; the answer says nothing. Ids must not be prefixes of each other:
+        the scheduler aborts every request whose id starts with this one."""
+        await self._command("/abort_request", {"rid": rid}, seconds)
+
+    # -- control --------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, seconds: float = ADMIN_SECONDS) -> None:
+        """Hold new requests. Running ones: `abort` ends them, `retract` frees their KV cache (it is computed
+        again), `in_place` freezes them as they are. Whoever pauses must `resume`."""
+        await self._command("/pause_generation", {"mode": mode}, seconds)
+
+    async def resume(self, seconds: float = ADMIN_SECONDS) -> None:
+        await self._command("/continue_generation", {}, seconds)
+
+    async def flush_cache(self, wait: float = 0.0, seconds: float = ADMIN_SECONDS) -> None:
+        """Empty the prefix cache, giving requests `wait` s to end. EngineError if any still runs."""
+        await self._command(f"/flush_cache?timeout={wait:g}", {}, wait + seconds)
+
+    # -- weights: WeightsError carries the server's text ------------------------------------------------
+
+    async def disown(self, seconds: float = ADMIN_SECONDS) -> None:
+        """End all requests, and label the weights as nobody's: what they sample is worth nothing to any
+        client until the next load. In a pause `in_place`, requests end when it does, without a token more
+        under the old label."""
+        body = {"new_version": DISOWNED, "abort_all_requests": True}
+        await self._weights("/update_weight_version", body, seconds)
+
+    async def update_from_disk(
+        self, path: str, label: str, flush: bool, seconds: float = ADMIN_SECONDS
+    ) -> None:
+        """Load a directory in Hugging Face layout. Unless paused, waits for every running request."""
+        body = {"model_path": path, "weight_version": label, "flush_cache": flush}
+        await self._weights("/update_weights_from_disk", body, seconds)
+
+    async def begin_update(self, seconds: float = ADMIN_SECONDS) -> None:
+        await self._weights("/begin_weight_update", {}, seconds)
+
+    async def end_update(self, seconds: float = ADMIN_SECONDS) -> None:
+        await self._weights("/end_weight_update", {}, seconds)
+
+    async def init_group(
+        self,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        name: str,
+        backend: str,
+        seconds: float = ADMIN_SECONDS,
+    ) -> None:
+        """Join a process group as ranks `rank_offset`... Rank 0 must be listening before this is called:
+        without it the server's scheduler, and with it everything, hangs."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._weights("/init_weights_update_group", body, seconds)
+
+    async def update_from_group(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        label: str | None,
+        flush: bool,
+        flattened: bool,
+        seconds: float = ADMIN_SECONDS,
+    ) -> None:
+        """Receive tensors that rank 0 broadcasts: one by one in this order, or `flattened`: as the bytes of
+        all of them at once. `label`: the version this completes; None: more is to come."""
+        body: dict[str, Any] = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group,
+            "flush_cache": flush,
+        }
+        if label is not None:
+            body["weight_version"] = label
+        if flattened:
+            body["load_format"] = "flattened_bucket"
+        await self._weights("/update_weights_from_distributed", body, seconds)
+
+    async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:
+        await self._weights("/destroy_weights_update_group", {"group_name": name}, seconds)
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    # -- plumbing -------------------------------------------------------------------------------------
+
+    async def _get(self, path: str, kind: type[T], seconds: float) -> T:
+        return self._decode(path, await self._http.call("GET", path, seconds), kind)
+
+    async def _command(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        await self._http.call("POST", path, seconds, body, admin=True)
+
+    async def _weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        content = await self._http.call("POST", path, seconds, body, admin=True, failure=WeightsError)
+        checked(content, f"server {self.url}: {path}")
+
+    def _decode(self, path: str, content: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                f"server {self.url}: {path} answered what is not understood: {error}"
+            ) from error

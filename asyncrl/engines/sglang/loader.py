@@ -1,0 +1,195 @@
+"""Gets a published version into one server: verified, within a pause that always ends, and confirmed.
+
+    files: verified, deltas made whole ──┐
+                                         ├──► pause ──► load, labelled ──► continue ──► its label read back
+    broadcast: server and sender ready ──┘
+
+Only one process may do this to a server. A load that failed after the pause leaves the server with anything,
+perhaps with half of a version: it is disowned before it goes on, so that nobody takes what it samples for a
+version's. `broken` says so until a load has succeeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from asyncrl.engines.sglang.http import PauseMode, Server
+from asyncrl.engines.sglang.model import Shapes
+from asyncrl.engines.sglang.versions import Dialect
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.weights import disk
+from asyncrl.weights.collective import Receiver
+from asyncrl.weights.delta import materialise
+from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
+
+log = logging.getLogger("asyncrl.keeper")
+
+RESUME_SECONDS = 30.0
+FLUSH_SECONDS = 2.0  # for requests that were just ended to leave
+
+Load = Callable[[], Awaitable[None]]
+
+
+class Loader:
+    """`mode`: what happens to requests under way. `deadline`: seconds for the server's part of a load.
+
+    `cache`: a directory of this loader's own, on a disk that the server reads, for versions published as
+    deltas. `receiver`: for versions that are broadcast, in the server's `dialect`. `model`: what a version
+    must consist of; by default what the first one does.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        mode: PauseMode,
+        deadline: float,
+        cache: Path | None = None,
+        receiver: Receiver | None = None,
+        dialect: Dialect | None = None,
+        model: Shapes | None = None,
+    ) -> None:
+        self.broken = ""  # why the server's weights are not to be trusted; empty: they are
+        self.label = ""  # of the version loaded last
+        self._server, self._mode, self._deadline = server, mode, deadline
+        self._cache, self._receiver, self._dialect, self._model = cache, receiver, dialect, model
+        self._loading = asyncio.Lock()
+        self._end_of_pause: asyncio.Future[None] | None = None
+        self._preparing: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
+        `broken`."""
+        async with self._loading:  # versions are applied in the order of the calls
+            await self._pause_over()
+            broadcast = ref.path.startswith("tcp://")
+            return await (self._receive(ref) if broadcast else self._read(ref))
+
+    async def close(self) -> None:
+        """Leave the sender, if versions come from one, and the cache, if there is one."""
+        await self._pause_over()
+        if self._receiver is not None:
+            await self._receiver.close()
+        if self._cache is not None:
+            await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
+
+    async def _read(self, ref: WeightsRef) -> Manifest:
+        with disk.hold(ref):
+            # The server reads files without checking them, keeps what they do not name, and dies of a
+            # damaged one: its way back to the old weights reads the same file again.
+            whole, manifest = await self._prepared(ref)
+            self._check(ref, manifest.layout)
+            path = os.path.abspath(whole.path)  # noqa: ASYNC240 (the server has another working directory)
+
+            async def load() -> None:
+                await self._server.update_from_disk(path, ref.label, False, self._deadline)
+
+            await self._replace(ref, load)
+        self._model = self._model or Shapes.of(manifest.layout)
+        return manifest
+
+    async def _prepared(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
+        """One at a time: the thread of a load that was given up goes on, and two would take each other's
+        files out of the cache."""
+        if self._preparing is not None:
+            await asyncio.wait([self._preparing])
+        self._preparing = asyncio.ensure_future(asyncio.to_thread(self._whole, ref))
+        return await asyncio.shield(self._preparing)
+
+    def _whole(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
+        """The version as whole and verified files, and its manifest as published."""
+        manifest = disk.read_manifest(ref)
+        if manifest.delta is None:
+            return ref, disk.verify(ref)
+        if self._cache is None:
+            raise WeightsError(
+                f"weights {ref.path}: are a delta, and there is no cache to make them whole in"
+            )
+        return materialise(ref, self._cache), manifest
+
+    async def _receive(self, ref: WeightsRef) -> Manifest:
+        dialect, found = self._dialect, list[Manifest]()
+        if self._receiver is None or dialect is None:
+            raise WeightsError(f"weights {ref.path}: are broadcast, and this loader reads files only")
+        async with self._receiver.push(ref, self._deadline) as push:
+            layout = tuple(spec for bucket in push.plan.buckets for spec in bucket)
+            self._check(ref, layout)
+
+            async def load() -> None:
+                async with dialect.update(self._server):
+                    found.append(await push.load(flush=False))
+
+            await self._replace(ref, load)
+        self._model = self._model or Shapes.of(layout)
+        return found[0]
+
+    def _check(self, ref: WeightsRef, layout: Layout) -> None:
+        differences = self._model.differences(layout) if self._model is not None else ""
+        if differences:
+            raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
+
+    async def _replace(self, ref: WeightsRef, load: Load) -> None:
+        self.broken = f"the load of {ref.label} was not finished"
+        try:
+            await self._swap(ref, load)
+        except AsyncrlError as error:
+            self.broken = f"the load of {ref.label} failed ({one_line(error)})"
+            raise WeightsError(f"server {self._server.url}: {self.broken}") from error
+        self.broken, self.label = "", ref.label
+
+    async def _swap(self, ref: WeightsRef, load: Load) -> None:
+        try:
+            async with asyncio.timeout(self._deadline), self._held():
+                await load()
+                await self._flush()
+                found = await self._server.weight_label()
+                if found != ref.label:
+                    raise WeightsError(f"afterwards the server's weights are {found!r}")
+        except TimeoutError:
+            raise WeightsError(f"it took longer than {self._deadline:g} s") from None
+
+    async def _flush(self) -> None:
+        """In place, requests keep their KV and salts tell caches apart. Else the cache is emptied: not
+        by the update, which half fails (0.5.23) or takes the server down (0.5.20) where it cannot."""
+        if self._mode == "abort":
+            await self._server.flush_cache(wait=FLUSH_SECONDS)
+        elif self._mode == "retract":
+            await self._server.flush_cache()  # to wait would be for the retracted requests, too
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Requests are held while the context is entered. Without that the server would wait for the end of
+        every running request before it touches its weights. If the body fails, they never sample with what it
+        left: they are ended, or, where the server does not take even that, stay held (then the next load
+        mends it, or its keeper ends it)."""
+        end = self._resume_disowned
+        try:
+            await self._server.pause(self._mode)
+            yield
+            end = self._resume
+        finally:
+            # Not even a second cancellation may leave the server paused for ever.
+            self._end_of_pause = asyncio.ensure_future(end())
+            await asyncio.shield(self._end_of_pause)
+
+    async def _resume(self) -> None:
+        await self._server.resume(RESUME_SECONDS)
+
+    async def _resume_disowned(self) -> None:
+        try:
+            await self._server.disown(RESUME_SECONDS)
+            await self._server.resume(RESUME_SECONDS)
+        except AsyncrlError as error:  # what led here is the one to be raised
+            log.warning(
+                "server %s stays paused, with a load unfinished: %s", self._server.url, one_line(error)
+            )
+
+    async def _pause_over(self) -> None:
+        """The end of a pause whose load was cancelled must not fall into the next load's."""
+        if self._end_of_pause is not None:
+            await asyncio.wait([self._end_of_pause])

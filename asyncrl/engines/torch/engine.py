@@ -1,0 +1,195 @@
+"""The embedded engine: the trainer's own Hugging Face module, served from the caller's event loop.
+
+One task steps the batcher and gives way to the loop after every step; with nothing to do it waits for an
+event. Everything else runs between two steps, so a weight swap or an abort needs neither lock nor drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.engines.base import Request, engines
+from asyncrl.engines.torch.batch import Batcher, Run
+from asyncrl.errors import EngineError, one_line
+from asyncrl.types import Generation, StopReason
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+
+
+class TorchEngine:
+    """An `Engine` in this process. `busy_seconds` (computing) and `idle_seconds` (nothing to compute) are
+    running totals. The model's attention function is replaced, by one that still serves plain calls."""
+
+    def __init__(
+        self, model: PreTrainedModel, slots: int, max_len: int, max_batch_tokens: int, version: int = 0
+    ) -> None:
+        self.busy_seconds = 0.0
+        self.idle_seconds = 0.0
+        self._model = model.eval()
+        self._vocabulary = _vocabulary(model)
+        self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
+        self._futures: dict[Run, asyncio.Future[Generation]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._broken: EngineError | None = None
+
+    @property
+    def version(self) -> int:
+        return self._batcher.version
+
+    @property
+    def running(self) -> int:
+        """Requests not yet answered, those waiting for a slot included."""
+        return len(self._futures)
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._batcher.generated
+
+    async def generate(self, request: Request) -> Generation:
+        if self._broken is not None:
+            raise self._broken
+        self._check(request)
+        run = self._batcher.add(request)
+        future = self._futures[run] = asyncio.get_running_loop().create_future()
+        self._start()
+        try:
+            return await future
+        finally:
+            if run in self._futures:  # the caller was cancelled
+                self._end(run, StopReason.ABORT)
+
+    def abort(self, session: str) -> None:
+        run = self._batcher.runs.get(session)
+        if run is not None:
+            self._end(run, StopReason.ABORT)
+
+    def release(self, session: str) -> None:
+        self.abort(session)
+        self._batcher.slots.release(session)
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        async with self._loading:  # versions are applied in the order of the calls
+            manifest, tensors = await asyncio.to_thread(disk.read, ref)
+            replace_weights(self._model, tensors)
+            self._batcher.mark(ref.version)
+        return manifest
+
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        with torch.inference_mode():
+            tokens = torch.tensor([ids], device=self._model.device)
+            logprobs = self._model(tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            return tuple(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+
+    async def close(self) -> None:
+        self._break(EngineError("the engine was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _check(self, request: Request) -> None:
+        """EngineError on a request that cannot be served."""
+        size, sampling, max_len = len(request.ids), request.sampling, self._batcher.board.max_len
+        problem = None
+        if size == 0:
+            problem = "no ids"
+        elif min(request.ids) < 0 or max(request.ids) >= self._vocabulary:
+            problem = f"ids outside the vocabulary of {self._vocabulary}"
+        elif size + 1 > max_len:
+            problem = f"{size} ids leave no room for a token within max_len {max_len}"
+        elif sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
+            problem = f"sampling parameters out of range: {sampling}"
+        elif request.session in self._batcher.runs:
+            problem = "its previous turn is still running"
+        if problem:
+            raise EngineError(f"session {request.session!r}: {problem}")
+
+    def _start(self) -> None:
+        """Wake the task, or create it in this loop."""
+        if self._task is None or self._task.done():
+            self._wake = asyncio.Event()
+            self._task = asyncio.create_task(self._serve(), name="torch-engine")
+        self._wake.set()
+
+    async def _serve(self) -> None:
+        """The decode loop. It outlives every request and dies with the first error."""
+        try:
+            while True:
+                began = time.perf_counter()
+                if self._futures:
+                    for run in self._batcher.step():
+                        self._end(run)
+                    self.busy_seconds += time.perf_counter() - began
+                    await asyncio.sleep(0)
+                else:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    self.idle_seconds += time.perf_counter() - began
+        except Exception as error:
+            self._break(EngineError(f"the engine broke: {one_line(error)}"))
+
+    def _end(self, run: Run, stop: StopReason | None = None) -> None:
+        """Answer a request; its log-probs may make that an error."""
+        future = self._futures.pop(run)
+        try:
+            generation = self._batcher.end(run, stop)
+        except EngineError as error:
+            if not future.done():
+                future.set_exception(error)
+        else:
+            if not future.done():
+                future.set_result(generation)
+
+    def _break(self, error: EngineError) -> None:
+        """Fail what is pending and everything to come."""
+        self._broken = self._broken or error
+        futures, self._futures = self._futures, {}
+        for future in futures.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
+
+
+def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy published tensors into the model, in place and cast to its types. Tied weights may be published
+    under any of their names, or several. Raises WeightsError, changing nothing, if names or shapes differ."""
+    own = model.state_dict()
+    unknown = sorted(tensors.keys() - own.keys())
+    given = {own[name].data_ptr() for name in tensors.keys() & own.keys()}
+    missing = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in given)
+    if unknown or missing:
+        raise WeightsError(f"weights are not this model's: unknown {unknown[:3]}, missing {missing[:3]}")
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            shapes = f"{tuple(tensor.shape)} instead of {tuple(own[name].shape)}"
+            raise WeightsError(f"weights are not this model's: {name} has shape {shapes}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+@engines.register("torch")
+def build(
+    model_path: str,
+    dtype: str,
+    slots: int,
+    max_len: int,
+    max_batch_tokens: int,
+    version: int = 0,
+    device: str = "cpu",
+) -> TorchEngine:
+    """An engine with the weights in `model_path`, as version `version`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+    return TorchEngine(model.to(device), slots, max_len, max_batch_tokens, version)

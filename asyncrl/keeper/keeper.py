@@ -1,0 +1,280 @@
+"""The keeper of one server: starts it or attaches to it, watches it, and loads weights into it.
+
+consumes: versions to load (control), the life of the server
+waits for: the server to be ready -- with a deadline; the coordinator's lease
+unblocks: the coordinator (an engine that can sample, versions confirmed)
+
+    start / attach ──► ready ──► checked ──► hello with its url ──► loads and beats ──► its end is ours
+
+It is the only one who pauses the server or changes its weights; workers only sample. A server that dies, is
+restarted under our hands or cannot be loaded ends the keeper, and the launcher starts both anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.engine import SGLangEngine
+from asyncrl.engines.sglang.engine.connect import connect
+from asyncrl.engines.sglang.process import ServerProcess, free_port, keys
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
+from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.contact import Contact, Lease
+from asyncrl.runtime.signals import on_signals
+from asyncrl.runtime.waits import Waits
+from asyncrl.runtime.weight_loader import Loads
+from asyncrl.wire.messages import (
+    KeeperBeat,
+    KeeperHello,
+    Loaded,
+    LoadWeights,
+    Stop,
+    ToKeeper,
+    Welcome,
+)
+from asyncrl.wire.sockets import AsyncLink, Endpoints, identity, local_address
+
+T = TypeVar("T")
+log = logging.getLogger("asyncrl.keeper")
+
+LOOK_EVERY = 1.0  # seconds between two looks at a server
+BLIND = 3  # looks in a row without an answer that end a server
+LOAD_TRIES = 3  # failed loads in a row that end a server, over `weights.deadline` at least
+STRANGE = 1.0  # nats between server and trainer on the first version: not the same model
+
+
+def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    """Be a keeper until told to stop. Returns 0, or 1 when the server or the coordinator is lost. Raises
+    ConfigError for a server that can never serve this run."""
+    keeper = Keeper(config, endpoints, index, incarnation)
+    try:
+        return asyncio.run(keeper.serve())
+    except ConfigError:
+        raise
+    except AsyncrlError as error:
+        log.error("engine %d leaves: %s", index, one_line(error, 2000))
+        return 1
+
+
+class Keeper:
+    """Owner of one server and of the contact with the coordinator."""
+
+    def __init__(self, config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> None:
+        self.config, self.index, self.incarnation = config, index, incarnation
+        self._endpoints = endpoints
+        self._run_dir = Path(config.run_dir) / config.name
+        self._waits = Waits()
+        self._timeline = Timeline(self._run_dir / "timeline" / f"engine-{index}.jsonl")
+        self._engine: SGLangEngine | None = None
+        self._process: ServerProcess | None = None
+        self._url, self._healthy = "", False
+        self._loaded = self._failures = 0  # versions in all; failed loads in a row
+        self._failing_since = math.inf
+
+    async def serve(self) -> int:
+        """Until `Stop` or a signal."""
+        loop = asyncio.get_running_loop()
+        name = identity("engine", self.index, self.incarnation)
+        self._control = AsyncLink(self._endpoints.control, ToKeeper, name)
+        launch = self.config.launch
+        self._lease = Lease(launch.lease, launch.start_timeout, loop.time())
+        self._ending: asyncio.Future[int] = loop.create_future()
+        self._loads = Loads("train", self._timeline, self.config.weights.deadline, self._ready)
+        on_signals(self._end)
+        services = [asyncio.create_task(service) for service in self._services()]
+        try:
+            done, _ = await asyncio.wait([self._ending, *services], return_when=asyncio.FIRST_COMPLETED)
+            return int(done.pop().result())
+        finally:
+            await self._leave(services)
+
+    def _services(self) -> list[Coroutine[Any, Any, int]]:
+        return [self._listen(), self._keep_contact(), self._keep_server()]
+
+    async def _ready(self) -> SGLangEngine:
+        if self._engine is None:
+            raise EngineError("the server is not ready")
+        return self._engine
+
+    async def _load(self) -> NoReturn:
+        """Load what is offered, for ever."""
+        while True:
+            while not self._loads.waiting:
+                await self._loads.changed.wait()
+            await self._report(await self._loads.next())
+
+    def _end(self, reason: str) -> None:
+        if not self._ending.done():
+            log.info("engine %d stops: %s", self.index, reason)
+            self._ending.set_result(0)
+
+    async def _leave(self, services: list[asyncio.Task[int]]) -> None:
+        for task in services:
+            task.cancel()
+        await asyncio.gather(*services, return_exceptions=True)
+        self._healthy = False
+        with suppress(AsyncrlError):  # nothing may keep the server from being ended
+            await self._beat()  # workers turn to other servers at once
+        if self._process is not None:  # first: the launcher does not wait for long
+            await self._process.stop()
+        if self._engine is not None:
+            await self._engine.close()
+        self._timeline.close()
+        self._control.close()
+
+    # -- the server ----------------------------------------------------------------------------------
+
+    async def _keep_server(self) -> int:
+        """Start and serve; raises when the server is lost."""
+        engine = await self._start()
+        log.info("engine %d: %s at %s", self.index, engine.description, engine.url)
+        self._engine = engine
+        self._url, self._healthy = engine.url, True
+        await self._hello()
+        watch = [self._mourn(self._process)] if self._process is not None else []
+        await first(self._load(), self._look_after(engine), *watch)
+        return 1
+
+    async def _start(self) -> SGLangEngine:
+        """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
+        settings = self.config.engine
+        seconds = settings.start_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                with self._waits.named("its server to become ready"):
+                    if settings.urls:
+                        return await self._connect(settings.urls[self.index])
+                    return await self._spawn()
+        except TimeoutError:
+            late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
+            raise EngineError(f"engine {self.index}: {late}") from None
+
+    async def _spawn(self) -> SGLangEngine:
+        host = local_address(self._endpoints.control)
+        port = free_port(host)
+        self._process = await ServerProcess.start(self.config, self.index, host, port, self._run_dir)
+        engine = await first(self._connect(f"http://{host}:{port}"), self._mourn(self._process))
+        self._process.forget_keys()
+        return engine
+
+    async def _connect(self, url: str) -> SGLangEngine:
+        """Waits for it: somebody else's server may be being restarted, too."""
+        return await connect(self.config, self.index, url, *keys(self.config.engine), patient=True)
+
+    async def _mourn(self, process: ServerProcess) -> NoReturn:
+        """Raises EngineError when the process ends."""
+        code = await process.ended()
+        raise EngineError(f"engine {self.index}: its server ended with code {code}; its output is above")
+
+    async def _look_after(self, engine: SGLangEngine) -> None:
+        """Is it there, and does it hold what it confirmed? Raises EngineError when not."""
+        blind = 0
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            loaded = self._loaded
+            try:
+                label = await engine.label()
+            except EngineError as error:
+                blind, self._healthy = blind + 1, False
+                if blind >= BLIND:
+                    raise EngineError(f"engine {self.index}: no answer {blind} times: {error}") from error
+                continue
+            blind = 0
+            quiet = 0 < loaded == self._loaded and not self._loads.pending
+            if quiet and not engine.broken and label != engine.loaded_label:
+                raise EngineError(
+                    f"engine {self.index}: its server holds {label!r} and not {engine.loaded_label!r}: "
+                    "it was restarted, or somebody else loads weights into it"
+                )
+            if not self._loads.pending:  # a load under way says nothing yet
+                self._healthy = not engine.broken
+
+    # -- versions ------------------------------------------------------------------------------------
+
+    async def _report(self, message: Loaded) -> None:
+        """Tell the coordinator. Raises when the server cannot be loaded, whatever state it is in."""
+        if message.error:
+            self._healthy = self._engine is not None and not self._engine.broken
+            await self._beat()
+        else:
+            self._check_probe(message)
+            self._loaded += 1
+        await self._control.send(message)
+        if message.error and not message.superseded:
+            self._failed(message.error)
+        else:
+            self._failures, self._failing_since = 0, math.inf
+
+    def _failed(self, error: str) -> None:
+        """It need not be the server's fault: files are pruned, a trainer that broadcasts dies and comes back.
+        Only files that a server refuses from the start are a reason to give up at once."""
+        now = asyncio.get_running_loop().time()
+        self._failures, self._failing_since = self._failures + 1, min(self._failing_since, now)
+        hopeless = not self._loaded and self.config.weights.transport == "disk"
+        patience = 0.0 if hopeless else self.config.weights.deadline
+        if self._failures >= LOAD_TRIES and now - self._failing_since >= patience:
+            why = f"{self._failures} loads in a row failed; the last one: {error}"
+            raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
+
+    def _check_probe(self, message: Loaded) -> None:
+        if not self._loaded and message.probe_gap > STRANGE:
+            raise ConfigError(
+                f"engine {self.index}: the server computes another model: its log-probs of version "
+                f"{message.ref.version} differ from the trainer's by up to {message.probe_gap:.3g}; "
+                "start it with the trainer's model.path and dtype"
+            )
+
+    # -- the coordinator -----------------------------------------------------------------------------
+
+    async def _listen(self) -> int:
+        while True:
+            message, _ = await self._control.receive()
+            self._lease.heard(asyncio.get_running_loop().time())
+            match message:
+                case Welcome():
+                    self._lease.welcomed = True
+                case LoadWeights():
+                    self._loads.offer(message.ref)
+                case Stop():
+                    self._end(message.reason)
+
+    async def _keep_contact(self) -> int:
+        """Beats, hellos while nobody answers, and the keeper's own end when nobody ever does. Workers go on
+        sampling meanwhile: they hold leases of their own."""
+        while True:
+            match self._lease.tick(asyncio.get_running_loop().time()):
+                case Contact.FINE:
+                    await self._beat()
+                case Contact.QUIET | Contact.EXPIRED:
+                    await self._hello()
+                case Contact.GONE:
+                    raise DeadlineError(f"no coordinator for {self._lease.give_up:g} s")
+            await asyncio.sleep(self._lease.interval)
+
+    async def _beat(self) -> None:
+        await self._control.send(KeeperBeat(self._healthy, not self._url, self._waits.longest()))
+
+    async def _hello(self) -> None:
+        engine = self._engine.description if self._engine is not None else ""
+        hello = KeeperHello(self.index, self.incarnation, self._url, os.getpid(), engine)
+        await self._control.send(hello)
+
+
+async def first(*works: Coroutine[Any, Any, T]) -> T:
+    """The result of what ends first, or its exception; the rest is cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

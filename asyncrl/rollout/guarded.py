@@ -1,0 +1,128 @@
+"""An environment as an episode asks it: one thing at a time, within a limit, and every answer is checked.
+
+TurnPlayer ──► Guarded.step ──► bounded ──► Environment.step ──► read ──► Observation | WorldError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncrl.environments import Environment
+from asyncrl.isolation.foreign import Late, bounded, line
+from asyncrl.rollout.episode_runner import WorldError
+from asyncrl.runtime.waits import Waits
+from asyncrl.types import Message, Observation, Sample
+
+T = TypeVar("T")
+log = logging.getLogger("asyncrl.worker")
+
+CLOSE = 5.0  # seconds that an environment may take to close
+MOST_MESSAGES = 64  # of an observation
+LONGEST_NAME = 256  # characters of a role, a name or an id
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """`limit`: seconds for each answer, where the environment states none of its own. What does not end by
+    then is cancelled and left behind. Everything raises WorldError, and nothing else."""
+
+    inner: Environment
+    limit: float
+    waits: Waits
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)  # what was cancelled may still be ending
+
+    async def reset(self, sample: Sample) -> Observation:
+        return await self._ask("reset", lambda: self.inner.reset(sample), _observation)
+
+    async def step(self, message: Message) -> Observation:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        observation = await self._ask("step", lambda: self.inner.step(message), _observation)
+        return msgspec.structs.replace(observation, seconds=clock() - started)
+
+    async def cut_short(self, unheard: Message | None) -> float:
+        return await self._ask("cut_short", lambda: self.inner.cut_short(unheard), _finite)
+
+    async def close(self) -> str:
+        """Why it did not close, or ''. Bounded in time, and never raises."""
+        try:
+            await bounded(self._one(self.inner.close), CLOSE, set())
+        except Exception as error:
+            return line(error)
+        return ""
+
+    async def _ask(self, what: str, call: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
+        limit = self.inner.timeout or self.limit
+        with self.waits.named("the environment"):
+            try:
+                return read(await bounded(self._one(call), limit, set()))
+            except Late:
+                raise WorldError(f"{what} of the environment did not end within {limit:g} s") from None
+            except Exception as error:
+                raise WorldError(f"{what} of the environment failed: {line(error)}") from error
+
+    async def _one(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        async with self._alone:
+            return await call()
+
+
+def guarded(make: Callable[[], Environment], limit: float, waits: Waits) -> Guarded:
+    """Make the environment of an episode. WorldError."""
+    try:
+        return Guarded(make(), limit, waits)
+    except (Exception, SystemExit) as error:
+        raise WorldError(f"the environment cannot be made: {line(error)}") from error
+
+
+def _observation(answer: Any) -> Observation:
+    """What can be recorded, of what says as much: numbers may be numpy's, messages a list. TypeError or
+    ValueError."""
+    if not isinstance(answer, Observation):
+        raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
+    messages = tuple(islice(answer.messages, MOST_MESSAGES + 1))
+    if len(messages) > MOST_MESSAGES:
+        raise ValueError(f"an Observation has at most {MOST_MESSAGES} messages")
+    return Observation(tuple(map(_message, messages)), _finite(answer.reward), bool(answer.done))
+
+
+def _message(message: Any) -> Message:
+    """Its content and reasoning are cut where the model's tokens are counted."""
+    if not isinstance(message, Message):
+        raise TypeError(f"the messages of an Observation must be Messages, not {type(message).__name__}")
+    if message.tool_calls:
+        raise ValueError("the messages of an Observation make no tool calls; only the model does")
+    return Message(
+        _name("role", message.role),
+        _text("content", message.content),
+        tool_call_id=_name("tool_call_id", message.tool_call_id),
+        name=_name("name", message.name),
+        reasoning=_text("reasoning", message.reasoning),
+    )
+
+
+def _name(key: str, value: Any) -> str:
+    name = _text(key, value)
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"the {key} of a message has at most {LONGEST_NAME} characters, not {len(name)}")
+    return name
+
+
+def _text(key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"the {key} of a message must be text, not {type(value).__name__}")
+    return value.encode(errors="replace").decode()  # half a surrogate pair cannot be recorded
+
+
+def _finite(reward: Any) -> float:
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"the reward is {number}, which is no finite number")
+    return number

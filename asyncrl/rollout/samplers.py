@@ -1,0 +1,116 @@
+"""The lane of an embedded engine: the versions it is to load, and the turns sampled from it.
+
+consumes: LoadWeights
+waits for: the engine; on the pinned lane, the end of its episodes before its weights change
+unblocks: turns that wait for fresher weights
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from asyncrl.engines.base import Engine, Request
+from asyncrl.errors import EngineError
+from asyncrl.runtime.busy_timer import Meter, Recorder
+from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.runtime.weight_loader import Loads
+from asyncrl.types import Generation
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import Loaded
+
+BROKEN = 8  # failed turns in a row that tell a broken engine from bad requests
+
+
+@dataclass
+class OwnLane:
+    """`pinned`: the engine is built when first needed, and its weights change only when no episode runs:
+    validation samples one fixed version while training goes on."""
+
+    name: str
+    build: Callable[[], Engine]
+    waits: Waits
+    meter: Meter
+    timeline: Recorder
+    deadline: float  # of one load, in seconds
+    pinned: bool = False
+    engine: Engine | None = None
+    running: int = 0  # episodes
+    failures: int = 0  # turns in a row that the engine refused or broke
+    loads: Loads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = Loads(self.name, self.timeline, self.deadline, self._built)
+
+    @property
+    def changed(self) -> Changed:
+        return self.loads.changed
+
+    def offer(self, ref: WeightsRef) -> None:
+        """Load this version next; one that was waiting is skipped."""
+        self.loads.offer(ref)
+
+    async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
+        """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken:
+        only another process can help."""
+        while True:
+            while not self.loads.waiting or (self.pinned and self.running):
+                if self.failures >= BROKEN:
+                    raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
+                await self.changed.wait()
+            await report(await self.loads.next())
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[None]:
+        """The body is one episode. On the pinned lane it starts on the version offered last."""
+        while self.pinned and (self.loads.pending or self.engine is None):
+            with self.waits.named(f"{self.name} lane: its weights are being loaded"):
+                await self.changed.wait()
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.changed.fire()
+
+    async def fresh(self, oldest: Callable[[], int]) -> None:
+        """Wait until the weights are not older than `oldest()`. The pinned lane keeps what it has."""
+        while not self.pinned and self.version < oldest():
+            with self.waits.named(f"weights v{oldest()}: engine has v{self.version}"):
+                await self.changed.wait()
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample a turn. Raises EngineError."""
+        if self.engine is None:
+            raise EngineError(f"the {self.name} lane has no engine")
+        try:
+            with self.meter.turn():
+                generation = await self.engine.generate(request)
+        except EngineError:
+            self.failures += 1
+            if self.failures >= BROKEN:
+                self.changed.fire()
+            raise
+        self.failures = 0
+        self.meter.tokens += len(generation.ids)
+        return generation
+
+    def release(self, session: str) -> None:
+        if self.engine is not None:
+            self.engine.release(session)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version if self.engine is not None else -1
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.close()
+
+    async def _built(self) -> Engine:
+        if self.engine is None:
+            self.engine = await asyncio.to_thread(self.build)
+        return self.engine

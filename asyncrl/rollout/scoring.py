@@ -1,0 +1,91 @@
+"""The reward of one episode: all its parts at once, each with a deadline, and its shaping.
+
+    RewardInput ──┬─► in the loop (async, or quick) ─────┐
+                  └─► Pool: child processes (sync) ──────┴──► combine ──► Verdict
+
+Foreign code ends here: whatever it does becomes a Verdict or a RewardError of one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from asyncrl.errors import one_line
+from asyncrl.isolation.foreign import Late, bounded
+from asyncrl.remote import close_sessions
+from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
+from asyncrl.rewards.process import PATIENCE, SIZE, Pool
+from asyncrl.rewards.shaping import Shaping
+from asyncrl.types import Verdict
+
+__all__ = ["RewardError", "Scorer"]
+
+
+class Scorer:
+    """Calls rewards, each within `timeout` s; `shapings` are applied to the episodes that train. It belongs
+    to one event loop."""
+
+    def __init__(self, rewards: Sequence[Reward], timeout: float, shapings: Sequence[Shaping] = ()) -> None:
+        self._rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
+        self._pools = [_pool(reward) for reward in rewards]
+
+    async def score(self, given: RewardInput) -> Verdict:
+        """The verdict on one episode. One part that fails fails it: RewardError, which names that part where
+        there are several."""
+        pairs = zip(self._rewards, self._pools, strict=True)
+        parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
+        failed = [
+            f"{reward.name}: {part}" if len(parts) > 1 else part
+            for reward, part in zip(self._rewards, parts, strict=True)
+            if isinstance(part, str)
+        ]
+        if failed:
+            raise RewardError("; ".join(failed))
+        named = zip(self._rewards, parts, strict=True)
+        try:
+            return combine([(r.name, r.weight, part) for r, part in named if isinstance(part, Verdict)])
+        except ValueError as error:
+            raise RewardError(one_line(error)) from error
+
+    def shape(self, given: ShapingInput) -> float:
+        """What is added to the reward of an episode. Raises RewardError."""
+        try:
+            return shape(self._shapings, given)
+        except Exception as error:
+            raise RewardError(f"algorithm.shaping: {one_line(error)}") from error
+
+    async def close(self) -> None:
+        """Kill the reward processes and close connections to remote models."""
+        await asyncio.gather(*(pool.close() for pool in self._pools if pool is not None))
+        await close_sessions()
+
+    async def _part(self, reward: Reward, pool: Pool | None, given: RewardInput) -> Verdict | str:
+        """One part's verdict, or why there is none."""
+        seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
+        try:
+            if pool is not None:
+                return await pool.call(given, seconds)
+            return await bounded(_judged(reward, given), seconds, set())
+        except RewardError as error:
+            return str(error)
+        except (Late, TimeoutError):
+            return f"no reward within {seconds:g} s"
+        except Exception as error:
+            return told(error)
+
+
+async def _judged(reward: Reward, given: RewardInput) -> Verdict | str:
+    """In the loop. Told here, while it is known where an error came from."""
+    try:
+        return await evaluate(reward.function, given)
+    except RewardError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
+        return told(error)
+
+
+def _pool(reward: Reward) -> Pool | None:
+    if reward.place == "loop":
+        return None
+    return Pool(reward.source, 1 if reward.place == "one_process" else SIZE)

@@ -1,0 +1,302 @@
+"""A rollout worker: many episodes in one asyncio loop, over an engine of its own or over all servers.
+
+consumes: assignments, versions or the table of servers, the clock (control); acks and fences (bulk)
+waits for: the coordinator's lease, engines, tools and rewards -- each by name, see `waits`
+unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
+
+It owns nothing that could be lost: what was not acknowledged is sent again, what was not sent is sampled
+again from the last durable turn, by whoever gets the episode next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import Engine
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
+from asyncrl.gateway import Gateway
+from asyncrl.observe.timeline import Timeline
+from asyncrl.rollout.agent_player import Agents
+from asyncrl.rollout.context import Desk
+from asyncrl.rollout.episode_runner import EpisodeRunner
+from asyncrl.rollout.roster import Client
+from asyncrl.rollout.samplers import OwnLane
+from asyncrl.rollout.server_pool import Fleet
+from asyncrl.rollout.setup import Parts, prepare
+from asyncrl.rollout.turn_player import TurnPlayer
+from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.contact import Contact, Lease
+from asyncrl.runtime.signals import on_signals
+from asyncrl.runtime.waits import Waits
+from asyncrl.wire.messages import (
+    Ack,
+    Assign,
+    Attempt,
+    Cancel,
+    Clock,
+    EngineEntry,
+    Engines,
+    Fenced,
+    Heartbeat,
+    LoadWeights,
+    Stop,
+    ToWorkerBulk,
+    ToWorkerControl,
+    Welcome,
+    WorkerHello,
+)
+from asyncrl.wire.outbox import Outbox
+from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
+
+log = logging.getLogger("asyncrl.worker")
+
+FLUSH = 2.0  # seconds for the last records to become durable when stopping
+SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights must not wait for those
+
+
+def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
+    """Be a rollout worker until told to stop. Returns 0, or 1 when left alone or with a broken engine."""
+    torch.set_num_threads(config.rollout.threads)
+    parts = prepare(config)
+    engine = parts.build() if parts.build is not None else None
+    gc.collect()
+    gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
+    # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
+    try:
+        return loop.run_until_complete(Worker(config, endpoints, index, incarnation, parts, engine).serve())
+    except ConfigError:
+        raise
+    except AsyncrlError as error:
+        log.error("worker %d leaves: %s", index, one_line(error))
+        return 1
+    finally:
+        loop.close()
+
+
+class Worker:
+    """Owner of the episodes and of the contact with the coordinator."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        endpoints: Endpoints,
+        index: int,
+        incarnation: str,
+        parts: Parts,
+        engine: Engine | None,
+    ) -> None:
+        self.config, self.index, self.incarnation = config, index, incarnation
+        self._parts = parts
+        self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
+        run_dir = Path(config.run_dir) / config.name
+        self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
+        self.waits, self.meter = Waits(), Meter(self.timeline)
+        self.lanes = self._own_lanes(parts.build, engine) if parts.build is not None else {}
+        self.fleets = self._fleets(parts.connect) if parts.connect is not None else {}
+        self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
+        desk = Desk(
+            config.rollout, parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
+        )
+        self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
+        self.runner = EpisodeRunner(
+            desk, self.agents.lead if self.agents else lambda job: TurnPlayer(job, parts.world)
+        )
+        self._episodes: dict[Attempt, asyncio.Task[None]] = {}
+        self._assigned = self._oldest = self._beats = 0
+        self._epoch = -1
+
+    def _own_lanes(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, OwnLane]:
+        shared = (build, self.waits, self.meter, self.timeline, self.config.weights.deadline)
+        train = OwnLane("train", *shared, engine=engine)
+        return {"train": train, "eval": OwnLane("eval", *shared, pinned=True)}
+
+    def _fleets(self, connect: Callable[[EngineEntry], Client]) -> dict[str, Fleet]:
+        patience = self.config.engine.start_timeout
+        return {name: Fleet(name, connect, self.waits, self.meter, patience) for name in ("train", "eval")}
+
+    async def serve(self) -> int:
+        """Until `Stop` or a signal; raises DeadlineError when the coordinator does not come back."""
+        loop = asyncio.get_running_loop()
+        self._control = AsyncLink(self._endpoints.control, ToWorkerControl, self._name)
+        self._bulk = AsyncLink(self._endpoints.bulk, ToWorkerBulk, self._name)
+        self._ending: asyncio.Future[int] = loop.create_future()
+        launch = self.config.launch
+        self.lease = Lease(launch.lease, launch.start_timeout, loop.time())
+        on_signals(self._end)
+        if self.agents is not None:
+            await self.agents.start()
+        services = [asyncio.create_task(service) for service in self._services()]
+        try:
+            waited: list[asyncio.Future[Any]] = [self._ending, *services]
+            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            return int(done.pop().result())
+        finally:
+            await self._leave(services)
+
+    def _services(self) -> list[Coroutine[Any, Any, None]]:
+        lanes = [lane.run(self._control.send) for lane in self.lanes.values()]
+        return [self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run(), *lanes]
+
+    def _end(self, reason: str) -> None:
+        if not self._ending.done():
+            log.info("worker %d stops: %s", self.index, reason)
+            self._ending.set_result(0)
+
+    async def _leave(self, services: list[asyncio.Task[None]]) -> None:
+        """Drop the episodes, give the records a moment to become durable, close."""
+        dropped = list(self._episodes.values())
+        self._fence("leaving")
+        if dropped:
+            await asyncio.wait(dropped, timeout=FLUSH)  # what does not end goes with the process
+        try:
+            async with asyncio.timeout(FLUSH):
+                await self.outbox.flushed()
+        except TimeoutError:
+            log.warning("records of %d episodes were not acknowledged", len(self.outbox.attempts))
+        for task in services:
+            task.cancel()
+        await asyncio.gather(*services, return_exceptions=True)
+        for name in ("train", "eval"):
+            await self._lane(name).close()
+        if self.agents is not None:
+            await self.agents.close()
+        await asyncio.gather(self._parts.world.toolbox.close(), self._parts.scorer.close())
+        self.meter.flush()
+        self.timeline.close()
+        self._control.close()
+        self._bulk.close()
+
+    # -- the coordinator -----------------------------------------------------------------------------
+
+    async def _listen_control(self) -> None:
+        while True:
+            message, frames = await self._control.receive()
+            self._heard()
+            match message:
+                case Welcome():
+                    self._welcome(message)
+                case Assign():
+                    self._assign(message, frames)
+                case Cancel():
+                    self._drop(message.attempt)
+                case LoadWeights():
+                    self._own(message.lane).offer(message.ref)
+                case Engines():
+                    for fleet in self.fleets.values():
+                        fleet.table(message.entries)
+                case Clock():
+                    self._oldest = message.oldest
+                    self._lane("train").changed.fire()
+                case Stop():
+                    self._end(message.reason)
+
+    async def _listen_bulk(self) -> None:
+        while True:
+            message, _ = await self._bulk.receive()
+            self._heard()
+            match message:
+                case Ack():
+                    self.outbox.ack(message.seq)
+                case Fenced():
+                    self._drop(message.attempt)
+
+    def _heard(self) -> None:
+        self.lease.heard(asyncio.get_running_loop().time())
+
+    def _welcome(self, message: Welcome) -> None:
+        """A new coordinator counts its assignments anew, and may lack what the old one had not stored."""
+        restarted = message.coordinator_epoch != self._epoch
+        if restarted:
+            self._epoch, self._assigned = message.coordinator_epoch, 0
+        if restarted or self.outbox.paused:
+            self.outbox.rewind()
+        self.lease.welcomed = True
+
+    async def _keep_contact(self) -> None:
+        """Heartbeats, hellos while nobody answers, and the worker's own end when nobody ever does."""
+        while True:
+            match self.lease.tick(asyncio.get_running_loop().time()):
+                case Contact.FINE:
+                    await self._control.send(self._heartbeat())
+                case Contact.QUIET:
+                    await self._hello()
+                case Contact.EXPIRED:
+                    self._fence(f"nothing heard from the coordinator for {self.lease.seconds:g} s")
+                    await self._hello()
+                case Contact.GONE:
+                    raise DeadlineError(f"no coordinator for {self.lease.give_up:g} s")
+            self.outbox.check()
+            self.meter.flush()
+            await asyncio.sleep(self.lease.interval)
+
+    async def _hello(self) -> None:
+        self.outbox.pause()
+        slots, version = self.config.rollout.slots, self._lane("train").version
+        hello = WorkerHello(self.index, self.incarnation, slots, version, os.getpid(), self.outbox.acked)
+        await self._control.send(hello)
+
+    def _heartbeat(self) -> Heartbeat:
+        """Attempts whose records are on their way are still held: nobody else may start them."""
+        self._beats += 1
+        busy, idle = self.meter.seconds
+        return Heartbeat(
+            seq=self._beats,
+            assigned=self._assigned,
+            held=tuple(self.outbox.attempts | self._episodes.keys()),
+            busy_s=busy,
+            idle_s=idle,
+            tokens=self.meter.tokens,
+            waiting=self.waits.longest(),
+            engines=tuple(use for fleet in self.fleets.values() for use in fleet.use()),
+        )
+
+    # -- episodes ------------------------------------------------------------------------------------
+
+    def _assign(self, message: Assign, frames: list[bytes]) -> None:
+        self._assigned = message.seq
+        if message.attempt in self._episodes:
+            return
+        for other in [held for held in self._episodes if held.uid == message.attempt.uid]:
+            self._drop(other)
+        task = asyncio.create_task(self.runner.run(message, frames, self._lane(message.lane)))
+        self._episodes[message.attempt] = task
+        task.add_done_callback(lambda task: self._over(message.attempt, task))
+
+    def _over(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        if self._episodes.get(attempt) is task:
+            del self._episodes[attempt]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._ending.done():
+            self._ending.set_exception(error)
+
+    def _drop(self, attempt: Attempt) -> None:
+        """Cancel an episode; it says nothing more."""
+        task = self._episodes.pop(attempt, None)
+        if task is not None:
+            task.cancel()
+
+    def _fence(self, why: str) -> None:
+        if self._episodes:
+            log.warning("worker %d gives up %d episodes: %s", self.index, len(self._episodes), why)
+        for attempt in list(self._episodes):
+            self._drop(attempt)
+
+    def _lane(self, name: str) -> OwnLane | Fleet:
+        return self.fleets[name] if name in self.fleets else self._own(name)
+
+    def _own(self, name: str) -> OwnLane:
+        if name not in self.lanes:
+            raise ProtocolError(f"unknown lane {name!r}")
+        return self.lanes[name]

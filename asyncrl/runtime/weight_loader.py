@@ -1,0 +1,93 @@
+"""The versions an engine is to load: a mailbox in which the latest wins, and the check after each load.
+
+consumes: versions offered
+waits for: the engine, at most `deadline` seconds a load
+unblocks: whoever waits for fresher weights, by `changed`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+from asyncrl.engines.base import Engine
+from asyncrl.errors import recorded
+from asyncrl.runtime.busy_timer import Recorder
+from asyncrl.runtime.waits import Changed
+from asyncrl.weights.buffers import Superseded
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.wire.messages import Loaded
+
+EngineSupplier = Callable[[], Awaitable[Engine]]
+
+
+class Loads:
+    """`engine` is asked for at each load; it may build one."""
+
+    def __init__(self, lane: str, timeline: Recorder, deadline: float, engine: EngineSupplier) -> None:
+        self.lane, self.changed = lane, Changed()
+        self._timeline, self._deadline, self._engine = timeline, deadline, engine
+        self._mail: WeightsRef | None = None
+        self._busy = False
+        self._last: tuple[WeightsRef, Manifest] | None = None
+
+    def offer(self, ref: WeightsRef) -> None:
+        """Load this version next; one that was waiting is skipped."""
+        self._mail = ref
+        self.changed.fire()
+
+    @property
+    def waiting(self) -> bool:
+        """A version has been offered and is not being loaded yet."""
+        return self._mail is not None
+
+    @property
+    def pending(self) -> bool:
+        """A version is being loaded, or is about to be."""
+        return self._busy or self._mail is not None
+
+    async def next(self) -> Loaded:
+        """Load what was offered last and check it; there must be one. What goes wrong is in the answer."""
+        assert self._mail is not None
+        ref, self._mail, self._busy = self._mail, None, True
+        try:
+            return await self._load(ref)
+        finally:
+            self._busy = False
+            self.changed.fire()
+
+    async def _load(self, ref: WeightsRef) -> Loaded:
+        start, wall, checksum, gap, tokens = time.monotonic(), time.time(), "", 0.0, 0
+        with recorded() as failure:
+            try:
+                async with asyncio.timeout(self._deadline):
+                    engine = await self._engine()
+                    manifest = await self._swap(engine, ref)
+                    gap, tokens = await _probe(engine, manifest)
+                    checksum = manifest.checksum
+            except TimeoutError:
+                what = "loaded" if self._last is None else "probed"
+                raise WeightsError(f"{ref.label} was not {what} within {self._deadline:g} s") from None
+        self._timeline.record("load_weights", wall, time.time())
+        seconds = time.monotonic() - start
+        superseded = isinstance(failure.error, Superseded)
+        return Loaded(ref, self.lane, checksum, seconds, failure.line, gap, tokens, superseded)
+
+    async def _swap(self, engine: Engine, ref: WeightsRef) -> Manifest:
+        """Load a version; one that is in use already is only confirmed again."""
+        if self._last is None or self._last[0] != ref:
+            self._last = None  # until it is in: after a failure the engine may hold anything
+            self._last = ref, await engine.load(ref)
+        return self._last[1]
+
+
+async def _probe(engine: Engine, manifest: Manifest) -> tuple[float, int]:
+    """(largest gap, tokens) between the engine's log-probs of the version's probe and the trainer's."""
+    probe = manifest.probe
+    if probe is None or engine.version != manifest.version:
+        return 0.0, 0
+    own = await engine.score(probe.ids)
+    gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)]
+    return (max(gaps) if all(map(math.isfinite, gaps)) else math.inf), len(own)

@@ -1,0 +1,117 @@
+"""One trainer rank's part in publishing a version.
+
+consumes: the policy, after a step
+waits for: nothing but the copy to host memory; collecting, writing and telling go on in the background
+unblocks: the coordinator (published), which sends the version to the engines
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.trainer.model import Policy, score, shards
+from asyncrl.trainer.world import World
+from asyncrl.weights import disk
+from asyncrl.weights.collective import Sender
+from asyncrl.weights.delta import DeltaWriter
+from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.weights.publisher import Publisher
+from asyncrl.weights.shards import HostShards
+from asyncrl.weights.snapshot import Snapshot
+from asyncrl.wire.messages import Published, ToTrainerControl
+from asyncrl.wire.sockets import Endpoints, Link, identity, local_address
+
+PROBE_TOKENS = 65
+
+
+class Publishing:
+    """Made by all ranks together. `announced`: the last version in place, as told by rank 0."""
+
+    def __init__(
+        self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
+    ) -> None:
+        self.config, self.mesh, self.policy = config, mesh, policy
+        self.announced: Published | None = None  # set by the publisher's thread
+        self._probe_ids = probe_ids(policy.lm.config.vocab_size)
+        self._host = HostShards(shards(policy), policy.export_dtype, config.launch.stall_timeout)
+        self._publisher: Publisher | None = None
+        self._sender: Sender | None = None
+        if mesh.rank == 0:
+            files = config.weights.transport == "disk"
+            write = self._writer(run_dir) if files else self._offerer(endpoints)
+            self._publisher = Publisher(write, self._announcer(endpoints))
+
+    def publish(self, trainer_epoch: int, step: int) -> None:
+        """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises what an
+        earlier one failed with."""
+        start = time.monotonic()
+        claimed = self._host.claim() if self.mesh.rank == 0 else 0
+        index = self.mesh.gather(claimed, int)[0]
+        self._host.copy(index, shards(self.policy))
+        probe = Probe(self._probe_ids, score(self.policy, self._probe_ids, self.mesh.device))
+        self.check()
+        if self._publisher is not None:
+            stall = time.monotonic() - start
+            self._publisher.submit(self._host.snapshot(index, trainer_epoch, step, probe, stall))
+
+    def check(self) -> None:
+        """Raises what writing, or reading what is broadcast, failed with."""
+        for part in (self._publisher, self._sender):
+            if part is not None and part.error is not None:
+                raise part.error
+
+    def drain(self) -> None:
+        """Write what is published, before this rank leaves as told; on all ranks."""
+        timeout = self.config.launch.stop_timeout / 2
+        if self._publisher is not None:
+            self._publisher.close(timeout)
+        if self._sender is not None:
+            self._sender.close()
+        self._host.close(timeout)
+
+    def _directory(self, run_dir: Path) -> Path:
+        weights, size = self.config.weights, sum(spec.nbytes for spec in self._host.layout)
+        needed = disk.room(size, weights.keep, weights.delta, self.config.engine.keepers)
+        return disk.weights_directory(weights.directory, run_dir, self.config.name, needed)
+
+    def _offerer(self, endpoints: Endpoints) -> Callable[[Snapshot], WeightsRef]:
+        """The publisher's thread only says what there is; servers are sent it when their keepers ask."""
+        weights, host = self.config.weights, local_address(endpoints.control)
+        self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
+        return self._sender.offer
+
+    def _writer(self, run_dir: Path) -> Callable[[Snapshot], WeightsRef]:
+        """The publisher's thread writes a version to files."""
+        weights, directory = self.config.weights, self._directory(run_dir)
+        deltas = DeltaWriter(directory, weights.bucket_bytes, weights.full_every) if weights.delta else None
+
+        def write(snapshot: Snapshot) -> WeightsRef:
+            if deltas is not None:
+                ref = deltas.write(snapshot)
+            else:
+                ref = disk.write(snapshot, directory, weights.bucket_bytes)
+            disk.prune(directory, weights.keep)
+            return ref
+
+        return write
+
+    def _announcer(self, endpoints: Endpoints) -> Callable[[WeightsRef, float, float], None]:
+        """Published goes out from the publisher's own thread, over its own socket."""
+        links: list[Link] = []
+
+        def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
+            if not links:
+                links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
+            self.announced = Published(ref, snapshot_s, write_s)
+            links[0].send(self.announced)
+
+        return announce
+
+
+def probe_ids(vocabulary: int) -> tuple[int, ...]:
+    """The fixed text that trainer and engines score at each publish; any ids do."""
+    return tuple(random.Random(0).choices(range(vocabulary), k=PROBE_TOKENS))

@@ -1,0 +1,347 @@
+"""One trainer rank.
+
+consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
+waits for: ready trajectories, its fellow ranks (go, collectives), the ack of a commit -- each by name
+unblocks: the coordinator (commits), the engines (published versions)
+
+All ranks run the same sequence of collectives, because all are given the same kind of plan for the
+same (step, micro), and with several ranks nobody starts one before all hold theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import psutil
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import DeadlineError, ProtocolError
+from asyncrl.observe.timeline import Timeline
+from asyncrl.trainer import checkpoint, world
+from asyncrl.trainer.publishing import Publishing
+from asyncrl.trainer.step import Learner
+from asyncrl.types import Turn
+from asyncrl.wire.messages import (
+    Checkpointed,
+    Commit,
+    Committed,
+    Confirm,
+    Go,
+    Message,
+    Plan,
+    Row,
+    Stop,
+    Take,
+    ToTrainerBulk,
+    ToTrainerControl,
+    TrainerBeat,
+    TrainerHello,
+    Welcome,
+)
+from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
+
+log = logging.getLogger("asyncrl.trainer")
+
+BEAT_EVERY = 0.5
+RESEND_EVERY = 2.0
+# Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
+# update_critic is the step of the critic's optimizer.
+TIMED = (
+    *("update_actor", "update_critic", "values", "ref", "adv"),
+    *("update_weights", "save_checkpoint", "wait_data"),
+)
+_turns = msgspec.msgpack.Decoder(Turn)
+
+
+class Stopped(Exception):
+    """The coordinator told this rank to leave."""
+
+
+def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
+    """Be a trainer rank until told to leave. Returns the exit code."""
+    torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.seed)
+    mesh = world.join(
+        rank, config.trainer.ranks, rendezvous, config.trainer.device, config.launch.stall_timeout * 2
+    )
+    trainer = TrainerRank(config, endpoints, mesh, incarnation)
+    try:
+        trainer.loop()
+    except Stopped as stop:
+        log.info("leaving: %s", stop)
+        trainer.publishing.drain()
+    finally:
+        trainer.close()
+        world.leave()
+    return 0
+
+
+class TrainerRank:
+    """The loop of one rank around a Learner."""
+
+    def __init__(self, config: RunConfig, endpoints: Endpoints, mesh: world.World, incarnation: str) -> None:
+        self.config, self.mesh, self.incarnation = config, mesh, incarnation
+        self.run_dir = Path(config.run_dir) / config.name
+        self.rank, self.first = mesh.rank, mesh.rank == 0
+        self.learner = Learner(config, mesh)
+        self.checkpoints = self.run_dir / "checkpoints"
+        self.trained: list[str] = []  # since the last checkpoint
+        self.trained_total, self.parent = 0, -1
+        self._resume()
+        self.committed = self.learner.step  # acknowledged; the learner is ahead during a commit
+        name = identity("trainer", self.rank, incarnation)
+        self.control = Link(endpoints.control, ToTrainerControl, name)
+        self.bulk = Link(endpoints.bulk, ToTrainerBulk, name)
+        self._poller = Poller(self.control, self.bulk)
+        self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
+        self.trainer_epoch = 0
+        self.watch = self.learner.watch
+        self.waiting = ""
+        self.work = 0  # micro-batches done, as the beats tell
+        self.learner.pulse = self._pulse
+        self._beat_at = self._heard_at = time.monotonic()
+        self._batch: list[str] = []
+        self.published_step, self.repeating = -1, False
+        self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
+
+    def _resume(self) -> None:
+        """Start from the newest sound checkpoint of the run, the same on all ranks."""
+        found = checkpoint.newest(self.checkpoints) if self.first else None
+        path = self.mesh.gather(str(found or ""), str)[0]
+        if path:
+            manifest = checkpoint.load(Path(path), self.learner)
+            self.trained_total, self.parent = manifest.trained_total, manifest.step
+            log.info("resumed from %s", path)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """Take, train, commit, publish, until the coordinator says stop."""
+        frontier = self._hello().step
+        self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
+        if not self.repeating:
+            self._publish()
+        micro = 0
+        while True:
+            plan, frames = self._take(micro)
+            match plan.kind:
+                case "work":
+                    self._train(plan, frames)
+                    micro += 1
+                case "step":
+                    self._finish(plan)
+                    micro = 0
+                case "end" | "stop":
+                    if plan.kind == "end" and self.published_step != self.learner.step:
+                        self._publish()  # weights.every may have left out the last version
+                    self._save()
+                    self._await_stop(plan.kind)
+                case _:
+                    raise ProtocolError(f"unknown kind of plan {plan.kind!r}")
+
+    def _train(self, plan: Plan, frames: list[bytes]) -> None:
+        with self.timeline.span("train"), self.watch.phase("update_actor"):
+            self.learner.accumulate(list(decode_rows(plan.rows, frames)))
+        self._batch += [row.uid for row in plan.rows]
+
+    def _finish(self, plan: Plan) -> None:
+        """The optimizer step, its commit, and what follows only after the ack."""
+        with self.timeline.span("step"), self.watch.phase("update_actor"):
+            metrics = self.learner.finish()
+        everyone = [uid for part in self.mesh.gather(self._batch, list[str]) for uid in part]
+        self.trained += everyone
+        self.trained_total += len(everyone)
+        self._batch = []
+        metrics["trainer/trajectories_total"] = float(self.trained_total)
+        metrics |= performance(*self.watch.lap(), metrics.get("perf/total_num_tokens", 0.0))
+        with self.watch.phase("wait_commit", waiting=True):  # the other ranks: for the first one's ack
+            publish = self._commit(plan, metrics) if self.first else True
+            publish = self.mesh.gather(publish, bool)[0]
+        self.committed = self.learner.step
+        if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
+            self.repeating = False
+            self._publish()
+        every = self.config.trainer.checkpoint_every
+        if every and self.learner.step % every == 0:
+            self._save()
+
+    # -- talking to the coordinator --------------------------------------------------------------------
+
+    def _hello(self) -> Welcome:
+        hello = TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, pid=os.getpid())
+        name = "the coordinator's welcome"
+        with self.watch.phase("wait_welcome", waiting=True):
+            welcome, _ = self._ask(self.control, hello, lambda m: isinstance(m, Welcome), name)
+        self.trainer_epoch = welcome.trainer_epoch
+        return welcome
+
+    def _take(self, micro: int) -> tuple[Plan, list[bytes]]:
+        """The next plan; with several ranks, only when all of them hold theirs."""
+        step = self.learner.step
+        take = Take(self.trainer_epoch, step, micro, self.rank)
+
+        def mine(message: Message) -> bool:
+            return isinstance(message, Plan) and (message.step, message.micro) == (step, micro)
+
+        def go(message: Message) -> bool:
+            return isinstance(message, Go) and (message.step, message.micro) == (step, micro)
+
+        with self.watch.phase("wait_data", waiting=True):
+            plan, frames = self._ask(self.bulk, take, mine, f"trajectories of step {step}", patient=True)
+            if self.mesh.size > 1:
+                confirm = Confirm(self.trainer_epoch, step, micro, self.rank)
+                self._ask(self.bulk, confirm, go, "the other ranks' payloads")
+        return plan, frames
+
+    def _commit(self, plan: Plan, metrics: dict[str, float]) -> bool:
+        """Rank 0: True when this version is to be published."""
+        commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
+
+        def mine(message: Message) -> bool:
+            return isinstance(message, Committed) and message.step == commit.step
+
+        answer, _ = self._ask(self.control, commit, mine, f"the commit of step {commit.step}")
+        return answer.publish
+
+    def _ask(
+        self,
+        link: Link,
+        message: Message,
+        wanted: Callable[[Any], bool],
+        name: str,
+        patient: bool = False,
+    ) -> tuple[Any, list[bytes]]:
+        """Send, and wait for the answer; sent again every RESEND_EVERY seconds (all are idempotent).
+
+        A patient wait is for data and ends with the coordinator's stop only; any other raises
+        DeadlineError after launch.start_timeout.
+        """
+        deadline = time.monotonic() + self.config.launch.start_timeout
+        self.waiting, resend_at = name, 0.0
+        while True:
+            now = time.monotonic()
+            self.publishing.check()
+            if now >= resend_at:
+                link.send(message)
+                resend_at = now + RESEND_EVERY
+            if now > deadline and not patient:
+                raise DeadlineError(f"waited {self.config.launch.start_timeout:g} s for {name}")
+            self._beat(now)
+            self._poller.wait(BEAT_EVERY)
+            for received in self._received():
+                if wanted(received[0]):
+                    self.waiting = ""
+                    return received
+
+    def _received(self) -> Iterator[tuple[Any, list[bytes]]]:
+        """What has arrived on both links. Stop ends the rank wherever it waits."""
+        for link in (self.control, self.bulk):
+            while (received := link.receive(0)) is not None:
+                self._heard_at = time.monotonic()
+                if isinstance(received[0], Stop):
+                    raise Stopped(received[0].reason)
+                if isinstance(received[0], Welcome) and self.publishing.announced is not None:
+                    self.control.send(self.publishing.announced)  # a restarted coordinator may not have heard
+                yield received
+
+    def _pulse(self) -> None:
+        """A micro-batch is done: told even while nobody asks, behind a barrier or in a long batch."""
+        self.work += 1
+        self._tell(time.monotonic())
+
+    def _tell(self, now: float) -> bool:
+        """Sign of life, unless the last one was just now."""
+        if now < self._beat_at:
+            return False
+        self._beat_at = now + BEAT_EVERY
+        self.control.send(self._sign())
+        return True
+
+    def _beat(self, now: float) -> None:
+        """Sign of life; and a hello after silence, for a coordinator that was restarted."""
+        if not self._tell(now):
+            return
+        if now - self._heard_at > 2 * RESEND_EVERY:
+            self._heard_at = now
+            self.control.send(
+                TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, os.getpid())
+            )
+
+    def _await_stop(self, kind: str) -> NoReturn:
+        """Tell of the checkpoint until told to leave: the coordinator may be another by then."""
+        name = f"the coordinator's stop after {kind}"
+        with self.watch.phase("wait_stop", waiting=True):
+            self._ask(self.control, self._checkpointed(), lambda _: False, name, patient=True)
+        raise AssertionError("unreachable: only Stop ends this wait")
+
+    def _checkpointed(self) -> Message:
+        """Rank 0 speaks for all; the others have only their sign of life to repeat."""
+        if not self.first:
+            return self._sign()
+        path = self.checkpoints / f"step-{self.learner.step}"
+        return Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
+
+    def _sign(self) -> TrainerBeat:
+        busy, idle = self.watch.busy_s, self.watch.idle_s
+        return TrainerBeat(self.rank, self.learner.step, busy, idle, self.waiting, self.work)
+
+    # -- publishing and saving -------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        self.published_step = self.learner.step
+        with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
+            self.publishing.publish(self.trainer_epoch, self.learner.step)
+
+    def _save(self) -> None:
+        """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
+        plan is in the store, and is trained again."""
+        if self.parent != self.learner.step:
+            with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
+                checkpoint.save(self.checkpoints, self.learner, self._manifest())
+        self.trained, self.parent = [], self.learner.step
+        if self.first:
+            checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
+            self.control.send(self._checkpointed())
+
+    def _manifest(self) -> checkpoint.CheckpointManifest:
+        return checkpoint.CheckpointManifest(
+            step=self.learner.step,
+            trainer_epoch=self.trainer_epoch,
+            parent=self.parent,
+            trained=tuple(self.trained),
+            trained_total=self.trained_total,
+        )
+
+    def close(self) -> None:
+        self.timeline.close()
+        self.control.close()
+        self.bulk.close()
+
+
+def decode_rows(rows: tuple[Row, ...], frames: list[bytes]) -> Iterator[tuple[Row, list[Turn]]]:
+    """Each row with its turns. Raises ProtocolError when the frames do not match the rows."""
+    if sum(row.frames for row in rows) != len(frames):
+        raise ProtocolError(f"plan names {sum(row.frames for row in rows)} turns, {len(frames)} came")
+    position = 0
+    for row in rows:
+        yield row, [_turns.decode(frame) for frame in frames[position : position + row.frames]]
+        position += row.frames
+
+
+def performance(seconds: float, phases: dict[str, float], tokens: float) -> dict[str, float]:
+    """Times and memory of this rank since its last commit; a phase that did not happen is left out.
+
+    `update_weights` and `save_checkpoint` are those that followed the commit before this one.
+    """
+    found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
+    if tokens:
+        found["timing_per_token_ms/update_actor"] = 1e3 * phases.get("update_actor", 0.0) / tokens
+    memory = psutil.Process().memory_info().rss / 1e9
+    return found | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}

@@ -1,0 +1,206 @@
+"""The only importer of zmq: a ROUTER for the coordinator, DEALERs for everyone else.
+
+| socket | when full                   | what was lost is resent by   | may block |
+|--------|-----------------------------|------------------------------|-----------|
+| Hub    | `send` returns False        | the peer (no ack)            | nobody    |
+| Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
+
+Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER can never hand it the mail
+of the old one. Messages are typed and bounded by MAX_BYTES; anything else raises ProtocolError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
+from asyncrl.wire.messages import Message
+
+MAX_BYTES = 256 << 20
+HIGH_WATER = 4096
+SEND_DEADLINE = 30.0
+LINGER = 500  # milliseconds that a closed socket goes on sending
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Endpoints(msgspec.Struct, frozen=True):
+    """Where the coordinator listens."""
+
+    control: str
+    bulk: str
+
+
+def choose_endpoints(host: str, port: int) -> Endpoints:
+    """Two ports on `host`: `port` and the next one, or free ones for 0. ConfigError if taken."""
+    with socket.socket() as first, socket.socket() as second:
+        for sock, wanted in ((first, port), (second, port + 1 if port else 0)):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((host, wanted))
+            except OSError as error:
+                raise ConfigError(
+                    f"launch.host={host} launch.port={wanted}: cannot bind ({error.strerror}); "
+                    "end what uses it, or set launch.port=0 for a free port"
+                ) from None
+        return Endpoints(
+            control=f"tcp://{host}:{first.getsockname()[1]}", bulk=f"tcp://{host}:{second.getsockname()[1]}"
+        )
+
+
+def local_address(endpoint: str) -> str:
+    """This machine's address on the way to `endpoint`: peers of the coordinator come the same way."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def identity(role: str, index: int, incarnation: str = "") -> bytes:
+    """The name of a process on its sockets: the same on both channels, never used twice."""
+    return f"{role}/{index}/{incarnation or secrets.token_hex(6)}".encode()
+
+
+def encode(message: Message, frames: Sequence[bytes]) -> list[bytes]:
+    """Header and opaque frames as one multipart message."""
+    return [_encoder.encode(message), *frames]
+
+
+class Codec:
+    """Typed decoding of one direction's union."""
+
+    def __init__(self, union: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+
+    def decode(self, parts: list[bytes]) -> tuple[Any, list[bytes]]:
+        """(message, frames), or ProtocolError for what is not in the union."""
+        if not parts:
+            raise ProtocolError("empty message")
+        try:
+            return self._decoder.decode(parts[0]), parts[1:]
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"undecodable message: {error}") from None
+
+
+class Hub:
+    """The coordinator's end of one channel. Never blocks."""
+
+    def __init__(self, endpoint: str, union: Any, context: zmq.Context | None = None) -> None:
+        self.socket: zmq.Socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
+        _configure(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.bind(endpoint)
+        self._codec = Codec(union)
+
+    def send(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> bool:
+        """False when the peer is unknown or its queue is full; the caller's protocol resends."""
+        try:
+            self.socket.send_multipart([peer, *encode(message, frames)], flags=zmq.DONTWAIT)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
+        """The next message, or None when there is none now. ProtocolError names the peer."""
+        try:
+            peer, *parts = self.socket.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        try:
+            return peer, *self._codec.decode(parts)
+        except ProtocolError as error:
+            raise ProtocolError(f"{peer!r}: {error}") from None
+
+    def close(self) -> None:
+        self.socket.close(linger=LINGER)
+
+
+class Poller:
+    """Waits on several sockets at once."""
+
+    def __init__(self, *ends: Hub | Link) -> None:
+        self._poller = zmq.Poller()
+        for end in ends:
+            self._poller.register(end.socket, zmq.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        self._poller.poll(int(max(0.0, seconds) * 1000))
+
+
+class Link:
+    """A peer's blocking end of one channel (trainer ranks, console)."""
+
+    def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
+        self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
+        _configure(self.socket, name)
+        self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
+        self.socket.connect(endpoint)
+        self._codec = Codec(union)
+
+    def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
+        try:
+            self.socket.send_multipart(encode(message, frames))
+        except zmq.Again:
+            name = type(message).__name__
+            raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
+
+    def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
+        """The next message, or None after `timeout` seconds."""
+        if not self.socket.poll(int(max(0.0, timeout) * 1000)):
+            return None
+        return self._codec.decode(self.socket.recv_multipart())
+
+    def close(self) -> None:
+        self.socket.close(linger=LINGER)
+
+
+class AsyncLink:
+    """A peer's asyncio end of one channel (rollout workers)."""
+
+    def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _configure(self._socket, name)
+        self._socket.connect(endpoint)
+        self._codec = Codec(union)
+
+    async def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
+        try:
+            async with asyncio.timeout(SEND_DEADLINE):
+                await self._socket.send_multipart(encode(message, frames))
+        except TimeoutError:
+            name = type(message).__name__
+            raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
+
+    async def receive(self) -> tuple[Any, list[bytes]]:
+        """The next message; callers race it against their own deadlines."""
+        return self._codec.decode(await self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._socket.close(linger=LINGER)
+
+
+def flush_sockets() -> None:
+    """Wait for closed sockets to send what they hold, at most LINGER. Afterwards there are none any more."""
+    zmq.Context.instance().term()
+    zmq.asyncio.Context.instance().term()
+
+
+def _configure(sock: Any, name: bytes | None = None) -> None:
+    if name is not None:
+        sock.setsockopt(zmq.IDENTITY, name)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+    sock.setsockopt(zmq.LINGER, LINGER)

@@ -1,0 +1,86 @@
+"""Which groups are of zero variance depends on what the advantage reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.algorithms.advantages import CreditInput, advantages
+from asyncrl.buffer.zero_variance import Reads, alike
+from asyncrl.types import Member
+from tests.unit.buffer.machine import admit, land_group, make
+
+Turns = tuple[float, ...]
+TURNS, PARTS = Reads(turns=True), Reads(components=True)
+rewards = st.sampled_from([0.0, 0.5, 1.0])
+groups = st.lists(st.lists(rewards, min_size=1, max_size=3).map(tuple), min_size=2, max_size=4)
+
+
+def members(*turns: Turns) -> list[Member]:
+    return [Member(number, sum(some), len(some), some) for number, some in enumerate(turns)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "greedy", "reads", "same"),
+    [
+        ([(0.5, 0.5), (0.0, 1.0)], None, Reads(), True),  # only sums are read
+        ([(0.5, 0.5), (0.0, 1.0)], None, TURNS, False),
+        ([(0.0, 0.0, 1.0), (1.0,)], None, TURNS, True),  # solved, in three turns or in one
+        ([(0.5, 0.5), (0.5, 0.0, 0.5)], None, TURNS, True),
+        ([(0.5, 0.5), (0.5, 0.0, 0.5), (0.5, 0.25, 0.0, 0.25)], None, TURNS, False),
+        ([(1.0,), (0.0,)], None, TURNS, False),
+        ([(), ()], None, TURNS, True),  # rewards without turns
+        ([(0.1 + 0.2, 0.7), (0.3, 0.7)], None, TURNS, True),  # rounding
+        ([(0.0, 1.0), (1.0,)], 1.0, TURNS, True),
+        ([(0.0, 1.0), (1.0,)], 0.5, TURNS, False),
+        ([(0.5, 0.5), (0.5, 0.5)], 1.0, TURNS, False),  # against 1 on both turns: 0, then -0.5
+        ([(0.5, 0.5), (0.5, 0.5)], 1.0, Reads(), True),
+    ],
+)
+def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: Reads, same: bool) -> None:
+    assert alike(members(*turns), greedy, reads) is same
+
+
+@pytest.mark.parametrize(
+    ("parts", "reads", "same"),
+    [
+        ([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}], PARTS, False),  # a tie of the sums
+        ([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}], Reads(), True),
+        ([{"right": 1.0}, {"right": 1.0}], PARTS, True),
+    ],
+)
+def test_components_by_hand(parts: list[dict[str, float]], reads: Reads, same: bool) -> None:
+    group = [Member(number, 1.0, components=some) for number, some in enumerate(parts)]
+    assert alike(group, None, reads) is same
+
+
+def lessons(name: str, group: list[Member], greedy: float | None) -> list[float]:
+    """The advantages themselves, with one token per turn."""
+    found: list[float] = []
+    for own in group:
+        turn = np.arange(len(own.turn_rewards))
+        credit = CreditInput(own, group, np.array(own.turn_rewards), turn, greedy=greedy)
+        found += np.atleast_1d(advantages.load(name).of(credit)).tolist()
+    return found
+
+
+@given(groups, st.sampled_from(["dr_grpo", "rloo", "grpo_turn", "remax"]), rewards)
+def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
+    turns: list[Turns], name: str, greedy: float
+) -> None:
+    entry, group = advantages.load(name), members(*turns)
+    baseline = greedy if entry.greedy else None
+    taught = any(abs(value) > 1e-9 for value in lessons(name, group, baseline))
+    reads = Reads(turns=entry.turns, components=entry.components)
+    assert alike(group, baseline, reads) is not taught
+
+
+@pytest.mark.parametrize(("reads", "filtered"), [(Reads(), 2), (PARTS, 0)])
+def test_the_buffer_asks_for_what_is_read(reads: Reads, filtered: int) -> None:
+    buffer, _ = make(filter_zero_variance=True, reads=reads)
+    admit(buffer, 1)
+    buffer.episodes["0.0"].components, buffer.episodes["0.1"].components = {"a": 1.0}, {"a": 0.0}
+    land_group(buffer, 0, 1.0, 1.0)
+    assert buffer.flow().filtered == filtered

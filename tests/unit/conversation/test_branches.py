@@ -1,0 +1,463 @@
+"""The rows of an agent's episode: what extends a row, what begins one, what is refused, what is recalled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.conversation.branches import CHARACTERS, Ask, Branches, Place, Refusal, same
+from asyncrl.conversation.turns import rows_of
+from asyncrl.errors import ProtocolError
+from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
+from tests.fakes.chat import FakeChat, call, encode, rules
+from tests.fakes.engine import generation
+
+USER, AGAIN = Message("user", "q"), Message("user", "and?")
+TOOLS = ("",)  # there are tools; the prompt does not show them
+
+
+def placed(branches: Branches, *messages: Message, **options: Any) -> Place:
+    place = branches.place(Ask(messages, **options))
+    assert isinstance(place, Place), place
+    return place
+
+
+def answered(branches: Branches, place: Place, text: str, stop: StopReason = StopReason.STOP) -> Message:
+    return branches.add(place, branches.turn(place, generation(text, stop=stop)))
+
+
+def say(branches: Branches, text: str, *messages: Message, **options: Any) -> Message:
+    return answered(branches, placed(branches, *messages, **options), text)
+
+
+def shape(branches: Branches) -> list[int]:
+    """The row of each turn."""
+    return [turn.row for turn in branches.turns]
+
+
+def test_news_extend_the_row_after_the_very_ids_of_the_model() -> None:
+    branches = Branches(rules())
+    said = say(branches, "  42 ", USER)  # its content is stripped, its ids are not
+    place = placed(branches, USER, said, AGAIN)
+    assert place.row == 0
+    assert place.ids == (*encode("q"), 2, *encode("  42 "), 3, *encode("and?"), 2)
+    assert place.context == (*encode("and?"), 2)
+    answered(branches, place, "43")
+    assert shape(branches) == [0, 0]
+
+
+SPELLINGS = {
+    "whitespace": Message("assistant", " \nlook ", (ToolCall("a", '{"x": 1, "y": [2]}', "call_0"),)),
+    "arguments": Message("assistant", "look", (ToolCall("a", '{"y":[2],"x":1}', "other"),)),
+    "reasoning left out": Message("assistant", "look", (ToolCall("a", '{"x": 1, "y": [2]}'),)),
+}
+
+
+@pytest.mark.parametrize("theirs", SPELLINGS.values(), ids=SPELLINGS)
+def test_what_the_model_said_is_known_in_other_spellings(theirs: Message) -> None:
+    branches = Branches(rules())
+    say(branches, "look" + call("a", '{"x": 1, "y": [2]}'), USER, tools=TOOLS)
+    reply = Message("tool", "7", tool_call_id="call_0", name="a")
+    assert placed(branches, USER, theirs, reply, tools=TOOLS).row == 0
+
+
+EDITS = {
+    "content": Message("assistant", "looked", (ToolCall("a", "{}"),)),
+    "arguments": Message("assistant", "look", (ToolCall("a", '{"x": 2}'),)),
+    "name": Message("assistant", "look", (ToolCall("b", "{}"),)),
+    "a call less": Message("assistant", "look"),
+    "role": Message("user", "look", (ToolCall("a", "{}"),)),
+    "reasoning": Message("assistant", "look", (ToolCall("a", "{}"),), reasoning="no"),
+}
+
+
+@pytest.mark.parametrize("theirs", EDITS.values(), ids=EDITS)
+def test_an_edited_history_begins_a_row(theirs: Message) -> None:
+    branches = Branches(rules())
+    say(branches, "look" + call("a"), USER, tools=TOOLS)
+    place = placed(branches, USER, theirs, AGAIN, tools=TOOLS)
+    assert (place.row, place.ids) == (None, place.context)
+    answered(branches, place, "ok")
+    assert shape(branches) == [0, 1]
+
+
+def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
+    branches = Branches(rules())
+    said = say(branches, call("a", '{"x":   1}'), USER, tools=TOOLS)
+    theirs = msgspec.structs.replace(said, tool_calls=(ToolCall("a", '{"x": 1}'),))
+    reply = Message("tool", "7")
+    say(branches, "one", USER, theirs, reply, tools=TOOLS)
+    again = placed(branches, USER, theirs, reply, tools=TOOLS)  # the row has gone on since
+    assert again.row is None
+    assert again.said[1].tool_calls[0].arguments == said.tool_calls[0].arguments
+
+
+NEW_ROWS: dict[str, tuple[tuple[Message, ...], dict[str, Any]]] = {
+    "the same prompt again": ((USER,), {}),
+    "another conversation": ((Message("user", "other"), Message("user", "q")), {}),
+    "other tools": ((USER, Message("assistant", "42"), AGAIN), {"tools": ('{"name": "t"}',)}),
+    "no news": ((USER, Message("assistant", "42")), {}),
+    "words put in its mouth": ((USER, Message("assistant", "42"), Message("assistant", "43"), AGAIN), {}),
+}
+
+
+@pytest.mark.parametrize(("messages", "options"), NEW_ROWS.values(), ids=NEW_ROWS)
+def test_everything_else_begins_a_row(messages: tuple[Message, ...], options: dict[str, Any]) -> None:
+    branches = Branches(rules())
+    say(branches, "42", USER)
+    assert placed(branches, *messages, **options).row is None
+
+
+def test_a_template_that_rewrites_begins_a_row() -> None:
+    branches = Branches(rules(chat=FakeChat(rewrites=("user",))))
+    said = say(branches, "42", USER)
+    assert placed(branches, USER, said, AGAIN).row is None
+    assert placed(branches, USER, said, Message("tool", "7")).row == 0
+
+
+def test_a_turn_that_was_cut_has_no_end_to_go_on_from() -> None:
+    branches = Branches(rules())
+    said = answered(branches, placed(branches, USER), "forty-", StopReason.LENGTH)
+    assert branches.end is EpisodeEnd.LENGTH
+    assert placed(branches, USER, said, AGAIN).row is None
+
+
+def test_of_two_requests_that_extend_a_row_the_first_gets_it() -> None:
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    first, second = placed(branches, USER, said, AGAIN), placed(branches, USER, said, AGAIN)
+    assert (first.row, second.row) == (0, None)
+    assert first.session != second.session
+    answered(branches, second, "b")
+    answered(branches, first, "a")
+    assert shape(branches) == [0, 1, 0]
+    assert [turn.index for turn in branches.turns] == [0, 1, 2]
+
+
+def test_what_is_forgotten_leaves_no_trace() -> None:
+    branches = Branches(rules(max_rows=1))
+    branches.forget(placed(branches, USER))
+    said = say(branches, "42", USER)
+    branches.forget(placed(branches, USER, said, AGAIN))
+    assert placed(branches, USER, said, AGAIN).row == 0
+
+
+def test_rows_are_numbered_as_their_first_turns_are_done() -> None:
+    branches = Branches(rules())
+    slow, quick = placed(branches, USER), placed(branches, AGAIN)
+    answered(branches, quick, "b")
+    branches.forget(slow)
+    say(branches, "c", Message("user", "third"))
+    assert shape(branches) == [0, 1]
+
+
+# -- limits ------------------------------------------------------------------------------------------
+
+
+def test_limits_refuse_and_name_the_end() -> None:
+    for limits, end in (
+        ({"max_turns": 1}, EpisodeEnd.MAX_TURNS),
+        ({"max_rows": 1}, EpisodeEnd.MAX_ROWS),
+        ({"max_tokens": 6}, EpisodeEnd.LENGTH),
+    ):
+        branches = Branches(rules(**limits))
+        say(branches, "4", USER)
+        refusal = branches.place(Ask((Message("user", "a longer prompt"),)))
+        assert isinstance(refusal, Refusal)
+        assert (refusal.end, branches.end) == (end, end)
+
+
+def test_requests_under_way_count() -> None:
+    branches = Branches(rules(max_turns=1))
+    placed(branches, USER)
+    assert isinstance(branches.place(Ask((AGAIN,))), Refusal)
+    branches = Branches(rules(max_rows=1))
+    placed(branches, USER)
+    assert isinstance(branches.place(Ask((AGAIN,))), Refusal)
+
+
+def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
+    branches = Branches(rules(max_tokens=10))
+    say(branches, "4", USER)
+    assert isinstance(branches.place(Ask((Message("user", "a longer prompt"),))), Refusal)
+    say(branches, "5", Message("user", "short"))
+    assert branches.end is EpisodeEnd.DONE
+
+
+def test_a_request_can_lower_the_limit_of_a_turn_and_the_row_does() -> None:
+    branches = Branches(rules(max_tokens=100, max_new_tokens=50))
+    assert placed(branches, USER).max_new_tokens == 50
+    assert placed(branches, USER, max_new_tokens=7).max_new_tokens == 7
+    assert placed(branches, USER, max_new_tokens=70).max_new_tokens == 50
+    assert placed(branches, Message("user", "x" * 79)).max_new_tokens == 20
+
+
+def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To tokenise it would hold up all episodes of the worker."""
+    branches = Branches(rules(max_tokens=100))
+    said = say(branches, "42", USER)
+    read: list[object] = []
+    monkeypatch.setattr(FakeChat, "prompt_ids", lambda *given: read.append(given) or (1,))
+    monkeypatch.setattr(FakeChat, "delta_ids", lambda *given: read.append(given) or (1,))
+    most = CHARACTERS * 100
+    long, call_ids = Message("user", "x" * most), ToolCall("t", "{}", "x" * most)
+    for ask in (
+        Ask((long,)),
+        Ask((USER, said, long)),
+        Ask((USER, Message("assistant", "", (call_ids,)), AGAIN)),
+        Ask((Message("user"),) * 101),
+        Ask((USER,), ("x" * (most + 1),)),
+    ):
+        refusal = branches.place(ask)
+        assert isinstance(refusal, Refusal)
+        assert refusal.end is EpisodeEnd.LENGTH
+        assert "rollout.max_tokens is 100" in refusal.detail
+    assert read == []
+    placed(branches, Message("user", "x" * (most - CHARACTERS)))
+    assert len(read) == 1
+
+
+def test_what_a_row_shows_is_no_news() -> None:
+    """However long its tokens are: some are a hundred dashes."""
+
+    class Dashes(FakeChat):
+        def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
+            return (1, 2, 3)
+
+        def decode(self, ids: Sequence[int]) -> str:
+            return "-" * 100 * len(ids)
+
+    branches = Branches(rules(max_tokens=100, chat=Dashes(rewrites=("user",))))
+    said = say(branches, "x" * 50, USER)
+    assert len(said.content) > CHARACTERS * 100
+    assert placed(branches, USER, said, AGAIN).ids == (1, 2, 3)
+    assert isinstance(branches.place(Ask((USER, Message("assistant", said.content + "!"), AGAIN))), Refusal)
+
+
+# -- agents without tools ----------------------------------------------------------------------------
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    branches = Branches(rules())
+    text = "The format is " + call("look")
+    said = say(branches, text, USER)
+    assert said == Message("assistant", text)
+    assert (branches.calls, branches.answer) == (0, text)
+    assert placed(branches, USER, said, AGAIN).row == 0
+    said = say(branches, text, USER, tools=TOOLS)
+    assert (said.content, len(said.tool_calls)) == ("The format is", 1)
+    assert (branches.calls, branches.answer) == (1, "The format is")
+
+
+# -- turns that nobody heard -------------------------------------------------------------------------
+
+
+def test_a_turn_that_was_lost_answers_the_same_request() -> None:
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    assert branches.repeated(Ask((USER,))) is None  # it was heard: another sample is wanted
+    branches.lose(branches.turns[0])
+    for other in (Ask((AGAIN,)), Ask((USER,), TOOLS), Ask((USER,), (), 7), Ask((USER, said, AGAIN))):
+        assert branches.repeated(other) is None
+    assert branches.repeated(Ask((USER,))) is branches.turns[0]
+    assert branches.repeated(Ask((USER,))) is None
+
+
+def test_of_several_lost_turns_the_newest_comes_first() -> None:
+    branches = Branches(rules())
+    say(branches, "a", USER)
+    say(branches, "b", USER)
+    for turn in branches.turns:
+        branches.lose(turn)
+    assert [branches.repeated(Ask((USER,))) for _ in range(3)] == [*reversed(branches.turns), None]
+
+
+def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    branches.lose(branches.turns[0])
+    place = placed(branches, USER, said, AGAIN)
+    assert branches.repeated(Ask((USER,))) is None
+    branches.forget(place)
+    answered(branches, placed(branches, USER, said, AGAIN), "43")
+    branches.lose(branches.turns[0])
+    assert branches.repeated(Ask((USER,))) is None
+
+
+# -- recalling ---------------------------------------------------------------------------------------
+
+
+def test_recorded_turns_answer_the_same_requests() -> None:
+    first = Branches(rules())
+    said = say(first, "42", USER)
+    say(first, "43", USER, said, AGAIN)
+    second = Branches(rules(), first.turns)
+    for messages in ((USER,), (USER, said, AGAIN)):
+        assert second.recalling
+        place = placed(second, *messages)
+        turn = second.recalled(place)
+        assert turn is not None
+        second.add(place, turn)
+    assert second.rows == first.rows
+    assert not second.recalling
+    assert second.recalled(placed(second, AGAIN)) is None
+
+
+def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:
+    first = Branches(rules())
+    say(first, "42", USER)
+    second = Branches(rules(), first.turns)
+    with pytest.raises(ProtocolError, match="does not repeat its recorded turn 0"):
+        second.recalled(placed(second, AGAIN))
+
+
+def test_twins_are_recalled_one_by_one() -> None:
+    first = Branches(rules())
+    say(first, "a", USER)
+    say(first, "b", USER)
+    second = Branches(rules(), first.turns)
+    one, two = placed(second, USER), placed(second, USER)
+    for place, text in ((two, "a"), (one, "b")):
+        turn = second.recalled(place)
+        assert turn is not None
+        assert second.add(place, turn).content == text
+
+
+def test_a_turn_of_another_place_changes_nothing() -> None:
+    branches = Branches(rules())
+    one, two = placed(branches, USER), placed(branches, AGAIN)
+    with pytest.raises(ProtocolError, match="does not continue"):
+        branches.add(one, branches.turn(two, generation("a")))
+    assert branches.turns == []
+    answered(branches, one, "a")
+
+
+# -- properties --------------------------------------------------------------------------------------
+
+TEXTS = st.sampled_from(["", "a", " a", call("t"), call("t", '{"x": 1}'), "<tool_call>{bad"])
+STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), TEXTS), max_size=24)
+
+
+def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[Place], list[Place]]:
+    """Requests that begin, extend, repeat, are answered in any order, or are forgotten. All places, and those
+    of the turns."""
+    known: list[tuple[Message, ...]] = [(USER,), (AGAIN,)]
+    waiting: list[Place] = []
+    seen: list[Place] = []
+    done: list[Place] = []
+    for action, which, text in steps:
+        if action < 3:
+            found = branches.place(Ask(known[-1 - which % len(known)], TOOLS))
+            if isinstance(found, Place):
+                waiting.append(found)
+                seen.append(found)
+        elif waiting:
+            place = waiting.pop(which % len(waiting))
+            if action == 3:
+                branches.forget(place)
+                continue
+            stop = StopReason.LENGTH if action == 5 and text else StopReason.STOP
+            said = answered(branches, place, text, stop)
+            done.append(place)
+            known.append((*place.said, said, Message("tool" if said.tool_calls else "user", text[:3])))
+    return seen, done
+
+
+@settings(deadline=None, max_examples=150)
+@given(STEPS, st.integers(1, 3), st.integers(1, 8), st.sampled_from([(), ("user",)]))
+def test_tokens_line_up_whatever_the_agent_does(
+    steps: list[tuple[int, int, str]], max_rows: int, max_turns: int, rewrites: tuple[str, ...]
+) -> None:
+    made = rules(max_tokens=120, max_rows=max_rows, max_turns=max_turns, chat=FakeChat(rewrites))
+    branches = Branches(made)
+    seen, _ = drive(branches, steps)
+    assert [turn.index for turn in branches.turns] == list(range(len(branches.turns)))
+    assert [row.ids for row in branches.rows] == rows_of(branches.turns)
+    firsts = list(dict.fromkeys(shape(branches)))
+    assert firsts == list(range(len(branches.rows)))  # numbered without gaps, in order
+    assert len(branches.rows) <= max_rows
+    assert len(branches.turns) <= max_turns
+    assert all(len(place.ids) + place.max_new_tokens <= 120 for place in seen)
+    for row in branches.rows:
+        assert row.said[-1].role == "assistant"
+
+
+@settings(deadline=None, max_examples=100)
+@given(STEPS, st.integers(0, 8), st.booleans())
+def test_any_beginning_of_the_record_can_be_recalled(
+    steps: list[tuple[int, int, str]], count: int, overlap: bool
+) -> None:
+    """Requests that overlapped may find their rows taken by others than before: then the episode starts
+    again. It is never answered with a turn that belongs elsewhere."""
+    if not overlap:
+        steps = [(action, which, text) for _, which, text in steps for action in (0, 4)]
+    first = Branches(rules())
+    _, asked = drive(first, steps)
+    recorded: list[Turn] = first.turns[:count]
+    second = Branches(rules(), recorded)
+    for before in asked[:count]:
+        place = placed(second, *before.said, tools=TOOLS)
+        try:
+            found = second.recalled(place)
+        except ProtocolError:
+            assert overlap
+            return
+        assert found is not None
+        if found.index > len(second.turns):
+            assert overlap
+            return
+        second.add(place, found)
+    assert not second.recalling
+    assert second.turns == recorded
+
+
+PLAN = st.lists(st.tuples(st.integers(0, 3), TEXTS, st.integers(0, 2)), max_size=8)
+
+
+def converse(branches: Branches, plan: list[tuple[int, str, int]], lossy: bool) -> list[Turn]:
+    """Conversations one turn at a time, by a client that repeats a request until it hears the answer. What it
+    heard."""
+    known: list[tuple[Message, ...]] = [(USER,), (AGAIN,)]
+    heard: list[Turn] = []
+    for which, text, losses in plan:
+        ask = Ask(known[-1 - which % len(known)], TOOLS)
+        for left in range(losses if lossy else 0, -1, -1):
+            turn = branches.repeated(ask)
+            if turn is None:
+                place = branches.place(ask)
+                assert isinstance(place, Place)
+                turn = branches.recalled(place) or branches.turn(place, generation(text))
+                branches.add(place, turn)
+            if left:
+                branches.lose(turn)
+        heard.append(turn)
+        known.append((*branches.rows[turn.row].said, AGAIN))
+    return heard
+
+
+@settings(deadline=None, max_examples=100)
+@given(PLAN, st.integers(0, 8), st.booleans(), st.booleans())
+def test_answers_that_were_lost_leave_no_trace(
+    plan: list[tuple[int, str, int]], count: int, lossy: bool, lossy_again: bool
+) -> None:
+    """Every turn is heard once; neither losses before a crash nor after it change the episode."""
+    made = rules(max_turns=8, max_rows=8)
+    first, second = Branches(made), Branches(made)
+    heard = converse(first, plan, lossy)
+    assert [turn.index for turn in heard] == list(range(len(plan)))
+    assert heard == first.turns == converse(second, plan, not lossy)
+    assert [row.ids for row in first.rows] == [row.ids for row in second.rows]
+    third = Branches(made, first.turns[:count])
+    assert converse(third, plan, lossy_again) == first.turns
+    assert not third.recalling
+
+
+@given(TEXTS)
+def test_a_message_is_itself(text: str) -> None:
+    message = Message("assistant", text, (ToolCall("t", '{"x": NaN}'),))
+    assert same(message, message)

@@ -1,0 +1,409 @@
+"""Conversations as tokens, against the templates of real model families and some that misbehave."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from asyncrl.conversation.chat import KEPT, Chat
+from asyncrl.errors import ConfigError
+from asyncrl.tools import load_tool
+from asyncrl.types import Message, ToolCall
+from tests.fakes.families import FAMILIES, tokenizer_of
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
+TODAY = datetime.date(2026, 1, 31)
+TOOL = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "Where"}},
+                "required": ["city"],
+            },
+        },
+    }
+)
+CALL = ToolCall("weather", '{"city": "Ulm"}', "abcdefgh1")
+REPLY = Message("tool", "rain", tool_call_id=CALL.id, name=CALL.name)
+
+
+@functools.cache
+def chat_of(name: str) -> Chat:
+    return Chat(tokenizer_of(name), TODAY)
+
+
+def ids(name: str, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer_of(name).encode(text, add_special_tokens=False))
+
+
+def text(name: str, tokens: tuple[int, ...] | None) -> str | None:
+    return None if tokens is None else tokenizer_of(name).decode(tokens, skip_special_tokens=False)
+
+
+# -- whole conversations -----------------------------------------------------------------------------
+
+# As people and tools write: control tokens of a template are nobody's words, and templates strip white space.
+words = (
+    st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"], include_characters=" \n"), max_size=20)
+    .map(lambda said: f"~{said}~")
+    .filter(lambda said: not set("<[") & set(said))
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, name: str) -> list[tuple[Message, ...]]:
+    """The prompt, and then in turn what the model says and what it is answered."""
+    family = FAMILIES[name]
+    prompt = [Message("system", draw(words))] * draw(st.booleans()) + [Message("user", draw(words))]
+    pieces = [tuple(prompt)]
+    for _ in range(draw(st.integers(0, 3))):
+        most = 1 if family.one_call else 2
+        calls = draw(st.integers(0 if "user" in family.appends else 1, most))
+        content = draw(words) if not (calls and family.bare_calls) else ""
+        reasoning = draw(words) if family.thinks and draw(st.booleans()) else ""
+        made = tuple(
+            ToolCall("weather", json.dumps({"city": draw(words)}, ensure_ascii=False), f"abcdefgh{n}")
+            for n in range(calls)
+        )
+        replies = [Message("tool", draw(words), tool_call_id=call.id, name=call.name) for call in made]
+        pieces.append((Message("assistant", content, made, reasoning=reasoning),))
+        pieces.append(tuple(replies) or (Message("user", draw(words)),))
+    return pieces
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].appends])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_whole_conversation(name: str, data: st.DataObject) -> None:
+    family, chat = FAMILIES[name], chat_of(name)
+    prompt, *rest = data.draw(conversations(name))
+    row, said = chat.prompt_ids(prompt, (TOOL,)), list(prompt)
+    for (turn,), answer in zip(rest[::2], rest[1::2], strict=True):
+        written = ids(name, family.writes(turn) + family.ends[bool(turn.tool_calls)])
+        assert written[-1] in chat.stop_ids
+        assert chat.decode(written) == family.writes(turn)
+        delta = chat.delta_ids(answer, written[-1])
+        assert delta is not None
+        row += written + delta
+        said += [turn, *answer]
+    assert text(name, row) == text(name, chat.prompt_ids(tuple(said), (TOOL,)))
+    assert row == chat.prompt_ids(tuple(said), (TOOL,))
+
+
+# -- facts of families ---------------------------------------------------------------------------------
+
+DELTAS = {  # after the token that ends a turn with calls, and one without
+    "qwen2.5": (
+        "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "qwen3": (
+        "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        None,
+    ),
+    "llama3.1": (
+        "<|start_header_id|>ipython<|end_header_id|>\n\n"
+        '"rain"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+        "<|start_header_id|>user<|end_header_id|>\n\n"
+        "Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "glm4.5": ("\n<tool_response>\nrain\n</tool_response><|assistant|>", None),
+    "deepseek-v3": (
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+        "<｜User｜>Why?<｜Assistant｜>",
+    ),
+    "deepseek-r1": (None, None),
+    "gpt-oss": (
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+        '"rain"<|end|><|start|>assistant',
+        None,
+    ),
+    "gemma3": (
+        "\n<start_of_turn>user\n<tool_response>\nrain\n</tool_response><end_of_turn>\n<start_of_turn>model\n",
+        "\n<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n",
+    ),
+    "mistral-v3": (None, None),
+    "mistral-v7": ('[TOOL_RESULTS] {"content": rain, "call_id": "abcdefgh1"}[/TOOL_RESULTS]', None),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_deltas(name: str) -> None:
+    chat, (plain, calling) = chat_of(name), (ids(name, end)[0] for end in FAMILIES[name].ends)
+    found = chat.delta_ids((REPLY,), calling), chat.delta_ids((Message("user", "Why?"),), plain)
+    assert (text(name, found[0]), text(name, found[1])) == DELTAS[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stop_ids(name: str) -> None:
+    assert chat_of(name).stop_ids == tuple(ids(name, stop)[0] for stop in FAMILIES[name].stops)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("role", ["tool", "user", "system", "critic"])
+def test_who_may_answer(name: str, role: str) -> None:
+    """Whether there is a delta, and what is said about it before a run, agree."""
+    family, chat = FAMILIES[name], chat_of(name)
+    message = Message(role, "so", tool_call_id=CALL.id, name=CALL.name)
+    if role in family.refuses:
+        for ask in (lambda: chat.delta_ids((message,), 0), lambda: chat.check("fork", [role])):
+            with pytest.raises(ConfigError, match=f"refuses the roles .*{role}|shows nothing .*{role}"):
+                ask()
+    elif role in family.appends:
+        assert chat.delta_ids((message,), 0)
+        chat.check("append", [role])
+    else:
+        assert chat.delta_ids((message,), 0) is None
+        assert any("begins a new row" in line for line in chat.check("fork", [role]))
+        with pytest.raises(ConfigError, match=r"set rollout\.history=fork"):
+            chat.check("append", [role])
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "begins"),
+    [
+        ("llama3.1", "<|eom_id|>", "<|start_header_id|>ipython"),  # ends a turn as well as <|eot_id|>
+        ("gpt-oss", "<|return|>", "<|start|>functions"),
+        ("gemma3", "<eos>", "\n<start_of_turn>user"),
+        ("glm4.5", "<|observation|>", "\n<tool_response>"),  # what ended the turn begins the next message
+        ("glm4.5", "<|user|>", "<|observation|>\n<tool_response>"),  # the wrong one: the right one follows
+        ("glm4.5", "<|endoftext|>", "<|observation|>\n<tool_response>"),
+        ("qwen2.5", "x", "<|im_end|>\n<|im_start|>user"),  # the turn was cut
+    ],
+)
+def test_delta_after_other_ends(name: str, after: str, begins: str) -> None:
+    delta = text(name, chat_of(name).delta_ids((REPLY,), ids(name, after)[0]))
+    assert delta is not None
+    assert delta.startswith(begins)
+
+
+def test_prompts_have_tools_system_and_date() -> None:
+    prompt = text("llama3.1", chat_of("llama3.1").prompt_ids((Message("user", "Why?"),), (TOOL,)))
+    assert prompt is not None
+    assert "Today Date: 31 Jan 2026" in prompt
+    assert '"name": "weather"' in prompt
+    assert prompt.endswith("Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        (
+            "qwen3",
+            "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n"
+            '{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call><|im_end|>\n<|im_start|>user\n'
+            "<tool_response>\nrain",
+        ),
+        (
+            "gpt-oss",
+            "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|><|start|>assistant "
+            'to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>',
+        ),
+        ("deepseek-v3", '<｜tool▁sep｜>weather\n```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜>'),
+        ("mistral-v7", '[{"name": "weather", "arguments": {"city": "Ulm"}, "id": "abcdefgh1"}]</s>'),
+        ("gemma3", "user\n<tool_response>\nrain\n</tool_response>\nWhy?<end_of_turn>"),
+    ],
+)
+def test_histories_are_in_the_shape_that_the_template_wants(name: str, history: str) -> None:
+    said = (
+        Message("user", "Rain?"),
+        Message("assistant", "I look.", (CALL,), reasoning="Hm."),
+        REPLY,
+        *([Message("user", "Why?")] if name == "gemma3" else []),
+    )
+    assert history in (text(name, chat_of(name).prompt_ids(said, (TOOL,))) or "")
+
+
+def test_calls_that_a_template_takes_one_by_one() -> None:
+    said = (Message("user", "Rain?"), Message("assistant", "", (CALL, CALL)), REPLY, REPLY)
+    shown = text("llama3.1", chat_of("llama3.1").prompt_ids(said))
+    assert shown is not None
+    assert shown.count('"parameters": {"city": "Ulm"}}<|eot_id|>') == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [
+        ("qwen2.5", "assistant\n<tool_call>{<|im_end|>\n<|im_start|>user\n<tool_response>\nno JSON\n"),
+        ("glm4.5", "\n<tool_call>{<|observation|>\n<tool_response>\nno JSON\n"),
+        ("gemma3", "model\n<tool_call>{<end_of_turn>\n<start_of_turn>user\n<tool_response>\nno JSON"),
+        (
+            "gpt-oss",
+            "<|message|>{}<|call|><|start|>functions.malformed_call to=assistant<|channel|>commentary",
+        ),
+        ("mistral-v7", '[{"name": "malformed_call", "arguments": {}, "id": "7d64c5272"}]</s>[TOOL_RESULTS]'),
+    ],
+)
+def test_malformed_calls_have_a_place_in_the_history(name: str, history: str) -> None:
+    """As they were written, or, where tools only speak after calls, as calls with nothing in them."""
+    wrong = Message("assistant", "<|channel|>analysis<|message|>" if name == "gpt-oss" else "<tool_call>{")
+    said = (Message("user", "Rain?"), wrong, Message("tool", "no JSON", name="malformed_call"))
+    shown = text(name, chat_of(name).prompt_ids((*said, Message("assistant", "So."), Message("user", "?"))))
+    assert history in (shown or "")
+
+
+def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
+    call = ToolCall("weather", '{"city": "Ulm"}', "call_0")
+    reply = Message("tool", "rain", tool_call_id="call_0", name="weather")
+    said = (Message("user", "Rain?"), Message("assistant", "", (call,)), reply)
+    shown = text("mistral-v7", chat_of("mistral-v7").prompt_ids(said))
+    assert shown is not None
+    made = shown.partition('"id": "')[2][:9]
+    assert made.isalnum()
+    assert f'"call_id": "{made}"' in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [
+        ("qwen2.5", []),
+        ("gemma3", ["no tool role", "does not show the tools", "shows no tool calls"]),
+        ("deepseek-v3", ["does not show the tools"]),
+    ],
+)
+def test_warnings_before_a_run(name: str, warned: list[str]) -> None:
+    found = chat_of(name).check("fold", ["tool", "tool"])
+    assert len(found) == len(warned)
+    assert all(part in line for part, line in zip(warned, found, strict=True))
+
+
+def test_arguments_that_are_no_json_are_refused() -> None:
+    wrong = Message("assistant", "", (ToolCall("weather", "{", "call_0"),))
+    with pytest.raises(ConfigError, match=r"refuses the roles \(user, assistant\): JSONDecodeError"):
+        chat_of("qwen2.5").prompt_ids((Message("user", "?"), wrong))
+
+
+def test_surrogate_halves_are_encoded() -> None:
+    assert "a?b" in (text("qwen2.5", chat_of("qwen2.5").prompt_ids((Message("user", "a\ud800b"),))) or "")
+
+
+def test_the_examples_model() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    chat, schema = Chat(tokenizer), json.dumps(load_tool("calculator").schema)
+    assert chat.stop_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+    prompt = chat.prompt_ids((Message("user", "Start with 5, plus 9."),), (schema,))
+    assert len(prompt) < 20, "constant phrases are few tokens"
+    delta = tokenizer.decode(chat.delta_ids((REPLY,), chat.stop_ids[0]))
+    assert delta == (
+        "\n<|im_start|>tool\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+# -- templates that cannot be used --------------------------------------------------------------------
+
+
+class Fake:
+    """A tokenizer of code points, with a template given as a function; `#` and `;` are controls."""
+
+    all_special_tokens = ("#", ";")
+
+    def __init__(self, template: Any) -> None:
+        self.chat_template, self.eos_token_id = template, ord("#")
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        said: str = self.chat_template(conversation, options["add_generation_prompt"])
+        return said
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Any, **options: Any) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def append_only(messages: list[dict[str, Any]], opening: bool) -> str:
+    return "".join(f"@{m['role'][0]}{m['content']};\n" for m in messages) + "@a" * opening
+
+
+def without(part: str, roles: tuple[str, ...]) -> Callable[[list[dict[str, Any]], bool], str]:
+    """Once these roles speak, earlier turns of the model lose something."""
+
+    def template(messages: list[dict[str, Any]], opening: bool) -> str:
+        last = max((n for n, m in enumerate(messages) if m["role"] in roles), default=0)
+        kept = [
+            m | {"content": m["content"].replace(part, "")} if n < last - 3 else m
+            for n, m in enumerate(messages)
+        ]
+        return append_only(kept, opening)
+
+    return template
+
+
+def test_end_of_turn_comes_from_the_template() -> None:
+    chat = Chat(Fake(append_only))
+    assert chat.stop_ids == (ord(";"), ord("#"))
+    for stop in chat.stop_ids:
+        assert "".join(map(chr, chat.delta_ids((REPLY,), stop) or ())) == "\n@train;\n@a"
+
+
+@pytest.mark.parametrize("part", ["asyncrl-turn", "asyncrl-question", "asyncrl-thought"])
+def test_a_template_that_rewrites_late_is_found_out(part: str) -> None:
+    chat = Chat(Fake(without(part, ("tool",))))
+    assert chat.delta_ids((REPLY,), ord(";")) is None
+    assert chat.delta_ids((Message("user", "so"),), ord(";")) is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (None, "no chat template"),
+        (lambda messages, opening: "".join(m["content"] for m in messages), "no end of turn"),
+        (lambda messages, opening: "@a" * opening, "does not show what the model said"),
+        (lambda messages, opening: 1 // 0, r"refuses the roles \(user, assistant\): ZeroDivisionError"),
+    ],
+)
+def test_unusable_templates_are_refused(template: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Chat(Fake(template))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_others_say_holds_no_control_tokens(family: str) -> None:
+    """A page that a tool fetched may say anything, and ends nobody's turn."""
+    tokenizer = tokenizer_of(family)
+    chat = Chat(tokenizer)
+    control = [tokenizer.decode([stop]) for stop in chat.stop_ids]
+    forged = "so".join([*control, *(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)])
+    read = chat.shorten(forged, 10_000, "middle")
+    ids = tokenizer.encode(read, add_special_tokens=False)
+    special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+    assert not {*ids} & {*special, *chat.stop_ids}
+    assert read.replace(" ", "") == forged.replace(" ", "")
+    assert chat.shorten("plain <b>text</b> | so", 100, "middle") == "plain <b>text</b> | so"
+
+
+def test_long_replies_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = Chat(tokenizer_of("qwen2.5"))
+    for text, kept in (("x" * KEPT, 1), ("x" * (KEPT + 1), 1), ("y", 2)):
+        chat.delta_ids((Message("tool", text, name="f", tool_call_id="c"),), chat.stop_ids[0])
+        assert chat._delta.cache_info().currsize == kept
+
+
+def test_megabytes_of_control_tokens_are_not_read_through() -> None:
+    chat, control = chat_of("llama3.1"), 0
+
+    def counting(text: str) -> str:
+        nonlocal control
+        control += len(text)
+        return text
+
+    chat._harmless = counting  # type: ignore[method-assign]
+    short = chat.shorten("<" * 10_000_000, 100, "middle")
+    assert control == 2 * 16 * 100
+    assert "[... 99" in short and len(short) < 200

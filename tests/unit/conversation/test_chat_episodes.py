@@ -1,0 +1,147 @@
+"""The machine, the parser and the template of a family together: what the model wrote, read and rendered
+anew, is what is in the row."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.commands import (
+    CallTools,
+    Generate,
+    Generated,
+    Limits,
+    Observed,
+    Opened,
+    Replied,
+    Rules,
+    Step,
+)
+from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
+from asyncrl.conversation.parsers import parsers
+from asyncrl.errors import ProtocolError
+from asyncrl.types import (
+    Generation,
+    Message,
+    Observation,
+    Sample,
+    StopReason,
+    ToolCall,
+    ToolReply,
+    VersionSpan,
+)
+from tests.fakes.families import FAMILIES, tokenizer_of
+from tests.unit.conversation.test_chat import TOOL
+
+PARSERS = {
+    "qwen2.5": "hermes",
+    "qwen3": "hermes",
+    "llama3.1": "llama3",
+    "glm4.5": "glm",
+    "deepseek-v3": "deepseek",
+    "deepseek-r1": "deepseek",
+    "gpt-oss": "harmony",
+    "mistral-v3": "mistral",
+    "mistral-v7": "mistral",
+}
+SAMPLE = Sample(0, "test", (Message("system", "Be brief."), Message("user", "Rain in Ulm?")), "yes")
+
+
+def rules_of(name: str, *, environment: bool = False, history: str = "append") -> Rules:
+    chat = Chat(tokenizer_of(name), datetime.date(2026, 1, 31))
+    limits = Limits(8, 100_000, 4096, 3, history=history)  # type: ignore[arg-type]
+    return Rules(chat, parsers.load(PARSERS[name]), limits, environment)
+
+
+def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
+    family = FAMILIES[name]
+    written = family.writes(turn) + family.ends[bool(turn.tool_calls)]
+    ids = tuple(tokenizer_of(name).encode(written, add_special_tokens=False))
+    made = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
+    return advance(rules, episode, Generated(made))
+
+
+def turn_of(name: str, city: str) -> Message:
+    """A turn that asks for the weather, as the family's models write it."""
+    family = FAMILIES[name]
+    calls = tuple(
+        ToolCall("weather", f'{{"city": "{city} {n}"}}', f"abcdefgh{n}")
+        for n in range(1 if family.one_call else 2)
+    )
+    return Message(
+        "assistant", "" if family.bare_calls else "I look.", calls, reasoning="Hm." * family.thinks
+    )
+
+
+def with_replies(name: str, rules: Rules, turns: int) -> Episode:
+    """An episode whose first turns all call tools, which have answered."""
+    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    for n in range(turns):
+        turn = turn_of(name, f"Ulm {n}")
+        episode = says(name, rules, episode, turn)
+        asked = episode.command
+        assert isinstance(asked, CallTools)
+        assert [call.arguments for call in asked.calls] == [call.arguments for call in turn.tool_calls]
+        episode = advance(rules, episode, Replied(tuple(ToolReply(call, "rain") for call in asked.calls)))
+    return episode
+
+
+def check_row(rules: Rules, episode: Episode) -> None:
+    """A row is its turns' contexts and ids, and the next prompt extends it."""
+    asked = episode.command
+    assert isinstance(asked, Generate)
+    for at, row in enumerate(episode.rows):
+        assert row == sum((turn.context + turn.ids for turn in episode.turns if turn.row == at), ())
+    if asked.row < len(episode.rows):
+        assert asked.ids[: len(episode.rows[-1])] == episode.rows[-1]
+    assert asked.ids == rules.chat.prompt_ids(conversation(rules, episode), (TOOL,))
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if "tool" in FAMILIES[name].appends])
+def test_tool_replies_extend_the_row(name: str) -> None:
+    rules = rules_of(name)
+    episode = with_replies(name, rules, 3)
+    assert len(episode.rows) == 1
+    check_row(rules, episode)
+    assert resume(rules, SAMPLE, episode.opened, episode.turns) == episode
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1", "mistral-v3"])
+def test_tool_replies_begin_rows_where_the_template_rewrites(name: str) -> None:
+    rules = rules_of(name, history="fork")
+    episode = with_replies(name, rules, 2)
+    assert [turn.row for turn in episode.turns] == [0, 1]
+    check_row(rules, episode)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("qwen2.5", 1), ("deepseek-v3", 1), ("qwen3", 2), ("gpt-oss", 2)])
+def test_a_user_begins_a_row_where_old_reasoning_is_dropped(name: str, rows: int) -> None:
+    rules = rules_of(name, environment=True, history="fork")
+    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    for city in ("Ulm", "Bern"):
+        turn = Message("assistant", f"Rain in {city}.", reasoning="Hm." * FAMILIES[name].thinks)
+        episode = says(name, rules, episode, turn)
+        assert isinstance(episode.command, Step)
+        assert episode.command.message == turn
+        episode = advance(rules, episode, Observed(Observation((Message("user", "Sure?"),))))
+    assert len(episode.rows) == rows
+    check_row(rules, episode)
+    if rows > 1:
+        shown = rules.chat.decode(episode.rows[-1])
+        assert shown.count("Hm.") == 1, "only the turn that the row is for thinks in it"
+
+
+def test_a_prompt_of_another_day_does_not_continue() -> None:
+    """Why the date of a Chat is fixed."""
+    rules = rules_of("llama3.1")
+    episode = with_replies("llama3.1", rules, 1)
+    later = Rules(
+        Chat(tokenizer_of("llama3.1"), datetime.date(2026, 2, 1)),
+        rules.parse,
+        rules.limits,
+        rules.environment,
+    )
+    with pytest.raises(ProtocolError, match="does not continue"):
+        resume(later, SAMPLE, episode.opened, episode.turns)

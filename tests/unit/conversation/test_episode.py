@@ -1,0 +1,466 @@
+"""The episode machine: no event order hangs it, loses a reply or misaligns tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.conversation.commands import (
+    CallTools,
+    Done,
+    Fail,
+    Generate,
+    Generated,
+    Observed,
+    Opened,
+    Replied,
+    Rules,
+    Score,
+    Scored,
+    Step,
+)
+from asyncrl.conversation.episode import Episode, advance, conversation, resume
+from asyncrl.errors import ProtocolError
+from asyncrl.types import (
+    EpisodeEnd,
+    FailReason,
+    Generation,
+    Message,
+    Observation,
+    StopReason,
+    ToolReply,
+    Verdict,
+    VersionSpan,
+)
+from tests.fakes.chat import END, OPENED, FakeChat, call, encode, rules, sample, start
+from tests.fakes.engine import generation
+
+BAD = "<tool_call>{nonsense</tool_call>"
+
+
+def replies(command: CallTools, text: str = "ok") -> Replied:
+    return Replied(tuple(ToolReply(c, text, seconds=0.5) for c in command.calls))
+
+
+def play(script: list[str], made: Rules | None = None) -> Episode:
+    """Feed whole turns, answering every command, until the episode is over or the script is."""
+    made = made or rules()
+    episode = start(made)
+    for text in script:
+        episode = advance(made, episode, Generated(generation(text)))
+        if isinstance(episode.command, CallTools):
+            episode = advance(made, episode, replies(episode.command))
+    return episode
+
+
+def test_a_turn_without_calls_answers() -> None:
+    episode = play(["the answer is 42"])
+    assert episode.command == Score("the answer is 42", EpisodeEnd.ANSWERED)
+    assert advance(rules(), episode, Scored(Verdict(1.0))).command == Done(1.0, EpisodeEnd.ANSWERED, (1.0,))
+
+
+def test_replies_become_the_context_of_the_next_turn() -> None:
+    episode = play(["look " + call("a"), "42"])
+    first, second = episode.turns
+    assert first.context == (*encode("q"), 2)
+    assert second.context == (*encode("[ok]"), 2)
+    assert episode.rows == (first.context + first.ids + second.context + second.ids,)
+    assert [reply.content for reply in first.replies] == ["ok"]
+    assert (episode.tool_calls, episode.tool_seconds) == (1, 0.5)
+
+
+def test_calls_keep_their_order_and_malformed_ones_are_answered_last() -> None:
+    made = rules()
+    episode = advance(made, start(made), Generated(generation(call("a") + BAD + call("b"))))
+    assert isinstance(episode.command, CallTools)
+    assert [c.name for c in episode.command.calls] == ["a", "b"]
+    episode = advance(made, episode, replies(episode.command))
+    assert [reply.call.name for reply in episode.turns[0].replies] == ["a", "b", "malformed_call"]
+    assert episode.turns[0].replies[2].content.startswith("error: ")
+
+
+def test_a_turn_of_only_malformed_calls_needs_no_tool() -> None:
+    episode = play([BAD])
+    assert isinstance(episode.command, Generate)
+    assert len(episode.turns[0].replies) == 1
+    assert episode.tool_calls == 0
+
+
+def test_malformed_calls_in_a_row_end_the_episode() -> None:
+    assert play([BAD, BAD, BAD]).command == Score("", EpisodeEnd.BAD_CALLS)
+    assert isinstance(play([BAD, BAD, call("a"), BAD, BAD]).command, Generate)  # a good one breaks the row
+
+
+def test_the_last_turn_ends_the_episode_without_running_its_tools() -> None:
+    made = rules(max_turns=2)
+    episode = play([call("a"), "done " + call("b")], made)
+    assert episode.command == Score("done", EpisodeEnd.MAX_TURNS)
+    assert episode.turns[1].replies == ()
+
+
+def test_a_turn_cut_by_its_budget_ends_the_episode() -> None:
+    made = rules()
+    cut = generation("the answer is <tool_call>{", stop=StopReason.LENGTH)
+    episode = advance(made, start(made), Generated(cut))
+    assert episode.command == Score("the answer is", EpisodeEnd.LENGTH)
+
+
+def test_the_episode_budget_shrinks_the_last_turn() -> None:
+    made = rules(max_tokens=60, max_new_tokens=55)
+    episode = start(made, sample("0123456789"))
+    assert isinstance(episode.command, Generate)
+    assert episode.command.max_new_tokens == 60 - 11
+
+
+def test_replies_that_leave_no_room_end_the_episode() -> None:
+    text = "so " + call("a")
+    made = rules(max_tokens=2 + len(text) + 1 + 5)
+    episode = advance(made, start(made), Generated(generation(text)))
+    assert isinstance(episode.command, CallTools)
+    episode = advance(made, episode, replies(episode.command, "0123456789"))
+    assert episode.command == Score("so", EpisodeEnd.LENGTH)
+    assert len(episode.turns[0].replies) == 1
+
+
+def test_a_prompt_without_room_fails_at_once() -> None:
+    command = start(rules(max_tokens=4, max_new_tokens=4), sample("long prompt")).command
+    assert isinstance(command, Fail)
+    assert command.reason is FailReason.PROMPT_TOO_LONG
+
+
+SPAN = VersionSpan(0, 2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Generation((65, END), (-1.0, -1.0), (SPAN,), StopReason.ABORT),
+        Generation((), (), (), StopReason.STOP),
+        Generation((65,) * 600, (-1.0,) * 600, (VersionSpan(0, 600, 0, 0),), StopReason.LENGTH),
+        Generation((65, END), (-1.0,), (SPAN,), StopReason.STOP),
+        Generation((65, END), (-1.0, -1.0), (), StopReason.STOP),
+        Generation((65, END), (-1.0, -1.0), (VersionSpan(0, 1, 0, 0),), StopReason.STOP),
+        Generation((65, END), (-1.0, -1.0), (SPAN, VersionSpan(1, 2, 0, 0)), StopReason.STOP),
+        Generation((65, END), (-1.0, -1.0), (VersionSpan(1, 2, 0, 0),), StopReason.STOP),
+        Generation((65, 66), (-1.0, -1.0), (SPAN,), StopReason.STOP),
+    ],
+)
+def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
+    made = rules()
+    episode = advance(made, start(made), Generated(wrong))
+    assert isinstance(episode.command, Fail)
+    assert episode.command.reason is FailReason.ENGINE_ERROR
+    assert episode.turns == ()
+
+
+def test_missing_or_swapped_replies_are_refused() -> None:
+    made = rules()
+    episode = advance(made, start(made), Generated(generation(call("a") + call("b"))))
+    assert isinstance(episode.command, CallTools)
+    good = replies(episode.command).replies
+    for wrong in (good[:1], good[::-1], (), good + good[:1]):
+        with pytest.raises(ProtocolError):
+            advance(made, episode, Replied(wrong))
+
+
+def test_recorded_turns_that_do_not_fit_are_refused() -> None:
+    turns = play([call("a"), call("b")]).turns
+    changed = msgspec.structs.replace(turns[1], context=(9, 9))
+    with pytest.raises(ProtocolError, match="does not continue"):
+        resume(rules(), sample(), OPENED, [turns[0], changed])
+    with pytest.raises(ProtocolError, match="does not continue"):
+        resume(rules(), sample("another prompt"), OPENED, turns)
+    with pytest.raises(ProtocolError, match="does not answer"):
+        resume(rules(), sample(), OPENED, [msgspec.structs.replace(turns[0], replies=turns[0].replies * 2)])
+
+
+# -- limits, environments, rewritten histories --------------------------------------------------------
+
+
+def test_tool_calls_are_limited() -> None:
+    made = rules(max_calls=3)
+    episode = play([call("a") + call("b"), "so " + call("c") + call("d")], made)
+    assert episode.command == Score("so", EpisodeEnd.MAX_CALLS)
+    assert episode.tool_calls == 2
+
+
+def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
+    """Calls of tools that are not there, or with wrong arguments: nothing was run."""
+    made = rules(max_bad_calls=3)
+
+    def answered(episode: Episode, text: str, refused: bool) -> Episode:
+        episode = advance(made, episode, Generated(generation(text)))
+        if not isinstance(episode.command, CallTools):
+            return episode
+        said = (ToolReply(c, "no", refused=refused) for c in episode.command.calls)
+        return advance(made, episode, Replied(tuple(said)))
+
+    episode = answered(answered(start(made), BAD, True), call("nope"), True)
+    assert episode.bad_calls == 2
+    assert answered(episode, call("a"), False).bad_calls == 0
+    assert answered(episode, call("a") + BAD, False).bad_calls == 1
+    assert answered(episode, call("nope"), True).command == Score("", EpisodeEnd.BAD_CALLS)
+
+
+def test_calls_that_the_environment_answers_are_limited_too() -> None:
+    own = Opened(("",), own_tools=frozenset({"move"}))
+    made = rules(environment=True, max_calls=1)
+    episode = advance(made, start(made, opened=own), Generated(generation(call("move"))))
+    episode = advance(made, episode, said("moved"))
+    assert episode.tool_calls == 1
+    episode = advance(made, episode, Generated(generation(call("move"))))
+    assert episode.command == Score("", EpisodeEnd.MAX_CALLS)
+
+
+def test_what_an_environment_says_is_cut() -> None:
+    made = rules(environment=True, max_reply_tokens=3)
+    hello = Opened(messages=(Message("user", "guess"),))
+    episode = advance(made, start(made, opened=hello), Generated(generation("5")))
+    assert episode.turns[0].context == (*encode("qgue"), 2)
+    thinking = Observation((Message("user", "higher", reasoning="because"),))
+    episode = advance(made, episode, Observed(thinking))
+    assert episode.turns[0].observation == Observation((Message("user", "hig", reasoning="bec"),))
+    assert resume(made, sample(), hello, episode.turns) == episode
+
+
+def test_a_recorded_turn_that_is_too_long_by_now_is_refused() -> None:
+    turns = play([call("a"), "a long answer"]).turns
+    with pytest.raises(ProtocolError, match="recorded turn 0: the engine returned"):
+        resume(rules(max_new_tokens=5), sample(), OPENED, turns)
+
+
+def test_replies_are_cut_before_anybody_reads_them() -> None:
+    made = rules(max_reply_tokens=3)
+    episode = start(made)
+    episode = advance(made, episode, Generated(generation(call("a") + BAD)))
+    assert isinstance(episode.command, CallTools)
+    episode = advance(made, episode, replies(episode.command, "0123456789"))
+    assert [reply.content for reply in episode.turns[0].replies] == ["012", "err"]
+    assert isinstance(episode.command, Generate)
+    assert episode.command.ids[-len("[012][err]") - 1 : -1] == encode("[012][err]")
+
+
+@pytest.mark.parametrize("text", ["so " + call("a"), "so " + BAD])
+def test_without_tools_nothing_is_a_call(text: str) -> None:
+    made = rules()
+    episode = advance(made, start(made, opened=Opened()), Generated(generation("<think>hm</think>" + text)))
+    assert episode.command == Score(text, EpisodeEnd.ANSWERED)
+
+
+def said(*words: str, reward: float = 0.0, done: bool = False) -> Observed:
+    return Observed(Observation(tuple(Message("user", word) for word in words), reward, done))
+
+
+WORLD = rules(environment=True, max_turns=3)
+
+
+def test_an_environment_answers_turns_without_calls() -> None:
+    hello = Opened(("",), messages=(Message("user", "guess"),))
+    episode = advance(WORLD, start(WORLD, opened=hello), Generated(generation("5")))
+    assert episode.turns[0].context == (*encode("qguess"), 2)
+    assert episode.command == Step(Message("assistant", "5"))
+    episode = advance(WORLD, episode, said("higher", reward=0.25))
+    assert isinstance(episode.command, Generate)
+    assert episode.command.ids == episode.rows[0] + encode("higher") + (2,)
+    episode = advance(WORLD, advance(WORLD, episode, Generated(generation("7"))), said(reward=1.0, done=True))
+    assert episode.command == Score("7", EpisodeEnd.DONE)
+    done = advance(WORLD, episode, Scored(Verdict(0.5))).command
+    assert isinstance(done, Done)
+    assert done.turn_rewards == (0.25, 1.5)
+    assert resume(WORLD, sample(), hello, episode.turns) == episode
+
+
+def test_the_last_turn_still_meets_its_environment() -> None:
+    episode = start(WORLD)
+    for word in ("1", "2", "3"):
+        episode = advance(WORLD, advance(WORLD, episode, Generated(generation(word))), said("no", reward=0.1))
+    assert episode.command == Score("3", EpisodeEnd.MAX_TURNS)
+    assert [turn.observation.reward for turn in episode.turns if turn.observation] == [0.1] * 3
+
+
+def test_an_environment_that_says_nothing_fails_the_episode() -> None:
+    episode = advance(WORLD, advance(WORLD, start(WORLD), Generated(generation("5"))), said())
+    assert isinstance(episode.command, Fail)
+    assert episode.command.reason is FailReason.ENVIRONMENT_ERROR
+
+
+def test_calls_that_the_environment_answers_go_to_it_and_others_to_tools() -> None:
+    own = Opened(("",), own_tools=frozenset({"move"}))
+    episode = advance(WORLD, start(WORLD, opened=own), Generated(generation("so " + call("move"))))
+    assert isinstance(episode.command, Step)
+    assert [made.name for made in episode.command.message.tool_calls] == ["move"]
+    other = advance(WORLD, start(WORLD, opened=own), Generated(generation(call("look"))))
+    assert isinstance(other.command, CallTools)
+
+
+def forking(history: str = "fork", **limits: Any) -> Rules:
+    return rules(chat=FakeChat(rewrites=("user",)), environment=True, history=history, **limits)
+
+
+def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
+    made = forking("append")
+    episode = advance(made, advance(made, start(made), Generated(generation("5"))), said("higher"))
+    assert isinstance(episode.command, Fail)
+    assert episode.command.reason is FailReason.MISALIGNED
+    made = forking()
+    episode = advance(made, advance(made, start(made), Generated(generation("5"))), said("higher"))
+    assert episode.command == Generate((*encode("q5higher"), 2), 512, row=1)
+    episode = advance(made, episode, Generated(generation("7")))
+    assert [turn.row for turn in episode.turns] == [0, 1]
+    assert episode.rows == tuple(turn.context + turn.ids for turn in episode.turns)
+    assert resume(made, sample(), OPENED, episode.turns) == episode
+
+
+def test_rows_are_limited() -> None:
+    made = forking(max_rows=2)
+    episode = start(made)
+    for word in ("1", "2"):
+        episode = advance(made, advance(made, episode, Generated(generation(word))), said("no"))
+    assert episode.command == Score("2", EpisodeEnd.MAX_ROWS)
+
+
+def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
+    made = rules(history="fold", max_tokens=800, max_new_tokens=60, max_turns=9)
+    episode = start(made)
+    while isinstance(episode.command, Generate) and episode.command.row == 0:
+        episode = advance(made, episode, Generated(generation(call("a"))))
+        assert isinstance(episode.command, CallTools)
+        episode = advance(made, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}"))
+    assert isinstance(episode.command, Generate)
+    shown = "".join(map(chr, episode.command.ids))
+    assert len(episode.command.ids) <= 800 - 800 // 4
+    assert 0 < episode.folded < len(episode.turns)
+    assert shown.count("[[dropped]]") == episode.folded
+    assert shown.endswith(f"x {len(episode.turns)}]\x02")
+    assert conversation(made, episode)[0] == Message("user", "q")
+    again = resume(made, sample(), OPENED, episode.turns)
+    assert again == episode
+
+
+def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
+    made = rules(history="fold", max_tokens=100, max_new_tokens=60)
+    episode = advance(made, start(made), Generated(generation(call("a"))))
+    assert isinstance(episode.command, CallTools)
+    episode = advance(made, episode, replies(episode.command, "x" * 90))
+    assert episode.command == Score("", EpisodeEnd.LENGTH)
+
+
+# -- properties --------------------------------------------------------------------------------------
+
+TURN = st.lists(st.sampled_from([call("a"), call("b", '{"x": 1}'), BAD, "so ", "42"]), min_size=1, max_size=4)
+TURNS = st.lists(TURN.map("".join), min_size=1, max_size=12)
+LIMITS = st.builds(
+    rules,
+    max_turns=st.integers(1, 6),
+    max_tokens=st.integers(1, 600),
+    max_new_tokens=st.integers(1, 200),
+    max_bad_calls=st.integers(1, 4),
+)
+
+
+def scripted(episode: Episode, text: str, split: int) -> Generation:
+    """What an honest engine returns for `text`, in two versions' spans."""
+    command = episode.command
+    assert isinstance(command, Generate)
+    whole = (*encode(text), END)
+    ids = whole[: command.max_new_tokens]
+    stop = StopReason.STOP if ids == whole else StopReason.LENGTH
+    cut = min(split, len(ids) - 1)
+    parts = [(0, cut, 3), (cut, len(ids), 5)] if cut else [(0, len(ids), 5)]
+    spans = tuple(VersionSpan(start, end, version, 3) for start, end, version in parts)
+    return Generation(ids, tuple(-float(i) for i in range(len(ids))), spans, stop)
+
+
+def newest(episode: Episode) -> tuple[int, ...]:
+    return episode.rows[-1] if episode.rows else ()
+
+
+def check(episode: Episode) -> None:
+    """Tokens, masks, log-probs, spans and replies line up."""
+    joined: list[int] = []
+    for index, turn in enumerate(episode.turns):
+        assert turn.index == index
+        assert len(turn.ids) == len(turn.logprobs) > 0
+        assert [turn.spans[0].start, *(s.end for s in turn.spans)] == [
+            *(s.start for s in turn.spans),
+            len(turn.ids),
+        ]
+        joined += [*turn.context, *turn.ids]
+    ids = newest(episode)
+    assert tuple(joined) == ids
+    for turn in episode.turns[:-1]:
+        assert turn.replies
+    if isinstance(episode.command, Generate):
+        assert episode.command.ids[: len(ids)] == ids
+        assert len(episode.command.ids) > len(ids)
+
+
+@given(LIMITS, TURNS, st.integers(0, 40))
+def test_every_script_keeps_its_tokens_and_replies(made: Rules, script: list[str], split: int) -> None:
+    episode = start(made)
+    asked = 0
+    for text in script:
+        if not isinstance(episode.command, Generate):
+            break
+        before = newest(episode)
+        episode = advance(made, episode, Generated(scripted(episode, text, split)))
+        check(episode)
+        assert newest(episode)[: len(before)] == before
+        if isinstance(episode.command, CallTools):
+            asked += len(episode.command.calls)
+            episode = advance(made, episode, replies(episode.command))
+            check(episode)
+    assert len(episode.turns) <= made.limits.max_turns
+    assert len(newest(episode)) <= made.limits.max_tokens
+    real = [r for turn in episode.turns for r in turn.replies if r.call.name != "malformed_call"]
+    assert len(real) == episode.tool_calls == asked
+    if len(script) > made.limits.max_turns:
+        assert isinstance(episode.command, Score | Fail)
+
+
+@given(LIMITS, TURNS, st.integers(0, 40), st.booleans())
+def test_folding_recorded_turns_gives_the_same_state(
+    made: Rules, script: list[str], split: int, lose_replies: bool
+) -> None:
+    episode = start(made)
+    for text in script:
+        if not isinstance(episode.command, Generate):
+            break
+        episode = waiting = advance(made, episode, Generated(scripted(episode, text, split)))
+        if isinstance(episode.command, CallTools):
+            episode = advance(made, episode, replies(episode.command))
+            if lose_replies:  # the worker died before they were durable
+                assert resume(made, sample(), OPENED, waiting.turns) == waiting
+    assert resume(made, sample(), OPENED, episode.turns) == episode
+
+
+EVENTS = st.one_of(
+    st.builds(lambda text: Generated(generation(text)), TURN.map("".join)),
+    st.just(Scored(Verdict(1.0))),
+    st.just(Replied(())),
+    st.just("replies"),
+)
+
+
+@given(LIMITS, st.lists(EVENTS, max_size=20))
+def test_events_that_answer_nothing_change_nothing(made: Rules, events: list[object]) -> None:
+    episode = start(made)
+    for event in events:
+        if event == "replies":
+            if not isinstance(episode.command, CallTools):
+                continue
+            event = replies(episode.command)
+        fits = {Generate: Generated, CallTools: Replied, Score: Scored}.get(type(episode.command))
+        try:
+            after = advance(made, episode, event)  # type: ignore[arg-type]
+        except ProtocolError:
+            assert fits is not type(event) or event == Replied(())
+            continue
+        assert fits is type(event)
+        assert after != episode
+        check(after)
+        episode = after

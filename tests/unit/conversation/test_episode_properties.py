@@ -1,0 +1,389 @@
+"""Whole episodes of any kind: the machine keeps its promises whatever the model, the tools and the
+environment say."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.conversation.commands import (
+    CallTools,
+    Command,
+    Done,
+    Event,
+    Fail,
+    Generate,
+    Generated,
+    Observed,
+    Open,
+    Opened,
+    Replied,
+    Rules,
+    Score,
+    Scored,
+    Step,
+)
+from asyncrl.conversation.episode import (
+    DROPPED,
+    Episode,
+    advance,
+    as_read,
+    begin,
+    conversation,
+    expire,
+    resume,
+)
+from asyncrl.conversation.turns import rows_of
+from asyncrl.errors import ProtocolError
+from asyncrl.types import (
+    EpisodeEnd,
+    FailReason,
+    Generation,
+    Message,
+    Observation,
+    StopReason,
+    ToolReply,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
+from tests.fakes.chat import END, FakeChat, call, encode, rules, sample
+
+SAMPLE = sample()
+ANSWERS: dict[type, type] = {
+    Open: Opened,
+    Generate: Generated,
+    CallTools: Replied,
+    Step: Observed,
+    Score: Scored,
+}
+WRONG: tuple[Event, ...] = (
+    Opened(),
+    Generated(Generation((END,), (0.0,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)),
+    Replied(()),
+    Observed(Observation()),
+    Scored(Verdict(0.0)),
+)
+
+# -- what may happen -----------------------------------------------------------------------------------
+
+BAD, OTHER_BAD = "<tool_call>{nonsense</tool_call>", '<tool_call>{"name": 1}</tool_call>'
+CALLING = (
+    call("a"),
+    "<think>hm</think>so " + call("b", '{"x": 1}'),
+    call("a") + call("b", '{"y": [2]}'),
+    call("a") + " and " + call("a") + call("a"),
+    call("own"),
+    call("own") + call("a"),
+    BAD + call("a") + OTHER_BAD,
+)
+TEXTS = (*CALLING, *CALLING, BAD, BAD + OTHER_BAD, "42", "")
+ROOMY = {
+    "max_turns": 7,
+    "max_tokens": 2000,
+    "max_new_tokens": 200,
+    "max_bad_calls": 4,
+    "max_calls": 20,
+    "max_reply_tokens": 50,
+    "max_rows": 5,
+}
+TIGHT = {
+    "max_turns": (1, 3),
+    "max_tokens": (1, 60, 150, 200, 250, 300, 300, 400, 400),
+    "max_new_tokens": (1, 20, 100),
+    "max_bad_calls": (1, 2),
+    "max_calls": (1, 4),
+    "max_reply_tokens": (1, 10),
+    "max_rows": (1, 2),
+}
+rewards = st.sampled_from([0.0, 0.5, -1.0])
+said = st.sampled_from(["", "y", "word " * 8, "x" * 100])
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Rules:
+    """Rules of a roomy episode, but for at most two tight limits."""
+    limits = dict(ROOMY)
+    for name in draw(st.lists(st.sampled_from(sorted(TIGHT) + ["max_tokens"] * 4), max_size=2)):
+        limits[name] = draw(st.sampled_from(TIGHT[name]))
+    if limits["max_tokens"] < ROOMY["max_tokens"]:
+        limits["max_tokens"] += draw(st.integers(0, 20))
+    return rules(
+        **limits,
+        chat=FakeChat(draw(st.sampled_from([(), (), ("user",), ("tool",), ("user", "tool")]))),
+        environment=draw(st.booleans()),
+        history=draw(st.sampled_from(["fold", "fold", "fork", "append"])),
+    )
+
+
+message = st.builds(Message, st.sampled_from(["user", "user", "tool", "system"]), said)
+messages = st.sampled_from([1, 1, 1, 2, 0]).flatmap(lambda count: st.tuples(*[message] * count))
+opened = st.builds(
+    Opened,
+    tools=st.sampled_from([("",), ("{}",)]),
+    own_tools=st.sampled_from([frozenset(), frozenset({"own"})]),
+    messages=messages,
+)
+observations = st.builds(Observation, messages, rewards, st.sampled_from([False, False, False, True]))
+
+
+def generated(text: str, command: Generate) -> Generated:
+    """What an honest engine returns: it stops, or runs out of its budget, in one or two versions' spans."""
+    whole = (*encode(text), END)
+    ids = whole[: command.max_new_tokens]
+    middle = len(ids) // 2
+    parts = [(0, middle, 3), (middle, len(ids), 5)] if middle else [(0, len(ids), 5)]
+    spans = tuple(VersionSpan(start, end, version, 3) for start, end, version in parts)
+    stop = StopReason.STOP if ids == whole else StopReason.LENGTH
+    return Generated(Generation(ids, tuple(-float(k) for k in range(len(ids))), spans, stop))
+
+
+def answer(draw: st.DrawFn, command: Command) -> Event:
+    match command:
+        case Open():
+            return draw(opened)
+        case Generate():
+            return generated(draw(st.sampled_from(TEXTS)), command)
+        case CallTools(calls=calls):
+            text, reward = draw(said), draw(rewards)
+            return Replied(tuple(ToolReply(c, f"{k}{text}", reward=reward + k) for k, c in enumerate(calls)))
+        case Step():
+            return Observed(draw(observations))
+        case Score():
+            return Scored(Verdict(draw(rewards)))
+        case _:
+            raise AssertionError(command)
+
+
+@dataclass
+class Played:
+    """Every state of an episode, and what was generated and replied in it."""
+
+    made: Rules
+    states: list[Episode] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def last(self) -> Episode:
+        return self.states[-1]
+
+    @property
+    def opened(self) -> Opened:
+        return next(event for event in self.events if isinstance(event, Opened))
+
+
+@st.composite
+def played(draw: st.DrawFn) -> Played:
+    """An episode to its end, or for as many events as can happen in one."""
+    made = draw(setups())
+    play = Played(made, [begin(SAMPLE)])
+    while not play.last.over and len(play.events) <= most_events(made):
+        play.events.append(answer(draw, play.last.command))
+        play.states.append(advance(made, play.last, play.events[-1]))
+    return play
+
+
+def most_events(made: Rules) -> int:
+    """Opened, a turn and its answer max_turns times, Scored."""
+    return 2 + 2 * made.limits.max_turns
+
+
+# -- promises ------------------------------------------------------------------------------------------
+
+
+def every_episode_ends_within_its_limits(play: Played) -> None:
+    made, last = play.made, play.last
+    assert last.over and len(play.events) <= most_events(made)
+    assert len(last.turns) <= made.limits.max_turns
+    assert len(last.rows) <= made.limits.max_rows
+    assert last.tool_calls <= made.limits.max_calls
+    assert all(len(row) <= made.limits.max_tokens for row in last.rows)
+    if isinstance(last.command, Fail):
+        assert last.command.reason in (
+            FailReason.PROMPT_TOO_LONG,
+            FailReason.MISALIGNED,
+            FailReason.ENVIRONMENT_ERROR,
+        )
+
+
+def every_prompt_leaves_room(play: Played) -> None:
+    limits = play.made.limits
+    for state in play.states:
+        if isinstance(asked := state.command, Generate):
+            assert 1 <= asked.max_new_tokens <= limits.max_new_tokens
+            assert len(asked.ids) + asked.max_new_tokens <= limits.max_tokens
+
+
+def rows_are_exactly_what_the_engine_read_and_wrote(play: Played) -> None:
+    """Each generation is in one turn, once, after the prompt that it was asked with."""
+    asked = [
+        (state.command, event.generation)
+        for state, event in zip(play.states, play.events, strict=False)
+        if isinstance(event, Generated) and isinstance(state.command, Generate)
+    ]
+    assert len(play.last.turns) == len(asked)
+    rows: dict[int, tuple[int, ...]] = {}
+    for turn, (command, generation) in zip(play.last.turns, asked, strict=True):
+        assert (turn.ids, turn.logprobs, turn.spans) == (
+            generation.ids,
+            generation.logprobs,
+            generation.spans,
+        )
+        assert rows.get(turn.row, ()) + turn.context == command.ids
+        rows[turn.row] = command.ids + turn.ids
+    assert [rows[row] for row in sorted(rows)] == list(play.last.rows) == rows_of(play.last.turns)
+    assert sorted(rows) == list(range(len(rows)))
+    assert [turn.row for turn in play.last.turns] == sorted(turn.row for turn in play.last.turns)
+
+
+def turns_line_up(play: Played) -> None:
+    for index, turn in enumerate(play.last.turns):
+        assert turn.index == index
+        assert len(turn.ids) == len(turn.logprobs) > 0
+        edges = [0, *(span.end for span in turn.spans)]
+        assert [span.start for span in turn.spans] == edges[:-1] and edges[-1] == len(turn.ids)
+
+
+def calls_go_where_they_belong(play: Played) -> None:
+    """An environment answers its own calls, and turns without any; tools never see those."""
+    own = play.opened.own_tools
+    for state in play.states[1:]:
+        if not isinstance(state.command, CallTools | Step):
+            continue
+        said = play.made.parse(play.made.chat.decode(state.turns[-1].ids))
+        for_environment = not said.errors and any(made.name in own for made in said.calls)
+        if isinstance(state.command, CallTools):
+            assert not for_environment
+            assert (state.command.calls, state.command.errors) == (said.calls, said.errors)
+        else:
+            assert for_environment or (play.made.environment and not said.calls and not said.errors)
+            assert state.command.message.tool_calls == said.calls
+
+
+def no_reply_is_lost_and_the_next_turn_reads_it(play: Played) -> None:
+    made = play.made
+    for before, event, after in zip(play.states, play.events, play.states[1:], strict=False):
+        if not isinstance(event, Replied | Observed):
+            continue
+        turn = play.last.turns[len(after.turns) - 1]
+        if isinstance(event, Replied):
+            assert isinstance(before.command, CallTools)
+            count = len(before.command.calls)
+            assert [reply.call for reply in turn.replies[:count]] == list(before.command.calls)
+            assert [reply.reward for reply in turn.replies] == [
+                *(reply.reward for reply in event.replies),
+                *(0.0 for _ in before.command.errors),
+            ]
+            for reply, given in zip(turn.replies, event.replies, strict=False):
+                assert reply.content == given.content[: made.limits.max_reply_tokens]
+        else:
+            assert isinstance(event, Observed)
+            assert turn.observation == as_read(made, event.observation)
+        if isinstance(after.command, Generate):
+            assert_read(after, turn)
+
+
+def assert_read(episode: Episode, turn: Turn) -> None:
+    """The prompt of the next turn ends with what the turn was answered."""
+    assert isinstance(episode.command, Generate)
+    heard = [f"[{reply.content}]" for reply in turn.replies]
+    for message in turn.observation.messages if turn.observation else ():
+        heard.append(f"[{message.content}]" if message.role == "tool" else message.content)
+    assert "".join(map(chr, episode.command.ids[:-1])).endswith("".join(heard))
+
+
+def the_conversation_has_everything(play: Played) -> None:
+    for state in play.states:
+        shown = conversation(play.made, state)
+        expected = len(SAMPLE.prompt) + len(state.opened.messages)
+        for turn in state.turns:
+            expected += 1 + len(turn.replies) + (len(turn.observation.messages) if turn.observation else 0)
+        assert len(shown) == expected
+        dropped = [message for message in shown if message.content == DROPPED]
+        assert len(dropped) == state.folded
+
+
+def recorded_turns_give_the_state_at_every_moment(play: Played) -> None:
+    for state in play.states[1:]:
+        if isinstance(state.command, Done):
+            continue  # the score is recorded with the episode, not with its turns
+        assert state.turns[:-1] == play.last.turns[: max(0, len(state.turns) - 1)]
+        assert resume(play.made, SAMPLE, play.opened, state.turns) == state
+
+
+def only_answers_are_taken(play: Played) -> None:
+    for state in play.states:
+        for event in WRONG:
+            fits = ANSWERS.get(type(state.command)) is type(event)
+            if fits and not (isinstance(state.command, CallTools) and event == Replied(())):
+                continue
+            with pytest.raises(ProtocolError):
+                advance(play.made, state, event)
+
+
+def time_may_run_out_at_any_moment(play: Played) -> None:
+    for state in play.states:
+        if state.over:
+            continue
+        after = expire(play.made, state)
+        assert (after.turns, after.rows) == (state.turns, state.rows)
+        if state.turns:
+            assert isinstance(after.command, Score) and after.command.end is EpisodeEnd.TIMEOUT
+            assert isinstance(advance(play.made, after, Scored(Verdict(1.0))).command, Done)
+        else:
+            assert isinstance(after.command, Fail) and after.command.reason is FailReason.DEADLINE
+
+
+def rewards_are_all_counted_once(play: Played) -> None:
+    if not isinstance(done := play.last.command, Done):
+        return
+    verdict = next(event.verdict for event in play.events if isinstance(event, Scored))
+    earned = [reply.reward for turn in play.last.turns for reply in turn.replies]
+    earned += [turn.observation.reward for turn in play.last.turns if turn.observation]
+    assert done.reward == pytest.approx(verdict.score + sum(earned)) == pytest.approx(sum(done.turn_rewards))
+    assert len(done.turn_rewards) == len(play.last.turns)
+
+
+PROMISES = (
+    every_episode_ends_within_its_limits,
+    every_prompt_leaves_room,
+    rows_are_exactly_what_the_engine_read_and_wrote,
+    turns_line_up,
+    calls_go_where_they_belong,
+    no_reply_is_lost_and_the_next_turn_reads_it,
+    the_conversation_has_everything,
+    recorded_turns_give_the_state_at_every_moment,
+    only_answers_are_taken,
+    time_may_run_out_at_any_moment,
+    rewards_are_all_counted_once,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(played())
+def test_promises(play: Played) -> None:
+    for promise in PROMISES:
+        promise(play)
+
+
+def test_drawn_episodes_end_in_every_way() -> None:
+    """The properties above are about something. Time and engines are not drawn."""
+    seen: collections.Counter[object] = collections.Counter()
+    rows: collections.Counter[int] = collections.Counter()
+
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @given(played())
+    def collect(play: Played) -> None:
+        command = play.last.command
+        seen[command.end if isinstance(command, Done) else command.reason] += 1  # type: ignore[union-attr]
+        rows[len(play.last.rows)] += 1
+        seen["folded"] += play.last.folded > 0
+
+    collect()
+    assert seen.keys() >= {*EpisodeEnd} - {EpisodeEnd.TIMEOUT}
+    assert seen.keys() >= {FailReason.PROMPT_TOO_LONG, FailReason.MISALIGNED, FailReason.ENVIRONMENT_ERROR}
+    assert max(rows) >= 3 and seen["folded"]

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.conversation.parsers import Parsed, Parser, hermes, parsers, visible
+from asyncrl.conversation.parsers.base import MAX_CALLS
+from asyncrl.errors import ConfigError
+from tests.unit.conversation.call_writers import WRITERS, can_write, values
+
+CORPORA = Path(__file__).parents[2] / "fixtures" / "parsers"
+NAMES = parsers.names()
+few = settings(max_examples=25, deadline=None)  # of each format
+
+
+def corpus(name: str) -> list[dict[str, Any]]:
+    return yaml.safe_load((CORPORA / f"{name}.yaml").read_text())
+
+
+CASES = [pytest.param(name, case, id=f"{name}: {case['case']}") for name in NAMES for case in corpus(name)]
+TEXTS = {name: [case["text"] for case in corpus(name)] for name in NAMES}
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_corpus(name: str, case: dict[str, Any]) -> None:
+    parsed = parsers.get(name)(case["text"])
+    assert [[call.name, json.loads(call.arguments)] for call in parsed.calls] == case.get("calls", [])
+    assert parsed.content == case.get("content", "")
+    assert parsed.reasoning == case.get("reasoning", "")
+    assert len(parsed.errors) == len(case.get("errors", []))
+    for error, complaint in zip(parsed.errors, case.get("errors", []), strict=True):
+        assert complaint in error
+        assert "\n" not in error and len(error) < 200
+    if "ids" in case:
+        assert [call.id for call in parsed.calls] == case["ids"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_has_a_corpus_of_malformed_calls(name: str) -> None:
+    assert sum("errors" in case for case in corpus(name)) >= 15
+
+
+def test_ids_count_the_calls_of_a_turn() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert [made.id for made in hermes(f"{call}<tool_call>{{</tool_call>{call}").calls] == [
+        "call_0",
+        "call_1",
+    ]
+
+
+def test_registry_suggests_names() -> None:
+    assert parsers.get("hermes") is hermes
+    with pytest.raises(ConfigError, match="did you mean hermes"):
+        parsers.get("herms")
+
+
+# -- what a format's writer writes is read back --------------------------------------------------------
+
+calls_made = st.lists(
+    st.tuples(
+        st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True),
+        st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), values, max_size=4),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(data=st.data())
+def test_round_trip(name: str, data: st.DataObject) -> None:
+    written = data.draw(calls_made)
+    written = [(tool, {k: v for k, v in made.items() if can_write(name, v)}) for tool, made in written]
+    parsed = parsers.get(name)(WRITERS[name](written))
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == written
+    assert not parsed.errors and not parsed.content
+
+
+# -- any text ------------------------------------------------------------------------------------------
+
+TAGS = [
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"),
+    *("<function=f>", "</function>", "<parameter=a>", "</parameter>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|python_tag|>"),
+    *("<|python_start|>", "<|python_end|>", "[f(a=", "[f(a=1)]", "[TOOL_CALLS]", "[ARGS]"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json", "```"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    *("functions.f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    *("<|start|>", "<|channel|>", "analysis", "final", "commentary", " to=functions.f", "<|message|>"),
+    *(
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+        '{"name": "f", "arguments": {}}',
+        '{"name": "f", "parameters": {"a": "',
+    ),
+    *("[", "]", "{", "}", "(", ")", '"', "'", "\\", ";", ",", "=", "f", "a", "1", " ", "\n", "-", "<"),
+    *("NaN", "1e999", "\ud800", "☃", "\0"),
+]
+pieces = st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=12).map("".join)
+
+
+def cut_somewhere(texts: list[str]) -> st.SearchStrategy[str]:
+    """Cases of the corpus, cut, repeated, joined."""
+    part = st.sampled_from(texts).flatmap(lambda text: st.integers(0, len(text)).map(lambda end: text[:end]))
+    return st.lists(part, min_size=1, max_size=3).map("".join)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(data=st.data())
+def test_any_text_is_read_without_raising(name: str, data: st.DataObject) -> None:
+    parsed = parsers.get(name)(data.draw(pieces | cut_somewhere(TEXTS[name])))
+    for call in parsed.calls:
+        assert call.name and call.id
+        assert isinstance(json.loads(call.arguments.encode(), parse_constant=pytest.fail), dict)
+    assert all(error and "\n" not in error for error in parsed.errors)
+
+
+GARBAGE = ["", "{", "[", '{"a":', '["', "(", "<", '\\"', "[[1,", " ", "\n", "-", '"x', "f(a="]
+
+
+def timed(parser: Parser, text: str) -> tuple[float, Parsed]:
+    began = time.process_time()
+    parsed = parser(text)
+    return time.process_time() - began, parsed
+
+
+HEADS = {
+    "mistral": "f[ARGS]",
+    "deepseek": "f<｜tool▁sep｜>",
+    "kimi": "f:0<|tool_call_argument_begin|>",
+    "qwen3_coder": "f><parameter=a>",
+    "glm": "f",
+}
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """The garbage of the other tests is not counted."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("filler", GARBAGE)
+def test_linear_time_on_nested_garbage(name: str, filler: str) -> None:
+    """Openers of the format, each followed by what may begin a value, 100 kB in all."""
+    parser = parsers.get(name)
+    openers = getattr(parser, "opens", ("<|channel|>commentary to=functions.f<|message|>", "<|message|>"))
+    for opener in openers:
+        unit = opener + HEADS.get(name, "") + filler
+        for text in (unit * (100_000 // len(unit)), unit + (filler or "x") * (100_000 // len(filler or "x"))):
+            took, parsed = timed(parser, text)
+            assert took < 0.2
+            assert len(parsed.calls) + len(parsed.errors) <= MAX_CALLS + 1
+
+
+def test_a_turn_has_a_bounded_number_of_calls() -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert not hermes(call * MAX_CALLS).errors
+    parsed = hermes(call * (MAX_CALLS + 1))
+    assert len(parsed.calls) == MAX_CALLS
+    assert parsed.errors == (f"a turn may have {MAX_CALLS} tool calls; what follows was not read",)
+
+
+def test_arguments_may_be_nested_only_so_deep() -> None:
+    parsed = hermes('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>")
+    assert parsed.errors == ('the arguments of "f" are nested deeper than 64 levels',)
+
+
+# -- streaming -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(data=st.data())
+def test_what_is_visible_stays(name: str, data: st.DataObject) -> None:
+    parser = parsers.get(name)
+    text = data.draw(pieces | cut_somewhere(TEXTS[name]))
+    content = parser(text).content
+    thinking = data.draw(st.booleans()) or "think>" in text.lower() or "THINK]" in text
+    shown = ""
+    for end in range(len(text) + 1):
+        now = visible(parser, text[:end], thinking)
+        assert now.startswith(shown)
+        shown = now
+    assert content.startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("hermes", "Hello the", "Hello the"),
+        ("hermes", " Hello \n", "Hello"),
+        ("hermes", "Hello <tool", "Hello"),
+        ("hermes", "Hello <toolbox", "Hello <toolbox"),
+        ("hermes", 'Hello <tool_call>{"name": "f"}</tool_call> Bye', "Hello"),
+        ("hermes", "<th", ""),
+        ("hermes", "<think>Hm", ""),
+        ("hermes", "<think>Hm</think> Hello", "Hello"),
+        ("llama3", '{"answer": 4', ""),
+        ("llama3", 'Say {"answer": 4', 'Say {"answer": 4'),
+        ("pythonic", "[1, 2", ""),
+        ("harmony", "<|channel|>analysis<|message|>Hm", ""),
+        ("harmony", "<|channel|>final<|message|>Hello<|en", "Hello"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{", ""),
+        ("mistral", "[THINK]a[/THINK]b [TOOL_CALLS][", "b"),
+    ],
+)
+def test_visible(name: str, text: str, shown: str) -> None:
+    assert visible(parsers.get(name), text, thinking=False) == shown
+
+
+def test_nothing_is_certain_while_the_prompt_may_have_opened_the_thinking() -> None:
+    assert visible(hermes, "Hello") == ""
+    assert visible(hermes, "Hm</think>Hello") == "Hello"
+
+
+def test_nothing_is_certain_of_a_plain_function() -> None:
+    assert visible(lambda text: Parsed(text), "Hello", thinking=False) == ""

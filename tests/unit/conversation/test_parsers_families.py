@@ -1,0 +1,86 @@
+"""The parser that a template's marks name reads what the models of that template write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.conversation.parsers import Parsed, guess, parsers
+from asyncrl.types import Message, ToolCall
+from tests.fakes.families import FAMILIES, TEMPLATES
+
+CALLING = sorted(name for name in FAMILIES if name != "gemma3")  # its template has no tools
+CALLS = (
+    ToolCall("weather", '{"city": "Ulm", "days": 2}', "abcdefgh1"),
+    ToolCall("run", '{"code": "print(\\"é\\")\\n"}', "abcdefgh2"),
+)
+
+
+def template(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_family_is_understood(name: str, count: int) -> None:
+    family = FAMILIES[name]
+    calls = CALLS[: min(count, 1 if family.one_call else 2)]
+    content = "" if calls and family.bare_calls else "I look."
+    reasoning = "They ask for weather." if family.thinks else ""
+    parser = guess(template(name))
+    assert parser
+    read = parsers.get(parser)(family.writes(Message("assistant", content, calls, reasoning=reasoning)))
+    assert (read.content, read.reasoning, read.errors) == (content, reasoning, ())
+    assert [(call.name, call.arguments) for call in read.calls] == [(c.name, c.arguments) for c in calls]
+
+
+@pytest.mark.parametrize(
+    ("model", "parser"),
+    [
+        ("... <|tool_calls_section_begin|><|tool_call_begin|>", "kimi"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder"),
+        ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("<|tool_call_start|>[f()]<|tool_call_end|>", "pythonic"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
+        ("gpt_oss", "harmony"),
+        ("kimi_k2", "kimi"),
+        ("deepseek_v3", "deepseek"),
+        ("glm4_moe", "glm"),
+        ("qwen3", "hermes"),
+        ("llama4", "pythonic"),
+        (template("gemma3"), None),
+        ("gpt2", None),
+        ("", None),
+    ],
+)
+def test_guess(model: str, parser: str | None) -> None:
+    assert guess(model) == parser
+    assert parser is None or parser in parsers
+
+
+PAGE = (Path(__file__).parents[3] / "docs/parsers.md").read_text()
+
+
+def test_the_page_names_every_format() -> None:
+    assert len(QUOTED) == 9
+    assert parsers.names() == sorted(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+
+
+QUOTED = re.findall(r"^\| [\w ]+ \| `([^`]+)` \| `([^`]+)` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("example", "complaint"), QUOTED)
+def test_the_page_quotes_what_the_model_reads(example: str, complaint: str) -> None:
+    written = f"<tool_call>{example}</tool_call>" if example[0] == "{" else example
+    assert parsers.get("pythonic" if example[0] == "[" else "hermes")(written).errors == (complaint,)
+
+
+def test_the_page_shows_a_parser_that_works() -> None:
+    names: dict[str, Any] = {}
+    exec(PAGE.partition("```python\n")[2].partition("```")[0], names)
+    assert names["read"]("I look. SEARCH: cats") == Parsed(
+        "I look.", (ToolCall("search", '{"query": "cats"}', "call_0"),)
+    )

@@ -1,0 +1,73 @@
+"""The coordinator's part of a metrics row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.batches import Batch
+from asyncrl.buffer.records import Episode, State
+from asyncrl.coordinator.reporting import Reporter
+from asyncrl.coordinator.trainer import TrainerDesk
+from asyncrl.types import EpisodeEnd
+from asyncrl.wire.messages import Attempt, Finished
+from tests.unit.coordinator.test_workers import Desk
+
+
+@pytest.fixture
+def reporter(tmp_path: Path) -> Reporter:
+    desk = Desk(tmp_path)
+    return Reporter(desk.core, desk.desk, desk.engines, TrainerDesk(desk.core, lambda commit: None))
+
+
+def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
+    """The row of a batch of so many groups."""
+    reporter.core.batches.batches[step - 1] = Batch(step - 1, groups=set(range(groups)))
+    return reporter.step_row(step, {})
+
+
+def landed(reporter: Reporter, reward: float, greedy: bool = False, **earned: object) -> None:
+    message = Finished(1, Attempt("0.0", 0), reward, EpisodeEnd.ANSWERED, 2, 1, 1.0, 0.5, **earned)  # type: ignore[arg-type]
+    reporter.on_landed(Episode("0.0", 0, 0, greedy=greedy, model_tokens=10), message)
+
+
+def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
+    settled = reporter.core.buffer.settled
+    settled.update({"usable": 3, State.FILTERED: 5, State.DROPPED: 2})
+    first = row(reporter, 1, groups=2)
+    assert first["flow/filtered_frac"] == 0.5
+    assert first["rollout/discarded_group_frac"] == 0.7
+    assert first["rollout/groups_per_trained_group"] == 5.0
+    settled.update({"usable": 1})
+    second = row(reporter, 2, groups=1)
+    assert (second["flow/filtered_frac"], second["rollout/groups_per_trained_group"]) == (0.0, 1.0)
+    third = row(reporter, 3, groups=1)
+    assert "flow/filtered_frac" not in third and third["rollout/groups_per_trained_group"] == 0.0
+
+
+def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporter) -> None:
+    landed(reporter, 0.5, shaping=-0.5, components={"format": 1.0})
+    landed(reporter, 0.0, components={"format": 0.5})
+    landed(reporter, 0.25, greedy=True)
+    found = row(reporter, 1, groups=1)
+    assert found["rollout/score/mean"] == 0.5 and found["rollout/landed"] == 2.0
+    assert found["rollout/greedy_score/mean"] == 0.25
+    assert found["rollout/component/format/mean"] == 0.75
+    assert found["rollout/end/answered"] == 1.0
+    assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
+
+
+def test_cohorts_and_retired_samples_are_told(reporter: Reporter) -> None:
+    buffer = reporter.core.buffer
+    buffer.retired = {3, 4}
+    episode = Episode("0.0", 0, 0, reward=1.0, model_tokens=8)
+    buffer.cohorts.issued(5)
+    for other in (episode, Episode("0.1", 0, 1, model_tokens=4)):
+        buffer.cohorts.landed(5, other)
+    buffer.cohorts.trained(5, episode)
+    buffer.cohorts.over(5)
+    assert "cohort/reward_gap" not in row(reporter, 5, groups=1)
+    found = row(reporter, 6, groups=1)
+    assert (found["cohort/reward_gap"], found["cohort/length_gap"]) == (0.5, 2.0)
+    assert found["data/retired_samples"] == 2.0

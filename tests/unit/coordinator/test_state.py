@@ -1,0 +1,117 @@
+"""What a restarted coordinator finds: the data goes on where it was, groups are compared as they were."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.algorithms.advantages import Advantage
+from asyncrl.buffer.zero_variance import Reads
+from asyncrl.config import parse
+from asyncrl.coordinator import state as module
+from asyncrl.coordinator.state import Core, build_core
+from asyncrl.types import Message, Sample
+from tests.fakes.mail import Sent
+from tests.unit.buffer.machine import land_group, run, train
+
+GREEDY = Advantage(lambda given: 0.0, greedy=True)
+ROWS = 5
+
+
+@pytest.fixture(autouse=True)
+def samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Sample(row, "s", (Message("user", "?"),), "1") for row in range(ROWS)]
+    monkeypatch.setattr(module, "load_samples", lambda path: rows)
+
+
+def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> Core:
+    sizes = {"groups_per_batch": 1, "episodes_per_group": 2, "filter_zero_variance": False}
+    config = parse(
+        {
+            "name": "t",
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "buffer": sizes | buffer,
+            "algorithm": {"advantage": advantage},
+        }
+    )
+    return build_core(config, run_dir, Sent())  # type: ignore[arg-type]
+
+
+def play(core: Core, groups: int) -> list[int]:
+    """Admit groups; every other one is solved by all of its members. The rows they got."""
+    rows = []
+    for _ in range(groups):
+        group = core.buffer.admit(0, 0.0)
+        rows.append(group.row)
+        land_group(core.buffer, group.id, 1.0, float(group.id % 2 == 0))
+        core.persist()
+    return rows
+
+
+def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) -> None:
+    """Killed after any number of groups: the same samples follow as without."""
+    whole = play(build(tmp_path / "whole", retire_pass_rate=0.9), 8)
+    for killed in (1, 3, 6):
+        first = play(build(tmp_path / str(killed), retire_pass_rate=0.9), killed)
+        again = build(tmp_path / str(killed), retire_pass_rate=0.9)
+        assert again.buffer.retired == set(first[::2])
+        assert first + play(again, 8 - killed) == whole
+        assert again.buffer.flow().conserved
+
+
+def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
+    play(build(tmp_path, retire_pass_rate=0.9), 3)
+    again = build(tmp_path)
+    assert again.buffer.retired == set()
+    assert len(set(play(again, 2 * ROWS))) == ROWS
+
+
+def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> None:
+    core = build(tmp_path, advantage=f"{__name__}:GREEDY")
+    assert len(core.buffer.admit(0, 0.0).members) == 3
+    plain = build(tmp_path / "plain")
+    assert len(plain.buffer.admit(0, 0.0).members) == 2
+
+
+@pytest.mark.parametrize(
+    ("advantage", "reads"),
+    [
+        ("dr_grpo", Reads()),
+        ("grpo_turn", Reads(turns=True)),
+        ("remax", Reads(turns=True)),
+        ("gdpo", Reads(components=True)),
+    ],
+)
+def test_the_buffer_is_told_what_the_advantage_reads(tmp_path: Path, advantage: str, reads: Reads) -> None:
+    assert build(tmp_path, advantage=advantage).buffer.reads == reads
+
+
+def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) -> None:
+    """Also of a group that is over, and of one whose other members are still there."""
+    core = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
+    for group in range(2):
+        core.buffer.admit(0, 0.0)
+        land_group(core.buffer, group, 1.0, 0.25, *([0.5] if group else []))
+    run(core.buffer, "0.2")
+    core.buffer.tick(2.0)
+    for step in range(2):
+        assert len(train(core.batches, step)) == 2 + step
+    core.persist()
+    again = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
+    assert list(core.buffer.live) == list(again.buffer.live) == [0]
+    assert again.batches.baselines == core.batches.baselines
+    assert [len(baseline.members) for baseline in again.batches.baselines.values()] == [2, 3]
+    core.batches.retain(1)
+    assert list(core.batches.baselines) == [1]
+
+
+def test_the_coordinator_imports_no_torch() -> None:
+    """It would cost every run a gigabyte of memory and seconds of its restart."""
+    code = "import sys, asyncrl.coordinator.loop; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done

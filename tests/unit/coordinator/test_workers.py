@@ -1,0 +1,195 @@
+"""Assignments, records and losses, as a worker's peer sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.ledger import VersionLedger
+from asyncrl.buffer.records import Episode, State
+from asyncrl.config import parse
+from asyncrl.coordinator.engines import EngineDesk
+from asyncrl.coordinator.state import Core
+from asyncrl.coordinator.workers import WorkerDesk
+from asyncrl.store.runstore import RunStore
+from asyncrl.types import EpisodeEnd, FailReason, Message, Sample
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import (
+    Ack,
+    Assign,
+    Attempt,
+    Cancel,
+    Failed,
+    Fenced,
+    Finished,
+    Generated,
+    Heartbeat,
+    Loaded,
+    LoadWeights,
+    WorkerHello,
+)
+from tests.fakes.mail import Sent
+from tests.unit.buffer.machine import admit, make
+
+A, B = b"rollout/0/a", b"rollout/1/b"
+SAMPLE = Sample(0, "s", (Message("user", "?"),), "1")
+
+
+class Desk:
+    def __init__(self, run_dir: Path, greedy: bool = False) -> None:
+        config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
+        buffer, batches = make(rows=1, greedy=greedy)
+        admit(buffer, 1)
+        self.sent = Sent()
+        self.core = Core(
+            config,
+            run_dir,
+            [SAMPLE],
+            buffer,
+            batches,
+            VersionLedger(),
+            RunStore(run_dir),
+            self.sent,  # type: ignore[arg-type]
+            coordinator_epoch=1,
+        )
+        self.landed: list[Episode] = []
+        self.engines = EngineDesk(self.core, 0.0)
+        self.desk = WorkerDesk(
+            self.core,
+            self.engines,
+            lambda episode, _: self.landed.append(episode),
+            lambda *_: None,
+            lambda _: False,
+        )
+
+    def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
+        incarnation = peer.decode().rpartition("/")[2]
+        self.desk.hello(peer, WorkerHello(index, incarnation, slots, 0, pid=1), 0.0)
+
+    def tick(self, now: float = 0.0, gap: float = 0.0) -> list[tuple[bytes, Attempt]]:
+        """What is assigned to whom."""
+        self.engines.tick(now, gap)
+        self.desk.tick(now, gap)
+        return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
+
+    def turn(self, peer: bytes, seq: int, attempt: Attempt, turn: int = 0) -> None:
+        self.desk.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [b"frame"], 0.0)
+
+    def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
+        end = Finished(seq, attempt, 1.0, EpisodeEnd.ANSWERED, turns, 0, 1.0, 0.0)
+        self.desk.record(peer, end, [], 0.0)
+
+    def acks(self) -> list[int]:
+        self.desk.queue_acks()
+        return [ack.seq for _, ack in self.sent.take(Ack)]
+
+    def state(self, uid: str) -> tuple[State, int]:
+        episode = self.core.buffer.episodes[uid]
+        return episode.state, episode.attempt
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    desk = Desk(tmp_path)
+    desk.join(A)
+    return desk
+
+
+def test_records_are_processed_once_and_acknowledged_in_order(desk: Desk) -> None:
+    (_, first), _ = desk.tick()
+    desk.turn(A, 2, first)  # something before it was lost
+    assert desk.acks() == []
+    for _ in range(2):  # sent again after a lost ack
+        desk.turn(A, 1, first)
+        assert desk.acks() == [1]
+    desk.finish(A, 2, first)
+    assert desk.acks() == [2] and [episode.uid for episode in desk.landed] == [first.uid]
+    assert desk.core.store.frames(first.uid, 1) == [b"frame", b""]
+
+
+def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(desk: Desk) -> None:
+    (_, first), _ = desk.tick()
+    desk.turn(A, 1, first)
+    desk.join(B, index=1)
+    desk.desk.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=11.0)
+    again = dict(desk.tick(now=11.0))
+    assert desk.state(first.uid) == (State.RUNNING, 1)
+    assert again.keys() == {B}
+    assert desk.core.buffer.episodes[first.uid].turns == 1  # goes on from the durable turn
+    desk.join(A)
+    desk.finish(A, 1, first)
+    assert desk.sent.take(Fenced) == [(A, Fenced(first))] and desk.landed == []
+
+
+def test_the_coordinators_own_absence_is_held_against_nobody(desk: Desk) -> None:
+    desk.tick()
+    desk.desk.tick(now=60.0, gap=59.0)
+    assert A in desk.desk.workers
+
+
+def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(desk: Desk) -> None:
+    (_, first), (_, second) = desk.tick()
+    desk.desk.heartbeat(A, Heartbeat(1, desk.desk.assign_seq, (second,), 0, 0, 0), now=1.0)
+    assert desk.state(first.uid) == (State.PENDING, 1)
+    assert desk.state(second.uid) == (State.RUNNING, 0)
+
+
+def test_a_held_attempt_that_is_somebody_elses_is_cancelled(desk: Desk) -> None:
+    (_, first), _ = desk.tick()
+    stale = Attempt(first.uid, first.attempt + 7)
+    desk.desk.heartbeat(A, Heartbeat(1, desk.desk.assign_seq, (first, stale), 0, 0, 0), now=1.0)
+    assert [message.attempt for _, message in desk.sent.take(Cancel) if message.attempt != first] == [stale]
+
+
+def test_an_ending_that_does_not_fit_its_turns_is_not_trained(desk: Desk) -> None:
+    (_, first), _ = desk.tick()
+    desk.turn(A, 1, first)
+    desk.finish(A, 2, first, turns=2)
+    assert desk.landed == [] and desk.state(first.uid) == (State.PENDING, 1)
+    assert desk.core.buffer.episodes[first.uid].turns == 0  # starts again from the prompt
+
+
+def test_a_version_that_was_never_pushed_quarantines_the_worker(desk: Desk) -> None:
+    (_, first), _ = desk.tick()
+    desk.desk.record(A, Generated(1, first, 0, 20, 10, 0, 99), [b"frame"], 0.0)
+    assert A.decode() in desk.engines.quarantined and desk.desk.free_slots == 0
+    assert desk.state(first.uid)[0] is State.PENDING
+
+
+def test_engines_must_agree_on_a_version(desk: Desk) -> None:
+    desk.join(B, index=1)
+    ref = WeightsRef(1, 1, "somewhere")
+    desk.core.latest = ref
+    desk.core.ledger.publish(ref.order)
+    desk.tick()
+    assert {peer for peer, _ in desk.sent.take(LoadWeights)} == {A, B}
+    desk.desk.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
+    desk.desk.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
+    assert [desk.core.ledger.version(peer.decode()) for peer in (A, B)] == [1, 0]
+    assert desk.engines.quarantined == {B.decode()}
+
+
+def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, greedy=True)
+    desk.join(A, slots=2), desk.join(B, index=1, slots=2)
+    held = {attempt.uid: (peer, attempt) for peer, attempt in desk.tick()}
+    peer, greedy = held.pop("0.2")
+    desk.desk.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
+    assert sorted((to, m.attempt) for to, m in desk.sent.take(Cancel)) == sorted(held.values())
+    assert desk.desk.free_slots == 4 and not desk.core.buffer.live
+    left, attempt = held["0.0"]
+    desk.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
+    assert [message.attempt for _, message in desk.sent.take(Fenced)] == [attempt]
+
+
+def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, greedy=True)
+    desk.join(A)
+    desk.tick()
+    worker = desk.desk.workers[A]
+    worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
+    desk.core.buffer.retries = 0
+    desk.desk.lose(worker, "gone", 0.0)
+    flow = desk.core.buffer.flow()
+    assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

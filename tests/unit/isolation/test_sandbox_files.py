@@ -1,0 +1,90 @@
+"""Directories of any shape are emptied, and what they point at is not touched."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.isolation.sandbox import files
+
+NAMES = st.sampled_from(["a", "b", "\udcff", "x" * 200])
+TREES = st.recursive(
+    st.sampled_from(["file", "link", "pipe"]), lambda tree: st.dictionaries(NAMES, tree), max_leaves=20
+)
+
+
+def plant(path: str, tree: object, outside: str) -> None:
+    if isinstance(tree, dict):
+        os.makedirs(path, exist_ok=True)
+        for name, below in tree.items():
+            plant(f"{path}/{name}", below, outside)
+        os.chmod(path, 0)
+    elif tree == "link":
+        os.symlink(outside, path)
+    elif tree == "pipe":
+        os.mkfifo(path)
+    else:
+        open(path, "w").close()
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(NAMES, TREES))
+def test_nothing_is_left_and_nothing_else_is_touched(tmp_path_factory, tree) -> None:  # type: ignore[no-untyped-def]
+    base = tmp_path_factory.mktemp("tree")
+    outside, home = base / "outside", base / "home"
+    outside.mkdir()
+    (outside / "kept").write_text("")
+    plant(str(home), tree, str(outside))
+    files.empty(str(home))
+    assert os.listdir(home) == [] and os.listdir(outside) == ["kept"]
+
+
+def test_a_tree_deeper_than_any_path_or_stack() -> None:
+    in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a slow disk takes seconds
+    dig = (
+        "import os, sys\nos.chdir(sys.argv[1])\nfor _ in range(1100): os.mkdir('d' * 50); os.chdir('d' * 50)"
+    )
+    with tempfile.TemporaryDirectory(dir=in_memory) as home:
+        subprocess.run(["python3", "-c", dig, home], check=True)
+        files.empty(home)
+        assert os.listdir(home) == []
+
+
+def test_a_tree_that_is_moved_meanwhile_leads_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    (home / "a" / "b").mkdir(parents=True)
+    (other / "b").mkdir(parents=True)
+    stripped = files._strip
+
+    def move(here: int, until: float) -> list[str]:
+        found = stripped(here, until)
+        if not found:  # in a/b
+            os.rename(home / "a" / "b", other / "c")
+        return found
+
+    monkeypatch.setattr(files, "_strip", move)
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="'b' was moved"):
+        files.empty(str(home))
+    assert sorted(os.listdir(other)) == ["b", "c"]
+    assert len(os.listdir("/proc/self/fd")) == len(open_before)
+
+
+def test_remove_has_an_end_and_raises_nothing(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "file").touch()
+    files.remove(str(home), -1.0)
+    assert os.listdir(home) == ["file"]
+    for _ in range(2):  # the second finds nothing
+        files.remove(str(home), math.inf)
+        assert not home.exists()

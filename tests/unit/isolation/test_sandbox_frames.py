@@ -1,0 +1,50 @@
+"""What is kept of an output, and the frames between a sandbox and its owner."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.isolation.sandbox import wire
+from asyncrl.isolation.sandbox.warden import Kept
+
+PARTS = st.lists(st.binary(max_size=300), max_size=20)
+
+
+@given(PARTS, st.integers(2, 400))
+def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: int) -> None:
+    kept, all_of_it = Kept(limit), b"".join(parts)
+    for part in parts:
+        kept.add(part)
+    omitted, shown = kept.cut()
+    half = limit // 2
+    if len(all_of_it) <= 2 * half:
+        assert (omitted, shown) == (0, all_of_it)
+    else:
+        note = f"\n[{omitted} bytes left out]\n".encode()
+        assert omitted == len(all_of_it) - 2 * half
+        assert shown == all_of_it[:half] + note + all_of_it[-half:]
+
+
+def test_an_endless_output_is_not_held() -> None:
+    kept = Kept(1000)
+    for _ in range(500):
+        kept.add(bytes(65_536))
+    assert len(kept._tail) < 200_000
+
+
+@given(st.sampled_from([wire.CELL, wire.PROGRAM, wire.SHELL]), st.floats(0, 1e6), st.binary(), st.binary())
+def test_requests_arrive_as_they_were_sent(kind: bytes, seconds: float, source: bytes, stdin: bytes) -> None:
+    sent = wire.Request(kind, seconds, source, stdin)
+    read, write = os.pipe()
+    try:
+        wire.write_all(write, sent.frame())
+        os.close(write)
+        assert wire.read_request(read) == sent
+        with pytest.raises(EOFError):
+            wire.read_request(read)
+    finally:
+        os.close(read)

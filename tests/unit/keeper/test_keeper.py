@@ -1,0 +1,165 @@
+"""When a keeper gives its server up, by what loads and looks tell it; the server is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.errors import AsyncrlError, ConfigError, EngineError
+from asyncrl.keeper import keeper as engine_keeper
+from asyncrl.keeper.keeper import LOAD_TRIES, Keeper
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import KeeperBeat, Loaded, Message
+from asyncrl.wire.sockets import Endpoints
+
+REF = WeightsRef(1, 1, "somewhere")
+FINE = Loaded(REF, "train", "sum", 0.1)
+FAILED = Loaded(REF, "train", "", 0.1, "WeightsError: refused")
+
+
+class Control:
+    """In place of the link: what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+class Server:
+    """What `_look_after` sees. `labels`: what it says it holds, look by look; an error is raised."""
+
+    broken = ""
+    loaded_label = REF.label
+
+    def __init__(self, *labels: str | Exception) -> None:
+        self.labels = list(labels)
+
+    async def label(self) -> str:
+        found = self.labels.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any) -> list[Message]:
+    """Run `act` on a keeper of a server that is up; returns what it told the coordinator."""
+    engine = {"name": "sglang"}
+    base: dict[str, Any] = {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "engine": engine}
+    config = parse(base | {"run_dir": str(tmp_path), "weights": weights})
+    control = Control()
+
+    async def main() -> None:
+        keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i")
+        keeper._control = control  # type: ignore[assignment]
+        keeper._engine, keeper._healthy = Server(), True  # type: ignore[assignment]
+        keeper._loads = engine_keeper.Loads("train", keeper._timeline, 60.0, keeper._ready)
+        await act(keeper)
+
+    asyncio.run(main())
+    return control.sent
+
+
+async def report(keeper: Keeper, *answers: Loaded) -> None:
+    for answer in answers:
+        await keeper._report(answer)
+
+
+def test_files_that_a_server_refuses_from_the_start_are_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 loads in a row failed; the last one: WeightsError: refused"):
+        keep(tmp_path, lambda keeper: report(keeper, *[FAILED] * LOAD_TRIES))
+
+
+@pytest.mark.parametrize(
+    ("first", "weights"), [([FINE], {}), ([], {"transport": "collective"})], ids=["later", "broadcast"]
+)
+def test_other_failures_are_given_the_time_of_a_load(
+    tmp_path: Path, first: list[Loaded], weights: dict[str, str]
+) -> None:
+    """A trainer that died takes its versions along, and comes back."""
+
+    async def patient(keeper: Keeper) -> None:
+        await report(keeper, *first, *[FAILED] * 10)
+
+    keep(tmp_path, patient, deadline=60.0, **weights)
+
+    async def at_last(keeper: Keeper) -> None:
+        await report(keeper, *first, *[FAILED] * LOAD_TRIES)
+
+    kind = EngineError if first else ConfigError
+    with pytest.raises(kind, match="3 loads in a row"):
+        keep(tmp_path, at_last, deadline=1e-9, **weights)
+
+
+def test_a_success_or_a_newer_version_starts_the_count_anew(tmp_path: Path) -> None:
+    superseded = msgspec.structs.replace(FAILED, superseded=True)
+    two = [FAILED] * (LOAD_TRIES - 1)
+    keep(tmp_path, lambda keeper: report(keeper, *two, superseded, *two, FINE, *two), deadline=1e-9)
+
+
+def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
+    async def act(keeper: Keeper) -> None:
+        keeper._engine.broken = "half"  # type: ignore[union-attr, misc]
+        await report(keeper, FAILED)
+
+    sent = keep(tmp_path, act)
+    assert isinstance(sent[0], KeeperBeat) and not sent[0].healthy and sent[1] == FAILED
+
+
+def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
+    strange = Loaded(REF, "train", "sum", 0.1, probe_gap=2.5, probe_tokens=64)
+    with pytest.raises(ConfigError, match=r"computes another model.*2\.5"):
+        keep(tmp_path, lambda keeper: report(keeper, strange))
+    keep(tmp_path, lambda keeper: report(keeper, FINE, strange))  # a gap that grows is a metric
+
+
+@pytest.mark.parametrize(
+    ("labels", "complaint"),
+    [
+        ([REF.label, "default"], "holds 'default' and not 'e1-v1'"),
+        ([REF.label, *[EngineError("nobody there")] * 3], "no answer 3 times"),
+        ([*[EngineError("busy")] * 2, REF.label, *[EngineError("gone")] * 3], "no answer 3 times: gone"),
+    ],
+    ids=["restarted", "silent", "silent for a moment, then for good"],
+)
+def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
+    tmp_path: Path, labels: list[str | Exception], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_keeper, "LOOK_EVERY", 0.0)
+
+    async def act(keeper: Keeper) -> None:
+        await report(keeper, FINE)
+        await keeper._look_after(Server(*labels))  # type: ignore[arg-type]
+
+    with pytest.raises(AsyncrlError, match=complaint):
+        keep(tmp_path, act)
+
+
+def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unhealthy server would let the next one be paused as well."""
+    monkeypatch.setattr(engine_keeper, "LOOK_EVERY", 0.0)
+    server = Server("old", "old", EngineError("end"), EngineError("end"), EngineError("end"))
+    server.broken = "the load was not finished"
+    healthy: list[bool] = []
+
+    async def act(keeper: Keeper) -> None:
+        keeper._loads.offer(REF)
+        real = server.label
+
+        async def label() -> str:
+            healthy.append(keeper._healthy)
+            return await real()
+
+        server.label = label  # type: ignore[method-assign]
+        await keeper._look_after(server)  # type: ignore[arg-type]
+
+    with pytest.raises(EngineError, match="no answer"):
+        keep(tmp_path, act)
+    assert healthy[:3] == [True, True, True]

@@ -1,0 +1,446 @@
+"""An episode led by an agent: its records, its endings, its rows, and going on after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from asyncrl.engines.base import Request
+from asyncrl.errors import EngineError
+from asyncrl.gateway import Endpoint
+from asyncrl.rewards import RewardInput
+from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample
+from asyncrl.wire.messages import Failed, Finished, Generated
+from tests.fakes.agents import AgentBench, ask, message
+from tests.fakes.chat import FakeChat, call
+from tests.fakes.engine import ScriptedEngine
+from tests.fakes.loop import settle
+
+ANSWER = {"role": "assistant", "content": "42"}
+
+
+async def two_turns(sample: Sample, endpoint: Endpoint) -> float:
+    first = await message(endpoint, "q")
+    await message(endpoint, "q", first, "sure?")
+    return 0.5
+
+
+def failed(bench: AgentBench) -> tuple[FailReason, str]:
+    end = bench.play()
+    assert isinstance(end, Failed)
+    return end.reason, end.detail
+
+
+def finished(bench: AgentBench, **options: Any) -> Finished:
+    end = bench.play(**options)
+    assert isinstance(end, Finished), end
+    return end
+
+
+def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> None:
+    seen: list[RewardInput] = []
+
+    def reward(given: RewardInput) -> float:
+        seen.append(given)
+        return 1.5
+
+    bench = AgentBench(two_turns, reward=reward)
+    end = finished(bench)
+    assert [type(record) for record in bench.sent] == [Generated, Generated, Finished]
+    assert (end.reward, end.end, end.turns, end.rows) == (1.5, EpisodeEnd.DONE, 2, 1)
+    assert end.turn_rewards == (0.0, 1.5)
+    assert bench.rows == ["q42sure?42"]
+    assert bench.turns[0].spans[0].version == 0
+    (given,) = seen
+    assert (given.result, given.answer, given.turns) == (0.5, "42", 2)
+    assert given.messages[-2:] == (Message("user", "sure?"), Message("assistant", "42"))
+
+
+def test_the_agent_hears_a_turn_when_it_is_durable() -> None:
+    heard: list[str] = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        heard.append((await message(endpoint, "q"))["content"])
+
+    bench = AgentBench(agent)
+    bench.auto_ack = False
+
+    async def main() -> None:
+        playing = asyncio.create_task(bench.run())
+        while not playing.done() and "not yet durable" not in str(bench.waits._open.values()):
+            await settle()
+        assert not playing.done()
+        assert not heard
+        bench.auto_ack = True
+        bench.outbox.ack(1)
+        await playing
+
+    asyncio.run(main())
+    assert heard == ["42"]
+
+
+def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await asyncio.gather(*(message(endpoint, "q") for _ in range(3)))
+
+    bench = AgentBench(agent)
+    assert finished(bench).rows == 3
+    assert bench.rows == ["q42"] * 3
+    assert len({request.session for request in bench.engine.requests}) == 3
+    assert len({request.key for request in bench.engine.requests}) == 3
+    assert sorted(bench.engine.released) == ["u/1", "u/1#1", "u/1#2"]
+
+
+def test_a_template_that_rewrites_makes_rows() -> None:
+    bench = AgentBench(two_turns, chat=FakeChat(rewrites=("user",)))
+    assert finished(bench).rows == 2
+    assert bench.rows == ["q42", "q42sure?42"]
+
+
+# -- agents that fail --------------------------------------------------------------------------------
+
+
+async def raising(sample: Sample, endpoint: Endpoint) -> None:
+    await message(endpoint, "q")
+    raise KeyError("no such thing")
+
+
+async def leaving(sample: Sample, endpoint: Endpoint) -> None:
+    raise SystemExit(3)
+
+
+def silent(sample: Sample, endpoint: Endpoint) -> None:
+    """Asks nothing."""
+
+
+async def interrupted(sample: Sample, endpoint: Endpoint) -> None:
+    raise KeyboardInterrupt
+
+
+async def cancelled(sample: Sample, endpoint: Endpoint) -> None:
+    helper = asyncio.ensure_future(asyncio.sleep(60))
+    helper.cancel()
+    await helper
+
+
+async def cancelling(sample: Sample, endpoint: Endpoint) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(60)
+
+
+async def odd(sample: Sample, endpoint: Endpoint) -> Any:
+    await message(endpoint, "q")
+    return "a string"
+
+
+FAILURES = {
+    "raises": (raising, "KeyError: 'no such thing'"),
+    "exits": (leaving, "SystemExit: 3"),
+    "is interrupted": (interrupted, "KeyboardInterrupt"),
+    "awaits what it cancelled": (cancelled, "cancelled by its own code"),
+    "cancels itself": (cancelling, "cancelled by its own code"),
+    "never asks": (silent, "ended without asking"),
+    "returns what is no result": (odd, "returned a str"),
+}
+
+
+@pytest.mark.parametrize(("agent", "why"), FAILURES.values(), ids=FAILURES)
+def test_a_failing_agent_is_a_recorded_reason(agent: Any, why: str) -> None:
+    reason, detail = failed(AgentBench(agent))
+    assert reason is FailReason.AGENT_ERROR
+    assert why in detail
+
+
+def test_an_engine_error_fails_the_episode_whatever_the_agent_makes_of_it() -> None:
+    async def patient(sample: Sample, endpoint: Endpoint) -> None:
+        status, body = await ask(endpoint, "q")
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        await asyncio.Event().wait()
+
+    def broken(prompt: str) -> str:
+        raise EngineError("out of memory")
+
+    assert failed(AgentBench(patient, broken)) == (FailReason.ENGINE_ERROR, "EngineError: out of memory")
+
+
+def test_an_agent_that_hangs_is_scored_by_what_it_did() -> None:
+    cancelled = threading.Event()
+
+    async def hung(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    bench = AgentBench(hung, episode_timeout=1.5)
+    end = finished(bench)
+    assert (end.end, end.turns) == (EpisodeEnd.TIMEOUT, 1)
+    assert cancelled.is_set()
+
+
+def test_an_agent_that_hangs_before_its_first_turn_fails() -> None:
+    gate = threading.Event()
+
+    def hung(sample: Sample, endpoint: Endpoint) -> None:
+        gate.wait(60)
+
+    reason, detail = failed(AgentBench(hung, episode_timeout=0.1))
+    gate.set()
+    assert reason is FailReason.DEADLINE
+    assert "not one turn" in detail
+
+
+def test_a_coroutine_that_blocks_does_not_keep_the_engine_from_answering() -> None:
+    """As a sync client in an async function does: its own loop stands still, ours must not."""
+
+    async def blocking(sample: Sample, endpoint: Endpoint) -> None:
+        thread = threading.Thread(target=lambda: asyncio.run(message(endpoint, "q")), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    assert finished(AgentBench(blocking)).turns == 1
+
+
+def test_an_agent_that_ends_during_a_request_gives_it_up() -> None:
+    started = threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q")
+        bench.engine.gate.clear()
+        asking = asyncio.ensure_future(ask(endpoint, "more"))
+        await asyncio.to_thread(started.wait, 30)
+        asking.cancel()
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            if request.ids[0] == ord("m"):
+                started.set()
+            return await super().generate(request)
+
+    bench = AgentBench(agent)
+    bench.engine = Engine(bench.script)
+    assert finished(bench).turns == 1
+    assert bench.engine.cancelled == ["u/1#1"]
+
+
+def test_a_request_whose_client_left_gives_its_row_back() -> None:
+    entered, cancelled = threading.Event(), threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        first = await message(endpoint, "q")
+        bench.engine.gate.clear()
+        asking = asyncio.ensure_future(ask(endpoint, "q", first, "sure?"))
+        await asyncio.to_thread(entered.wait, 30)
+        asking.cancel()
+        await asyncio.to_thread(cancelled.wait, 30)
+        bench.engine.gate.set()
+        await message(endpoint, "q", first, "sure?")
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            if len(self.requests) == 1:
+                entered.set()
+            try:
+                return await super().generate(request)
+            finally:
+                if self.cancelled:
+                    cancelled.set()
+
+    bench = AgentBench(agent)
+    bench.engine = Engine(bench.script)
+    assert finished(bench).turns == 2
+    assert bench.rows == ["q42sure?42"]
+
+
+def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
+    posted, left = threading.Event(), threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        asking = asyncio.ensure_future(message(endpoint, "q"))
+        await asyncio.to_thread(posted.wait, 30)
+        asking.cancel()
+        await asyncio.to_thread(left.wait, 30)
+        said = await message(endpoint, "q")
+        await message(endpoint, "q", said, "sure?")
+
+    bench = AgentBench(agent)
+    bench.auto_ack = False
+
+    def in_doubt() -> bool:
+        return "not yet durable" in str(bench.waits._open.values())
+
+    async def main() -> None:
+        playing = asyncio.create_task(bench.run())
+        while not playing.done() and not in_doubt():
+            await settle()
+        posted.set()
+        while not playing.done() and in_doubt():
+            await settle()
+        left.set()
+        bench.auto_ack = True
+        bench.outbox.ack(1)
+        await playing
+
+    asyncio.run(main())
+    assert bench.rows == ["q42sure?42"]
+    assert len(bench.engine.requests) == 2
+    again = AgentBench(two_turns)
+    finished(again, frames=bench.record)
+    assert again.engine.requests == []
+
+
+def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
+    seen: list[tuple[EpisodeEnd, Any]] = []
+
+    async def reward(given: RewardInput) -> float:
+        seen.append((given.end, given.result))
+        if len(seen) == 1:
+            await asyncio.Event().wait()  # until the time of the episode is up
+        return 1.0
+
+    end = finished(AgentBench(two_turns, reward=reward, episode_timeout=1.5))
+    assert (end.end, end.reward) == (EpisodeEnd.DONE, 1.0)
+    assert seen == [(EpisodeEnd.DONE, 0.5)] * 2
+
+
+# -- limits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "end", "code"),
+    [
+        ({"max_turns": 1}, EpisodeEnd.MAX_TURNS, "max_turns"),
+        ({"max_tokens": 9}, EpisodeEnd.LENGTH, "context_length_exceeded"),
+        ({"max_rows": 1}, EpisodeEnd.MAX_ROWS, "max_rows"),
+    ],
+)
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_limit_is_told_and_ends_the_episode(limits: Any, end: EpisodeEnd, code: str, patient: bool) -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> float | None:
+        first = await message(endpoint, "q")
+        history = ["other"] if code == "max_rows" else ["q", first, "and then?"]
+        status, body = await ask(endpoint, *history)
+        assert (status, body["error"]["code"]) == (400, code)
+        if patient:
+            return 0.5
+        raise RuntimeError("BadRequestError")
+
+    ended = finished(AgentBench(agent, limits=limits))
+    assert (ended.end, ended.turns) == (end, 1)
+
+
+def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "a long prompt")
+
+    reason, detail = failed(AgentBench(agent, limits={"max_tokens": 4, "max_new_tokens": 4}))
+    assert reason is FailReason.PROMPT_TOO_LONG
+    assert "rollout.max_tokens is 4" in detail
+
+
+# -- going on after a crash --------------------------------------------------------------------------
+
+
+async def three_turns(sample: Sample, endpoint: Endpoint) -> None:
+    history: list[Any] = ["q"]
+    for number in range(3):
+        history += [await message(endpoint, *history), f"n{number}"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_recorded_turns_are_not_sampled_again(count: int) -> None:
+    first = AgentBench(three_turns, lambda prompt: "first")
+    finished(first)
+    second = AgentBench(three_turns, lambda prompt: "second")
+    assert finished(second, frames=first.record[: 2 * count]).turns == 3
+    assert len(second.engine.requests) == len(second.turns) == 3 - count
+    assert [turn.index for turn in second.turns] == list(range(count, 3))
+
+
+def test_parallel_turns_are_recalled_in_any_order() -> None:
+    def agent_of(order: list[str]) -> Any:
+        async def agent(sample: Sample, endpoint: Endpoint) -> None:
+            await asyncio.gather(*(message(endpoint, prompt) for prompt in order))
+
+        return agent
+
+    first = AgentBench(agent_of(["a", "b", "c"]), lambda prompt: prompt + "!")
+    finished(first)
+    second = AgentBench(agent_of(["c", "b", "a"]))
+    assert finished(second, frames=first.record).rows == 3
+    assert second.turns == []
+
+
+def test_an_agent_that_does_something_else_starts_again() -> None:
+    first = AgentBench(three_turns)
+    finished(first)
+    for agent in (two_turns_of("other"), silent):
+        bench = AgentBench(agent)
+        end = bench.play(first.record)
+        assert isinstance(end, Failed)
+        assert end.reason is FailReason.EPISODE_ERROR
+        assert "repeat" in end.detail
+
+
+def two_turns_of(prompt: str) -> Any:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, prompt)
+
+    return agent
+
+
+def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
+    thinking, gate = threading.Event(), threading.Event()
+
+    def agent(sample: Sample, endpoint: Endpoint) -> None:
+        asyncio.run(message(endpoint, "q"))
+        thinking.set()
+        gate.wait(30)
+
+    bench = AgentBench(agent)
+    bench.engine.gate.clear()
+
+    async def main() -> None:
+        playing = asyncio.create_task(bench.run())
+        while not bench.engine.requests:
+            await settle()
+        assert not bench.waits._open  # it is the engine that is waited for
+        bench.engine.gate.set()
+        await asyncio.to_thread(thinking.wait, 30)
+        await settle()
+        assert [name for _, name in bench.waits._open.values()] == ["the agent program"]
+        gate.set()
+        await playing
+        assert not bench.waits._open
+
+    asyncio.run(main())
+    end = bench.sent[-1]
+    assert isinstance(end, Finished)
+    assert 0 < end.tool_s <= end.seconds
+
+
+def test_calls_are_for_agents_that_send_tools() -> None:
+    """Others, as ReAct ones, read the text."""
+    text = call("look") + call("see")
+    tool = {"type": "function", "function": {"name": "look"}}
+    heard: list[Any] = []
+
+    def agent_of(**body: Any) -> Any:
+        async def agent(sample: Sample, endpoint: Endpoint) -> None:
+            heard.append(await message(endpoint, "q", **body))
+
+        return agent
+
+    plain = AgentBench(agent_of(), lambda prompt: text)
+    none = AgentBench(agent_of(tools=[tool], tool_choice="none"), lambda prompt: text)
+    tools = AgentBench(agent_of(tools=[tool]), lambda prompt: text)
+    assert [finished(bench).tool_calls for bench in (plain, none, tools)] == [0, 0, 2]
+    assert [said["content"] for said in heard] == [text, text, None]
+    assert [len(said.get("tool_calls", ())) for said in heard] == [0, 0, 2]

@@ -1,0 +1,135 @@
+"""Rewards on their way: from tools, reward function and shaping, through a crash, to the coordinator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.buffer.records import Episode
+from asyncrl.rewards import in_loop, select_shapings
+from asyncrl.rollout.scoring import Scorer
+from asyncrl.tools import Rewarded, Tool, tool
+from asyncrl.types import FailReason
+from asyncrl.wire.messages import Assign, Failed, Finished
+from tests.unit.coordinator.test_workers import A, Desk
+from tests.unit.rollout.test_episode_runner import Bench, look, recorded
+
+
+def paying() -> Tool:
+    """`look` pays a tenth for each character looked at."""
+
+    @tool(name="look")
+    def pay(what: str = "") -> Rewarded:
+        """Look."""
+        return Rewarded(f"saw {what}", len(what) / 10)
+
+    return pay
+
+
+def bench(
+    turns: list[str], result: Any, shaping: dict[str, dict[str, Any]] | None = None, **options: Any
+) -> Bench:
+    made = Bench(turns, lambda **_: result, **options)
+    made.tools["look"] = paying()
+    scorer = Scorer([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
+    object.__setattr__(made.runner.desk, "scorer", scorer)
+    return made
+
+
+def finished(end: Finished | Failed) -> Finished:
+    assert isinstance(end, Finished), end
+    return end
+
+
+TURNS = [look("left") + look("up"), look("right"), "42"]  # 0.4 + 0.2, 0.5, the answer
+
+
+def test_tool_rewards_fall_on_their_turns_and_the_score_on_the_last() -> None:
+    result = {"score": 1.0, "turns": [0.0, -0.5, 0.25], "components": {"format": 1}, "acc": True}
+    end = finished(bench(list(TURNS), result).play())
+    assert end.turn_rewards == pytest.approx((0.6, 0.0, 1.25), abs=1e-15)
+    assert end.reward == pytest.approx(1.85) and end.score == end.reward
+    assert end.components == {"format": 1.0}
+
+
+def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
+    whole = bench(list(TURNS), 1.0)
+    expected = finished(whole.play())
+    for durable in (1, 2, 3):
+        rest = bench(TURNS[durable:], 1.0)
+        end = finished(rest.play(recorded(whole)[: 2 * durable]))
+        assert (end.reward, end.turn_rewards) == (expected.reward, expected.turn_rewards)
+
+
+@pytest.mark.parametrize(
+    ("result", "detail"),
+    [
+        ({"score": 1.0, "turns": [0.0]}, "gave 1 turn rewards to an episode of 3 turns"),
+        ({"score": 1.0, "turns": [0.0, 0.0, float("inf")]}, "the reward of turn 2 is inf"),
+        ({"score": 1.0, "components": {"style": None}}, "component 'style' of the reward is None"),
+    ],
+)
+def test_rewards_that_do_not_fit_are_a_reward_error(result: Any, detail: str) -> None:
+    end = bench(list(TURNS), result).play()
+    assert isinstance(end, Failed)
+    assert end.reason is FailReason.REWARD_ERROR and detail in end.detail
+
+
+def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
+    plain = bench(["42"], 1.0)
+    plain.play()
+    tokens = plain.sent[0].model_tokens  # type: ignore[union-attr]
+    end = finished(bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": tokens + 1}}).play())
+    assert (end.reward, end.turn_rewards, end.shaping, end.score) == (0.25, (0.25,), -0.75, 1.0)
+
+
+def test_the_limit_of_an_episode_is_what_its_turns_can_hold() -> None:
+    made = bench(["42"], 1.0, {"overlong": {"buffer": 10}}, max_turns=2, max_new_tokens=5)  # 3 tokens of 10
+    assert finished(made.play()).shaping == pytest.approx(-0.3)
+
+
+def test_validation_is_not_shaped() -> None:
+    end = finished(bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": 4}}).play(lane="eval"))
+    assert (end.reward, end.shaping) == (1.0, 0.0)
+
+
+def test_a_shaping_that_fails_is_a_reward_error() -> None:
+    made = bench(["42"], 1.0)
+    scorer = Scorer([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
+    object.__setattr__(made.runner.desk, "scorer", scorer)
+    end = made.play()
+    assert isinstance(end, Failed)
+    assert end.reason is FailReason.REWARD_ERROR and "algorithm.shaping" in end.detail
+
+
+# -- at the coordinator ------------------------------------------------------------------------------
+
+
+def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.join(A)
+    (_, attempt), _ = desk.tick()
+    desk.turn(A, 1, attempt)
+    message = Finished(2, attempt, 0.5, "answered", 1, 0, 1.0, 0.0)  # type: ignore[arg-type]
+    earned = {"turn_rewards": (0.5,), "components": {"format": 1.0}, "shaping": -0.5}
+    desk.desk.record(A, msgspec.structs.replace(message, **earned), [], 0.0)
+    desk.core.persist()
+    held = {episode.uid: episode for episode in desk.core.store.load().episodes}[attempt.uid]
+    for episode in (desk.core.buffer.episodes[attempt.uid], held):
+        own = episode.earned
+        assert (own.reward, own.score, own.turn_rewards) == (0.5, 1.0, (0.5,))
+        assert (own.components, own.tokens) == ({"format": 1.0}, 10)
+
+
+def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    episodes: list[Episode] = list(desk.core.buffer.episodes.values())
+    episodes[-1].greedy = True
+    desk.join(A)
+    desk.engines.tick(0.0, 0.0)
+    desk.desk.tick(0.0, 0.0)
+    asked = {message.attempt.uid: message.temperature for _, message in desk.sent.take(Assign)}
+    assert asked == {"0.0": desk.core.config.rollout.temperature, "0.1": 0.0}

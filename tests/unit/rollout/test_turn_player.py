@@ -1,0 +1,342 @@
+"""An episode with an environment: what it says is recorded, repeated after a crash; it is always closed."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.conversation.commands import Done
+from asyncrl.environments import Environment
+from asyncrl.rollout.context import Ended, Job
+from asyncrl.types import EpisodeEnd, FailReason, Heard, Message, Observation, Sample, ToolCall
+from asyncrl.wire.messages import Failed, Finished, Generated, Replied
+from tests.fakes.chat import call
+from tests.fakes.loop import settle
+from tests.unit.rollout.test_episode_runner import BAD, Bench, look, recorded
+
+MOVE = {"type": "function", "function": {"name": "move", "parameters": {"type": "object"}}}
+
+
+class Game(Environment):
+    """Says higher until it is told 42; the test sees all that happens."""
+
+    replay: Literal["reapply", "no"] = "reapply"
+    tools: tuple[dict[str, Any], ...] = ()
+    log: list[str]
+
+    def __init__(self) -> None:
+        type(self).log = []
+        self.closing = asyncio.Event()
+        self.closing.set()
+
+    async def reset(self, sample: Sample) -> Observation:
+        self.log.append("reset")
+        return Observation((Message("user", "guess"),))
+
+    async def step(self, message: Message) -> Observation:
+        self.log.append(message.content or message.tool_calls[0].name)
+        if message.content == "42":
+            return Observation(reward=1.0, done=True)
+        return Observation((Message("user", "higher"),), reward=0.25)
+
+    async def close(self) -> None:
+        self.log.append("close")
+        await self.closing.wait()
+
+
+def nothing(**_: Any) -> float:
+    return 0.0
+
+
+def test_what_an_environment_says_is_recorded_and_rewarded() -> None:
+    bench = Bench(["7", "42"], nothing, Game)
+    end = bench.play()
+    assert isinstance(end, Finished)
+    assert (end.end, end.reward, end.turn_rewards) == (EpisodeEnd.DONE, 1.25, (0.25, 1.0))
+    assert [type(record) for record in bench.sent] == [Generated, Replied, Generated, Replied, Finished]
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    assert heard.observation is not None
+    assert heard.observation.messages == (Message("user", "higher"),)
+    assert Game.log == ["reset", "7", "42", "close"]
+
+
+def test_its_own_calls_go_to_it_and_others_to_tools() -> None:
+    class Board(Game):
+        tools = (MOVE,)
+
+    bench = Bench([call("move"), look("left"), BAD, "42"], nothing, Board)
+    end = bench.play()
+    assert isinstance(end, Finished)
+    assert (end.turns, end.tool_calls) == (4, 2)
+    assert (Board.log, bench.calls) == (["reset", "move", "42", "close"], ["left"])
+    assert '"move"' in "".join(map(chr, bench.engine.requests[0].ids))
+
+
+def test_a_recorded_environment_is_repeated() -> None:
+    whole = Bench(["7", "8", "42"], nothing, Game)
+    whole.play()
+    rest = Bench(["42"], nothing, Game)
+    end = rest.play(recorded(whole)[:4])
+    assert isinstance(end, Finished)
+    assert end.turn_rewards == (0.25, 0.25, 1.0)
+    assert Game.log == ["reset", "7", "8", "42", "close"]
+    assert rest.frames[0] == whole.frames[4]
+
+
+def test_a_turn_that_was_not_answered_yet_is_stepped() -> None:
+    whole = Bench(["7", "42"], nothing, Game)
+    whole.play()
+    rest = Bench(["42"], nothing, Game)
+    rest.play([recorded(whole)[0], b""])
+    assert [type(record) for record in rest.sent] == [Replied, Generated, Replied, Finished]
+
+
+class Generous(Game):
+    async def cut_short(self, unheard: Message | None) -> float:
+        self.log.append(f"cut short: {unheard.content if unheard else 'heard'}")
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "said"),
+    [({"max_turns": 1}, ["7"], "heard"), ({"max_bad_calls": 1}, ["7", "so " + BAD], "so " + BAD)],
+)
+def test_an_environment_that_a_limit_ends_is_asked_what_it_gives(
+    limits: dict[str, Any], turns: list[str], said: str
+) -> None:
+    bench = Bench(turns, nothing, Generous)
+    made = bench.runner.desk.rules
+    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, **limits))
+    end = bench.play()
+    assert isinstance(end, Finished)
+    assert end.turn_rewards[-1] == (0.75 if len(turns) == 1 else 0.5)
+    assert Generous.log[-2:] == [f"cut short: {said}", "close"]
+
+
+class Moody(Game):
+    async def step(self, message: Message) -> Observation:
+        await super().step(message)
+        return Observation((Message("user", "lower"),))
+
+
+class Once(Game):
+    replay = "no"
+
+
+@pytest.mark.parametrize("other", [Moody, Once])
+def test_an_environment_that_cannot_be_repeated_makes_the_episode_start_again(other: type[Game]) -> None:
+    whole = Bench(["7", "42"], nothing, Game)
+    whole.play()
+    end = Bench(["42"], nothing, other).play(recorded(whole)[:2])
+    assert isinstance(end, Failed)
+    assert end.reason is FailReason.EPISODE_ERROR  # which is issued again from the prompt
+    assert other.log[-1] == "close"
+
+
+class Broken(Game):
+    async def step(self, message: Message) -> Observation:
+        raise OSError("the board fell down")
+
+
+class Hung(Game):
+    async def step(self, message: Message) -> Observation:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Over(Game):
+    async def reset(self, sample: Sample) -> Observation:
+        return Observation(done=True)
+
+
+class Leaving(Game):
+    async def step(self, message: Message) -> Observation:
+        raise SystemExit(3)
+
+
+class Cancelled(Game):
+    async def step(self, message: Message) -> Observation:
+        raise asyncio.CancelledError
+
+
+class Unmakable(Game):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log.append("close")
+        raise SystemExit("no licence")
+
+
+@pytest.mark.parametrize("world", [Broken, Hung, Over, Leaving, Cancelled, Unmakable])
+def test_an_environment_that_fails_ends_its_episode_only(world: type[Game]) -> None:
+    end = Bench(["7"], nothing, world, tool_timeout=0.05).play()
+    assert isinstance(end, Failed)
+    assert end.reason is FailReason.ENVIRONMENT_ERROR
+    assert world.log[-1] == "close"
+
+
+class Stubborn(Game):
+    """Its step ends when the test says so, and not before."""
+
+    let_go: asyncio.Event
+
+    async def step(self, message: Message) -> Observation:
+        type(self).let_go = asyncio.Event()
+        while not self.let_go.is_set():
+            try:
+                await self.let_go.wait()
+            except asyncio.CancelledError:
+                self.log.append("no")
+        return Observation()
+
+
+def test_an_environment_that_ignores_its_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps neither its episode, nor the loop; and it is not closed while it is at work."""
+    monkeypatch.setattr("asyncrl.isolation.foreign.GRACE", 0.0)
+    end = Bench(["7"], nothing, Stubborn, tool_timeout=0.02).play()
+    assert isinstance(end, Failed)
+    assert "step of the environment did not end within 0.02 s" in end.detail
+    assert not Stubborn.let_go.is_set()
+    assert Stubborn.log == ["reset", "no", "close"]
+
+
+def test_an_environment_may_have_limits_of_its_own() -> None:
+    class Quick(Hung):
+        timeout = 0.02
+
+    class Slow(Game):
+        timeout = 60.0
+
+        async def step(self, message: Message) -> Observation:
+            await asyncio.sleep(0.02)
+            return await super().step(message)
+
+    end = Bench(["7"], nothing, Quick, tool_timeout=60.0).play()
+    assert isinstance(end, Failed) and "within 0.02 s" in end.detail
+    assert isinstance(Bench(["42"], nothing, Slow, tool_timeout=1e-6).play(), Finished)
+
+
+def answering(answer: Any, cut: Any = 0.0) -> type[Game]:
+    class Answering(Game):
+        async def step(self, message: Message) -> Any:
+            return answer
+
+        async def cut_short(self, unheard: Message | None) -> Any:
+            return cut
+
+    return Answering
+
+
+USER = Message("user", "so?")
+
+
+@pytest.mark.parametrize(
+    ("answer", "cut", "complaint"),
+    [
+        (Observation((USER,), float("nan"), True), 0.0, "step .* no finite number"),
+        (Observation((USER,), float("inf")), 0.0, "step .* no finite number"),
+        (Observation((USER,), None), 0.0, "step .* TypeError"),  # type: ignore[arg-type]
+        (Observation(("so?",)), 0.0, "step .* must be Messages, not str"),  # type: ignore[arg-type]
+        (Observation((Message("user", b"so?"),)), 0.0, "step .* content .* must be text, not bytes"),  # type: ignore[arg-type]
+        (Observation((Message("user", reasoning=7),)), 0.0, "step .* reasoning .* text"),  # type: ignore[arg-type]
+        (Observation((Message("assistant", "", (ToolCall("a", "{}"),)),)), 0.0, "step .* no tool calls"),
+        (Observation((Message("tool", "so?", name="n" * 257),)), 0.0, "step .* name .* at most 256"),
+        (Observation((Message("tool", "so?", tool_call_id="n" * 257),)), 0.0, "tool_call_id .* at most 256"),
+        (Observation((USER,) * 65), 0.0, "step .* at most 64 messages"),
+        (("so?", 1.0, False), 0.0, "step .* an Observation is expected, not tuple"),
+        (Observation((USER,)), float("nan"), "cut_short .* no finite number"),
+        (Observation((USER,)), "much", "cut_short .* ValueError"),
+    ],
+)
+def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: str) -> None:
+    bench = Bench(["7"], nothing, answering(answer, cut))
+    made = bench.runner.desk.rules
+    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, max_turns=1))
+    end = bench.play()
+    assert isinstance(end, Failed)
+    assert end.reason is FailReason.ENVIRONMENT_ERROR
+    assert re.search(complaint, end.detail), end.detail
+
+
+def test_numbers_may_be_numpys_and_messages_a_list() -> None:
+    half = "half a pair: \ud800"
+    said = Message("user", half, name=half, tool_call_id=half, reasoning=half)
+    answer = Observation([said], np.float32(0.5), np.bool_(True))  # type: ignore[arg-type]
+    bench = Bench(["7"], nothing, answering(answer))
+    end = bench.play()
+    assert isinstance(end, Finished)
+    assert (end.end, end.reward) == (EpisodeEnd.DONE, 0.5)
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    assert heard.observation is not None
+    mended = "half a pair: ?"
+    expected = Message("user", mended, name=mended, tool_call_id=mended, reasoning=mended)
+    assert heard.observation.messages == (expected,)
+
+
+def out_of_time(bench: Bench, busy: asyncio.Event) -> Ended:
+    """How an episode ends whose time is up when it is `busy`."""
+
+    async def main() -> Ended:
+        service = asyncio.create_task(bench.outbox.run())
+        player = bench.runner.lead(Job(bench.runner.desk, bench.assign(), bench.lane, 0.0))
+        play = asyncio.create_task(player.play(()))
+        async with asyncio.timeout(60):
+            await busy.wait()
+            play.cancel()
+            await asyncio.wait([play])
+            ended = await player.expire()
+            await player.close()
+        service.cancel()
+        return ended
+
+    return asyncio.run(main())
+
+
+def test_a_step_that_the_episodes_time_ends_was_heard() -> None:
+    busy = asyncio.Event()
+
+    class Long(Generous):
+        async def step(self, message: Message) -> Observation:
+            observation = await super().step(message)
+            if message.content == "8":
+                busy.set()
+                await asyncio.Event().wait()
+            return observation
+
+    done = out_of_time(Bench(["7", "8"], nothing, Long), busy).command
+    assert isinstance(done, Done)
+    assert (done.end, done.turn_rewards) == (EpisodeEnd.TIMEOUT, (0.25, 0.5))
+    assert Long.log == ["reset", "7", "8", "cut short: heard", "close"]
+
+
+def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
+    busy, ends = asyncio.Event(), []
+
+    async def slow(**given: Any) -> float:
+        ends.append(given["extra_info"]["end"])
+        if not busy.is_set():
+            busy.set()
+            await asyncio.Event().wait()
+        return 1.0
+
+    done = out_of_time(Bench(["42"], slow, Game), busy).command
+    assert isinstance(done, Done)
+    assert (done.end, done.reward, ends) == (EpisodeEnd.DONE, 2.0, ["done", "done"])
+
+
+def test_a_cancelled_episode_closes_its_environment() -> None:
+    async def main() -> None:
+        bench = Bench(["7"], nothing, Game)
+        bench.engine.gate.clear()
+        episode = asyncio.create_task(bench.runner.run(bench.assign(), (), bench.lane))
+        await settle()
+        episode.cancel()
+        await settle()
+        assert episode.cancelled()
+        assert Game.log == ["reset", "close"]
+
+    asyncio.run(main())

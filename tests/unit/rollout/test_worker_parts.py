@@ -1,0 +1,248 @@
+"""Lease, waits, meter and lanes of a rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.errors import EngineError
+from asyncrl.rollout.samplers import BROKEN, OwnLane
+from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.contact import Contact, Lease
+from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.weights.disk import publish
+from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.wire.messages import Loaded
+from tests.fakes.engine import ScriptedEngine
+from tests.fakes.loop import Intervals, settle
+
+REQUEST = Request("s", (1,), Sampling(8, (3,)))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- lease -------------------------------------------------------------------------------------------
+
+
+def test_a_lease_grows_quiet_expires_and_ends() -> None:
+    lease = Lease(10.0, give_up=30.0, now=0.0)
+    assert lease.tick(1.0) is Contact.QUIET  # not welcomed yet
+    lease.welcomed = True
+    lease.heard(1.0)
+    expected = {6: Contact.FINE, 7: Contact.QUIET, 11: Contact.QUIET, 12: Contact.EXPIRED, 32: Contact.GONE}
+    seen = {now: lease.tick(float(now)) for now in range(2, 33)}
+    assert {now: seen[now] for now in expected} == expected
+    lease.heard(32.5)
+    assert lease.tick(33.0) is Contact.FINE
+
+
+def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
+    lease = Lease(10.0, give_up=30.0, now=0.0)
+    lease.welcomed = True
+    assert lease.tick(100.0) is Contact.FINE  # nobody read the mail for 100 s
+    assert lease.tick(101.0) is Contact.FINE
+
+
+# -- waits and meter ---------------------------------------------------------------------------------
+
+
+def test_the_oldest_wait_is_told_once_it_lasts() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.named("tool a"):
+        clock.now = 0.5
+        assert waits.longest() == ""
+        with waits.named("tool b"), waits.named("tool a"):
+            clock.now = 4.0
+            assert waits.longest() == "tool a (4 s, 2 episodes)"
+    assert waits.longest() == ""
+
+
+def test_overlapping_turns_are_one_busy_interval() -> None:
+    clock, timeline = Clock(), Intervals()
+    meter = Meter(timeline, clock)
+    clock.now = 1.0
+    with meter.turn():
+        clock.now = 2.0
+        with meter.turn():
+            clock.now = 3.0
+        meter.flush()
+        clock.now = 5.0
+        assert meter.seconds == (4.0, 1.0)
+    clock.now = 9.0
+    meter.flush()
+    assert timeline.records == [("decode", 1.0, 3.0), ("decode", 3.0, 5.0)]
+    assert meter.seconds == (4.0, 5.0)
+
+
+# -- lanes -------------------------------------------------------------------------------------------
+
+
+class Fixture:
+    """A started lane and the answers it gave."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.engine = ScriptedEngine(lambda request: "hello")
+        self.answers: list[Loaded] = []
+        self.heard = Changed()
+        self.waits = Waits(Clock())
+        self.builds = 0
+        timeline = Intervals()
+        first = None if pinned else self.engine
+        self.lane = OwnLane(
+            "lane", self.build, self.waits, Meter(timeline), timeline, 60.0, pinned=pinned, engine=first
+        )
+        self.task = asyncio.create_task(self.lane.run(self.report))
+
+    def build(self) -> ScriptedEngine:
+        self.builds += 1
+        return self.engine
+
+    async def report(self, answer: Loaded) -> None:
+        self.answers.append(answer)
+        self.heard.fire()
+
+    async def answered(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.answers) < count:
+                await self.heard.wait()
+
+    @property
+    def versions(self) -> list[int]:
+        return [answer.ref.version for answer in self.answers]
+
+
+def ref(version: int, path: str = "somewhere") -> WeightsRef:
+    return WeightsRef(0, version, path)
+
+
+@pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])
+def test_a_load_compares_the_probe(tmp_path: Path, engine: float, gap: float) -> None:
+    """Wrong weights, or none at all, show at the load and not in the training curve."""
+
+    async def main() -> None:
+        f = Fixture()
+        f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
+        probe = Probe((1, 2, 3), (-1.0, -1.5))
+        f.lane.offer(publish({"w": torch.ones(1)}, tmp_path, 0, 1, probe))
+        await f.answered(1)
+        assert (f.answers[0].probe_gap, f.answers[0].probe_tokens) == (gap, 2)
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
+    async def main() -> None:
+        f = Fixture()
+        f.engine.load_gate.clear()
+        f.lane.offer(ref(1))
+        await settle()
+        for version in (2, 3):
+            f.lane.offer(ref(version))
+        f.engine.load_gate.set()
+        await f.answered(2)
+        assert f.versions == [1, 3]
+        f.lane.offer(ref(3))
+        await f.answered(3)
+        assert [r.version for r in f.engine.loads] == [1, 3]
+        assert f.answers[2].checksum == "sum-3"
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
+    async def main() -> None:
+        f = Fixture()
+        oldest = 2
+        waiting = asyncio.create_task(f.lane.fresh(lambda: oldest))
+        await settle()
+        f.waits._clock.now = 3.0  # type: ignore[attr-defined]
+        assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
+        f.lane.offer(ref(1))
+        await f.answered(1)
+        assert not waiting.done()
+        f.lane.offer(ref(2))
+        await f.answered(2)
+        await asyncio.wait_for(waiting, 60)
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
+    async def main() -> None:
+        f = Fixture()
+        f.lane.offer(ref(1, "damaged"))
+        await f.answered(1)
+        assert "damaged" in f.answers[0].error
+        assert f.lane.version == 0
+        f.lane.offer(ref(2))
+        await f.answered(2)
+        assert (f.answers[1].error, f.lane.version) == ("", 2)
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> None:
+    async def main() -> None:
+        f = Fixture(pinned=True)
+        entered, leave = asyncio.Event(), asyncio.Event()
+
+        async def episode() -> None:
+            async with f.lane.episode():
+                entered.set()
+                await leave.wait()
+
+        first = asyncio.create_task(episode())
+        await settle()
+        assert not entered.is_set()  # it has no weights yet
+        f.lane.offer(ref(1))
+        await f.answered(1)
+        await asyncio.wait_for(entered.wait(), 60)
+        f.lane.offer(ref(2))
+        await settle()
+        assert f.versions == [1]
+        assert f.lane.version == 1
+        entered.clear()
+        second = asyncio.create_task(episode())  # waits for the offered version, and does not hold it up
+        await settle()
+        assert not entered.is_set()
+        leave.set()
+        await first
+        await f.answered(2)
+        await second
+        assert f.lane.version == 2
+        assert f.builds == 1
+        f.task.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_only_fails_ends_the_lane() -> None:
+    async def main() -> None:
+        f = Fixture()
+
+        def broken(request: Request) -> str:
+            raise EngineError("the engine broke")
+
+        f.engine.script = broken
+        for _ in range(BROKEN):
+            with pytest.raises(EngineError):
+                await f.lane.generate(REQUEST)
+        with pytest.raises(EngineError, match="in a row"):
+            await asyncio.wait_for(f.task, 60)
+
+    asyncio.run(main())

@@ -1,0 +1,180 @@
+"""What a rank publishes is what it trained, told to the coordinator; a failure reaches the trainer's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import zmq
+
+from asyncrl.trainer.model import load_policy, score
+from asyncrl.trainer.publishing import Publishing
+from asyncrl.trainer.world import World
+from asyncrl.weights import disk
+from asyncrl.weights.collective import Receiver
+from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
+from asyncrl.wire.messages import Published, ToCoordinatorControl
+from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
+from tests.fakes.group_server import FakeServer, described
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import full_state, save_tiny_qwen, tiny_config
+
+DEADLINE = 60.0
+EPOCH = 3
+Entries = dict[str, TensorEntry]
+Found = tuple[Manifest, Entries]
+
+
+class Trainer:
+    """One rank that publishes and changes its weights in between."""
+
+    def __init__(self, world: World, folder: Path, **weights: Any) -> None:
+        if world.rank == 0:
+            save_tiny_qwen(folder / "model")
+            endpoints = choose_endpoints("127.0.0.1", 0)
+            self.hub = Hub(endpoints.control, ToCoordinatorControl, zmq.Context())
+        self.world, self.step = world, 0
+        control = world.gather(endpoints.control if world.rank == 0 else "", str)[0]
+        path = str(folder / "model")
+        weights = {"directory": "run", "bucket_bytes": 2048} | weights
+        engine = {"name": "sglang" if weights.get("transport") == "collective" else "torch"}
+        config = tiny_config(path, weights=weights, engine=engine)
+        self.policy = load_policy(config.model, world)
+        endpoints = Endpoints(control, control)
+        self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)
+
+    @torch.no_grad()
+    def publish(self) -> tuple[dict[str, torch.Tensor], tuple[float, ...]]:
+        """The weights that were published, and how they score the probe."""
+        for parameter in self.policy.parameters():
+            parameter.mul_(1.01)
+        state = full_state(self.policy)
+        logprobs = score(self.policy, self.publishing._probe_ids, self.world.device)
+        self.step += 1
+        self.publishing.publish(EPOCH, self.step)
+        return state, logprobs
+
+    def told(self) -> Published:
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            Poller(self.hub).wait(0.1)
+            received = self.hub.receive()
+            if received is not None and isinstance(received[1], Published):
+                return received[1]
+        raise AssertionError("no version was announced")
+
+
+class Files:
+    """Reads what is published as files."""
+
+    weights: ClassVar = {"delta": True}
+
+    def read(self, ref: WeightsRef) -> Found:
+        manifest, tensors = disk.read(ref)
+        return manifest, _described(tensors)
+
+    def close(self) -> None:
+        pass
+
+
+class Broadcasts:
+    """A server, and its keeper's end."""
+
+    weights: ClassVar = {"transport": "collective"}
+
+    def __init__(self) -> None:
+        self._server, self._loop = FakeServer(), asyncio.Runner()
+        self._receiver = Receiver(self._server, "engine 0", 1)
+
+    def read(self, ref: WeightsRef) -> Found:
+        return self._loop.run(self._pushed(ref))
+
+    def close(self) -> None:
+        self._loop.run(self._receiver.close())
+        self._loop.close()
+        self._server.end()
+
+    async def _pushed(self, ref: WeightsRef) -> Found:
+        async with self._receiver.push(ref, DEADLINE) as push:
+            manifest = await push.load(flush=False)
+        label, entries = self._server.look()
+        assert label == ref.label
+        return manifest, entries
+
+
+def publish_three(reader: type[Files | Broadcasts], world: World, folder: Path) -> Any:
+    trainer, found = Trainer(world, folder, **reader.weights), []
+    with closing(reader()) if world.rank == 0 else nullcontext() as reading:
+        for step in range(1, 4):
+            state, logprobs = trainer.publish()
+            if reading is None:
+                continue
+            told = trainer.told()
+            assert told == trainer.publishing.announced and told.ref.order == (EPOCH, step)
+            assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
+            manifest, entries = reading.read(told.ref)
+            assert manifest.probe is not None and manifest.probe.logprobs == logprobs
+            trainer.publishing.check()
+            found.append((_described(state), entries, manifest.delta is not None))
+    trainer.publishing.drain()
+    return found
+
+
+def _described(tensors: dict[str, torch.Tensor]) -> Entries:
+    return {name: described(name, tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("reader", [Files, Broadcasts])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_versions_are_published_and_announced(
+    tmp_path: Path, reader: type[Files | Broadcasts], ranks: int
+) -> None:
+    found = run_ranks(ranks, partial(publish_three, reader), tmp_path)
+    assert [is_delta for *_, is_delta in found] == [False, *[reader is Files] * 2]
+    versions = [entries for _, entries, _ in found]
+    assert versions == [state for state, *_ in found]
+    assert all(versions.count(entries) == 1 for entries in versions)
+
+
+def lose_a_rank(world: World, folder: Path) -> Any:
+    trainer = Trainer(world, folder, **Broadcasts.weights)
+    trainer.publish()
+    if world.rank:
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        world.barrier()  # it is gone, with all of its connections
+    trainer.publishing.check()
+    with closing(Broadcasts()) as reading, pytest.raises(WeightsError):
+        reading.read(trainer.told().ref)
+    with pytest.raises(WeightsError) as caught:
+        trainer.publishing.check()
+    return str(caught.value)
+
+
+def test_a_rank_that_delivers_nothing_to_broadcast_ends_the_trainers_loop(tmp_path: Path) -> None:
+    assert "did not deliver its shards" in run_ranks(2, lose_a_rank, tmp_path)
+
+
+def fail_to_write(world: World, folder: Path) -> Any:
+    trainer = Trainer(world, folder)
+    (folder / "run").write_text("a file where the directory should be")
+    trainer.publish()
+    end = time.monotonic() + DEADLINE
+    try:
+        while time.monotonic() < end:
+            trainer.publishing.check()
+    except OSError as error:
+        trainer.publishing.drain()
+        return str(error)
+    return ""
+
+
+def test_a_write_that_failed_ends_the_trainers_loop(tmp_path: Path) -> None:
+    assert "run" in run_ranks(1, fail_to_write, tmp_path)

@@ -1,0 +1,94 @@
+"""One rank, with a learner that does nothing and links that only remember."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.trainer import rank as module
+from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, performance
+from asyncrl.trainer.stopwatch import Stopwatch
+from asyncrl.wire.messages import Message, TrainerBeat
+from asyncrl.wire.sockets import Endpoints
+
+
+class FakeLearner:
+    """Calls `pulse` after every micro-batch, as the real one does."""
+
+    def __init__(self, config: Any, mesh: Any) -> None:
+        self.step, self.watch, self.policy = 0, Stopwatch(), None
+        self.pulse = lambda: None
+
+    def work(self, micros: int) -> None:
+        for _ in range(micros):
+            self.pulse()
+
+
+class FakeLink:
+    def __init__(self, *about: Any) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> TrainerRank:
+    monkeypatch.setattr(module, "Learner", FakeLearner)
+    monkeypatch.setattr(module, "Link", FakeLink)
+    for name in ("Poller", "Publishing"):
+        monkeypatch.setattr(module, name, lambda *about: None)
+    mesh: Any = SimpleNamespace(rank=0, size=1, gather=lambda value, kind: [value])
+    config = parse({"name": "t", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}})
+    return TrainerRank(config, Endpoints("", ""), mesh, "x")
+
+
+def beats(rank: TrainerRank) -> list[int]:
+    """`work` of all that was sent; nothing but beats was."""
+    sent = rank.control.sent  # type: ignore[attr-defined]
+    assert all(isinstance(message, TrainerBeat) for message in sent)
+    return [message.work for message in sent]
+
+
+def test_behind_a_barrier_beats_go_on_and_count_what_was_done(
+    rank: TrainerRank, clock: SimpleNamespace
+) -> None:
+    for micros in (3, 1, 4):
+        rank.learner.work(micros)  # type: ignore[attr-defined]
+        clock.now += 10 * BEAT_EVERY
+    assert beats(rank) == [1, 4, 5]  # one beat for each burst, however many micro-batches it has
+
+
+def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock: SimpleNamespace) -> None:
+    rank.learner.work(2)  # type: ignore[attr-defined]
+    for _ in range(4):
+        clock.now += BEAT_EVERY / 2
+        rank._beat(clock.now)
+    assert beats(rank) == [1, 2, 2]
+
+
+def test_only_what_happened_since_the_last_commit_is_timed() -> None:
+    found = performance(4.0, {"update_actor": 2.0, "wait_data": 1.5, "wait_commit": 0.5}, tokens=1000)
+    assert found.pop("perf/cpu_memory_used_gb") > 0
+    assert found == {
+        "timing_s/update_actor": 2.0,
+        "timing_s/wait_data": 1.5,
+        "timing_per_token_ms/update_actor": 2.0,
+        "perf/time_per_step": 4.0,
+    }
+
+
+def test_a_batch_without_a_token_has_no_time_per_token() -> None:
+    assert "timing_per_token_ms/update_actor" not in performance(1.0, {}, tokens=0)
