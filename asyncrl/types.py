@@ -162,14 +162,14 @@ class Turn(msgspec.Struct, frozen=True):
     observation: Observation | None = None
 
 
-class Heard(msgspec.Struct, frozen=True):
+class TurnReply(msgspec.Struct, frozen=True):
     """What a turn was answered with, as it is recorded: after the turn, in a frame of its own."""
 
     replies: tuple[ToolReply, ...] = ()
     observation: Observation | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RewardResult(msgspec.Struct, frozen=True):
     """What a reward function says of one episode. All numbers are finite.
 
     `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
@@ -182,7 +182,7 @@ class Verdict(msgspec.Struct, frozen=True):
     shaping: float = 0.0
 
 
-class Member(msgspec.Struct, frozen=True):
+class GroupMember(msgspec.Struct, frozen=True):
     """What one landed episode earned, as the baseline of its group sees it.
 
     `reward` is all of it; `turn_rewards` say what fell on which turn and sum to it (empty: everything on

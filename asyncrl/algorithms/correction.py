@@ -36,7 +36,7 @@ class CorrectionInput:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CorrectionMask:
     """What one rule says, [N]. A mask rule sets `keep`; a weight rule `weight` and where it was `cut`."""
 
     keep: Tensor | None = None
@@ -49,7 +49,7 @@ class Rule:
     """A registered rule. kind `weight`: gives weights; `mask`: only removes tokens; `scale`: divides all
     weights by the mean of those kept in the batch, once at its end (`of` is not called)."""
 
-    of: Callable[..., Verdict]
+    of: Callable[..., CorrectionMask]
     kind: Literal["weight", "mask", "scale"]
 
 
@@ -68,7 +68,7 @@ corrections: Registry[Rule] = Registry("correction", Rule)
 
 def correction(
     name: str, *, kind: Literal["weight", "mask", "scale"]
-) -> Callable[[Callable[..., Verdict]], Rule]:
+) -> Callable[[Callable[..., CorrectionMask]], Rule]:
     """Register a function `(given: CorrectionInput, *, options…) -> Verdict` under `name`."""
     return lambda function: corrections.register(name)(Rule(function, kind))
 
@@ -91,7 +91,9 @@ def select_rules(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Rul
     return rules
 
 
-def _bound(of: Callable[..., Verdict], options: Mapping[str, Any], where: str) -> Callable[..., Verdict]:
+def _bound(
+    of: Callable[..., CorrectionMask], options: Mapping[str, Any], where: str
+) -> Callable[..., CorrectionMask]:
     """`of` with its options; ConfigError for a band that holds nothing."""
     bound = bind(of, options, where)
     low, high = (bound.keywords.get(name) for name in ("low", "high"))  # type: ignore[attr-defined]
@@ -151,7 +153,7 @@ Positive = Annotated[float, Meta(gt=0)]
 @correction("truncate", kind="weight")
 def truncate(
     given: CorrectionInput, *, level: Level = "token", positive: Positive = 5.0, negative: Positive = 2.0
-) -> Verdict:
+) -> CorrectionMask:
     """w = min(ρ, C), C = `positive` or, where A < 0, `negative` (truncated importance sampling: IMPALA, arXiv
     1802.01561). Over turns and episodes the sign is that of the mean A of their fresh tokens.
 
@@ -162,17 +164,17 @@ def truncate(
     ratio = ratio_at(given, level)
     credit = mean_over(given.advantage, given, level)
     cap = torch.full_like(ratio, positive).masked_fill(credit < 0, negative)
-    return Verdict(weight=torch.minimum(ratio, cap), cut=ratio > cap)
+    return CorrectionMask(weight=torch.minimum(ratio, cap), cut=ratio > cap)
 
 
 @correction("ratio", kind="weight")
-def plain_ratio(given: CorrectionInput, *, level: Level = "token") -> Verdict:
+def plain_ratio(given: CorrectionInput, *, level: Level = "token") -> CorrectionMask:
     """w = ρ (plain importance sampling).
 
     Use: with a band (`mask`) that bounds it: together they are IcePop. Without one, to measure the bias of
     others at a lag of 1.
     """
-    return Verdict(weight=ratio_at(given, level))
+    return CorrectionMask(weight=ratio_at(given, level))
 
 
 @correction("mask", kind="mask")
@@ -182,19 +184,19 @@ def mask(
     low: Annotated[float, Meta(ge=0)] = 0.5,
     high: Positive = 5.0,
     level: Level = "token",
-) -> Verdict:
+) -> CorrectionMask:
     """Keep iff low ≤ ρ ≤ high (IcePop, arXiv 2510.18855). The bounds are on ρ, not on its negative logarithm.
 
     Use: with a weight. [0.5, 5] for staleness up to 8; [0.5, 2] for the mismatch of engine and trainer alone.
     """
     ratio = ratio_at(given, level)
-    return Verdict(keep=(ratio >= low) & (ratio <= high))
+    return CorrectionMask(keep=(ratio >= low) & (ratio <= high))
 
 
 @correction("reject_sequence", kind="mask")
 def reject_sequence(
     given: CorrectionInput, *, low: Annotated[float, Meta(ge=0)] = 0.9, high: Positive = 1.1
-) -> Verdict:
+) -> CorrectionMask:
     """Keep the episode iff low ≤ exp(mean log ρ) ≤ high, the mean over its fresh tokens (geometric rejection;
     plain). Its reward stays in the group's baseline.
 
@@ -211,7 +213,7 @@ def reject(
     estimator: Literal["k1", "k2", "k3"] = "k3",
     limit: Positive = 0.1,
     level: Literal["token", "turn", "sequence"] = "sequence",
-) -> Verdict:
+) -> CorrectionMask:
     """Keep iff |mean k| ≤ limit over the level's fresh tokens: k1 = -log ρ, k2 = (log ρ)²/2,
     k3 = ρ - 1 - log ρ (Schulman, joschu.net/blog/kl-approx.html). k1 has a sign, so both sides are bounded:
     e^-limit ≤ geometric ρ ≤ e^limit.
@@ -221,22 +223,22 @@ def reject(
     """
     log_ratio = given.log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
-    return Verdict(keep=mean_over(value, given, level).abs() <= limit)
+    return CorrectionMask(keep=mean_over(value, given, level).abs() <= limit)
 
 
 @correction("veto", kind="mask")
-def veto(given: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> Verdict:
+def veto(given: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 1e-5) -> CorrectionMask:
     """Drop the episode if any fresh token has ρ < least (plain).
 
     Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
     it fires on honest tokens, too.
     """
     absurd = (given.log_ratio < math.log(least)).to(given.log_ratio.dtype)
-    return Verdict(keep=pooled(absurd, given, "sequence")[0] == 0)
+    return CorrectionMask(keep=pooled(absurd, given, "sequence")[0] == 0)
 
 
 @correction("negative", kind="mask")
-def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> Verdict:
+def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
     """Drop the episode if A < 0 and mean(-log ρ) > delta over its fresh tokens (off-policy sequence masking:
     DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A.
 
@@ -244,13 +246,13 @@ def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> Verdi
     little and destabilise.
     """
     punished = mean_over(given.advantage, given, "sequence") < 0
-    return Verdict(keep=~(punished & (mean_over(-given.log_ratio, given, "sequence") > delta)))
+    return CorrectionMask(keep=~(punished & (mean_over(-given.log_ratio, given, "sequence") > delta)))
 
 
 @correction("batch_mean", kind="scale")
-def batch_mean(given: CorrectionInput) -> Verdict:
+def batch_mean(given: CorrectionInput) -> CorrectionMask:
     """w ← w / mean(w) over the batch's kept tokens (self-normalised importance sampling; plain).
 
     Use: with a weight, so that the step size does not depend on how far the data drifted. Staleness 1 to 8.
     """
-    return Verdict()
+    return CorrectionMask()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.registry import Registry, bind
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
 EPSILON = 1e-6  # added to every std that divides
 Scale = Literal["none", "batch_std", "nonzero", "whiten", "whiten_running"]
@@ -21,7 +21,7 @@ class Trace:
     `collision`: Σ π² over the vocabulary there."""
 
     group: str
-    own: Member
+    own: GroupMember
     rewards: np.ndarray
     logp: np.ndarray
     collision: np.ndarray
@@ -37,8 +37,8 @@ class CreditInput:
     `traces`: the group's episodes, own included, for advantages registered with `whole_group`.
     """
 
-    own: Member
-    siblings: Sequence[Member]
+    own: GroupMember
+    siblings: Sequence[GroupMember]
     rewards: np.ndarray
     turn: np.ndarray
     values: np.ndarray | None = None
@@ -46,7 +46,7 @@ class CreditInput:
     traces: Sequence[Trace] = ()
 
     @property
-    def others(self) -> list[Member]:
+    def others(self) -> list[GroupMember]:
         """The siblings without the episode itself."""
         return [member for member in self.siblings if member.number != self.own.number]
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from asyncrl.algorithms.credit import Credit, CreditInput, Trace, advantage
 from asyncrl.algorithms.group_advantages import centred, standardised
 from asyncrl.errors import ProtocolError
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
 Factor = Annotated[float, Meta(ge=0, le=1)]
 
@@ -125,7 +125,7 @@ def to_go(rewards: np.ndarray) -> np.ndarray:
     return np.cumsum(rewards[::-1], dtype=np.float64)[::-1]
 
 
-def turn_returns(member: Member, turn_gamma: float, turns: int = 1) -> list[float]:
+def turn_returns(member: GroupMember, turn_gamma: float, turns: int = 1) -> list[float]:
     """G by turn. Without turn rewards all of it falls on the last of `turns`."""
     rewards = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
     return list(accumulate(reversed(rewards), lambda after, reward: reward + turn_gamma * after))[::-1]

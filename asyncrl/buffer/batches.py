@@ -12,19 +12,19 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from asyncrl.buffer.records import Episode, Group, State
+from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.types import DropReason, Member
+from asyncrl.types import DropReason, GroupMember
 
 
 class Baseline(msgspec.Struct, frozen=True):
     """Who a group's rewards are compared with. `greedy`: reward of its greedy episode, where there is one."""
 
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     greedy: float | None = None
 
     @classmethod
-    def of(cls, group: Group, episodes: Mapping[str, Episode]) -> Baseline:
+    def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
         """That of a settled group: its members' records say it for good, whatever became of them since."""
         members = tuple(episodes[group.members[number]].earned for number in group.baseline)
         last = episodes[group.members[-1]]
@@ -61,7 +61,7 @@ class Batches:
     def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool) -> None:
         self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
         self.batches: dict[int, Batch] = {}
-        self.taken: dict[str, Episode] = {}  # rows of the kept plans, also after they left the buffer
+        self.taken: dict[str, EpisodeRecord] = {}  # rows of the kept plans, also after they left the buffer
         self.baselines: dict[int, Baseline] = {}  # of their groups
         self._dirty: set[int] = set()
 
@@ -71,7 +71,7 @@ class Batches:
         return changed
 
     def restore(
-        self, batches: Iterable[Batch], taken: Iterable[Episode], baselines: Mapping[int, Baseline]
+        self, batches: Iterable[Batch], taken: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
     ) -> None:
         """Take over the plans a store holds. Rows still in the buffer are the buffer's own objects."""
         self.batches = {batch.step: batch for batch in batches}
@@ -150,9 +150,9 @@ class Batches:
 
     # -- what may be taken ---------------------------------------------------------------------------
 
-    def _pool(self, batch: Batch) -> tuple[list[Episode], set[int]]:
+    def _pool(self, batch: Batch) -> tuple[list[EpisodeRecord], set[int]]:
         """Ready trajectories that may enter the batch now, oldest group first, and their new groups."""
-        pool: list[Episode] = []
+        pool: list[EpisodeRecord] = []
         new: set[int] = set()
         for group in list(self.buffer.live.values()):
             ready = self._usable(group, batch.step)
@@ -166,7 +166,7 @@ class Batches:
             pool += ready
         return pool, new
 
-    def _usable(self, group: Group, step: int) -> list[Episode]:
+    def _usable(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:
         """The ready members of a group; under on_stale=drop the stale ones are dropped here."""
         ready = [episode for episode in self.buffer.members(group) if episode.state is State.READY]
         if self.buffer.config.on_stale != "drop":
@@ -177,7 +177,7 @@ class Batches:
             self.buffer.drop(episode, DropReason.STALE)
         return ready
 
-    def _may_take(self, group: Group, step: int, free: int, new: set[int]) -> bool:
+    def _may_take(self, group: GroupRecord, step: int, free: int, new: set[int]) -> bool:
         """on_stale=hold: taking `group` must leave room for every group that would cross the bound.
 
         E_W = untaken live groups holding a token sampled at or before W - max_staleness; after batch
@@ -198,7 +198,7 @@ class Batches:
                 return False
         return True
 
-    def _floor(self, group: Group) -> int:
+    def _floor(self, group: GroupRecord) -> int:
         """Lowest version that sampled, or may still sample, a token of the group."""
         known = [episode.oldest for episode in self.buffer.members(group) if episode.oldest >= 0]
         return min(known, default=1 << 60)
@@ -211,7 +211,7 @@ class Batches:
             parts[_rank(index, ranks)].append(uid)
         return parts
 
-    def _bucket(self, pool: list[Episode], ranks: int) -> list[Episode]:
+    def _bucket(self, pool: list[EpisodeRecord], ranks: int) -> list[EpisodeRecord]:
         """The episodes with the longest rows that fit a padded micro-batch per rank, as they are dealt:
         similar lengths pad least."""
         ordered = sorted(pool, key=lambda episode: (-episode.width, episode.group, episode.member))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.buffer.records import Episode
+from asyncrl.buffer.records import EpisodeRecord
 
 
 class Sums(msgspec.Struct):
@@ -18,7 +18,7 @@ class Sums(msgspec.Struct):
     reward: float = 0.0
     tokens: int = 0
 
-    def add(self, episode: Episode) -> None:
+    def add(self, episode: EpisodeRecord) -> None:
         self.count += 1
         self.reward += episode.reward
         self.tokens += episode.model_tokens
@@ -48,11 +48,11 @@ class Cohorts:
         if step not in self._cut:
             self._cohorts.setdefault(step, Cohort()).open += 1
 
-    def landed(self, step: int, episode: Episode) -> None:
+    def landed(self, step: int, episode: EpisodeRecord) -> None:
         if cohort := self._cohorts.get(step):
             cohort.landed.add(episode)
 
-    def trained(self, step: int, episode: Episode) -> None:
+    def trained(self, step: int, episode: EpisodeRecord) -> None:
         if cohort := self._cohorts.get(step):
             cohort.trained.add(episode)
 

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from asyncrl.types import EpisodeEnd, Member
+from asyncrl.types import EpisodeEnd, GroupMember
 
 
 class State(enum.StrEnum):
@@ -31,7 +31,7 @@ OVER = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
 
 
-class Episode(msgspec.Struct):
+class EpisodeRecord(msgspec.Struct):
     """One member of a group. Versions are policy versions of its model tokens; `oldest` is a lower bound
     while it runs. `step` is the batch it was taken into (the lag is counted from it). The `greedy` one is
     sampled at temperature 0 and never trained: the others are compared with it."""
@@ -64,9 +64,9 @@ class Episode(msgspec.Struct):
     greedy: bool = False
 
     @property
-    def earned(self) -> Member:
+    def earned(self) -> GroupMember:
         """What the baseline of its group sees."""
-        return Member(
+        return GroupMember(
             self.member, self.reward, self.model_tokens, self.turn_rewards, self.components, self.shaping
         )
 
@@ -81,7 +81,7 @@ class Episode(msgspec.Struct):
         self.turns = self.tokens = self.model_tokens = 0
 
 
-class Group(msgspec.Struct):
+class GroupRecord(msgspec.Struct):
     """The episodes of one sample, the greedy one (where there is one) last. `baseline` (members) is fixed
     when the group settles. `position`: of the sample in the order of the data. `retires`: its sample is not
     drawn again."""

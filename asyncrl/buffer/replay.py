@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import IN_FLIGHT, Episode, Flow, Group, State
+from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.zero_variance import EQUAL, Reads, alike
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeEnd, FailReason, FilterReason
@@ -51,8 +51,8 @@ class ReplayBuffer:
         self.greedy, self.reads = greedy, reads
         self.group_size = config.episodes_per_group + greedy
         self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
-        self.live: dict[int, Group] = {}
-        self.episodes: dict[str, Episode] = {}
+        self.live: dict[int, GroupRecord] = {}
+        self.episodes: dict[str, EpisodeRecord] = {}
         self.next_group = 0
         self.cursor = 0  # position of the next sample in the order of the data
         self.retired: set[int] = set()  # rows that are not drawn again
@@ -63,21 +63,23 @@ class ReplayBuffer:
         self.settled: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
         self.cohorts = Cohorts()
-        self._dirty_episodes: dict[str, Episode] = {}
-        self._dirty_groups: dict[int, Group] = {}
+        self._dirty_episodes: dict[str, EpisodeRecord] = {}
+        self._dirty_groups: dict[int, GroupRecord] = {}
 
     # -- persistence ---------------------------------------------------------------------------------
 
-    def changes(self) -> tuple[list[Group], list[Episode]]:
+    def changes(self) -> tuple[list[GroupRecord], list[EpisodeRecord]]:
         """What changed since the last call, to be written in one transaction."""
         groups, episodes = list(self._dirty_groups.values()), list(self._dirty_episodes.values())
         self._dirty_groups, self._dirty_episodes = {}, {}
         return groups, episodes
 
-    def touch(self, episode: Episode) -> None:
+    def touch(self, episode: EpisodeRecord) -> None:
         self._dirty_episodes[episode.uid] = episode
 
-    def restore(self, groups: Iterable[Group], episodes: Iterable[Episode], left: dict[State, int]) -> None:
+    def restore(
+        self, groups: Iterable[GroupRecord], episodes: Iterable[EpisodeRecord], left: dict[State, int]
+    ) -> None:
         """Take over what a store holds: live groups, their episodes, and the counts of the rest."""
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
         self.episodes = {episode.uid: episode for episode in episodes}
@@ -100,19 +102,19 @@ class ReplayBuffer:
             and free_slots >= max(1, min(self.group_size, total_slots))
         )
 
-    def admit(self, step: int, now: float) -> Group:
+    def admit(self, step: int, now: float) -> GroupRecord:
         """Issue the next group: all its episodes become pending."""
         number = self.next_group
         position = self._next_position()
         epoch, row = self.prompts.draw(position)
         members = [f"{number}.{member}" for member in range(self.group_size)]
         deadline = now + self.config.group_deadline
-        group = Group(number, row, epoch, step, deadline, members, position=position)
+        group = GroupRecord(number, row, epoch, step, deadline, members, position=position)
         self.live[number] = group
         self._dirty_groups[number] = group
         for member, uid in enumerate(members):
             greedy = member == self.config.episodes_per_group
-            self.episodes[uid] = Episode(uid, number, member, greedy=greedy)
+            self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
         self.next_group, self.cursor = number + 1, position + 1
         self.cohorts.issued(step)
@@ -132,7 +134,7 @@ class ReplayBuffer:
 
     # -- running -------------------------------------------------------------------------------------
 
-    def pending(self) -> Iterator[tuple[int, Episode]]:
+    def pending(self) -> Iterator[tuple[int, EpisodeRecord]]:
         """(how many open groups are older, episode), oldest first."""
         rank = 0
         for group in self.live.values():
@@ -142,7 +144,7 @@ class ReplayBuffer:
                     yield rank, episode
             rank += self._open(group)
 
-    def _open(self, group: Group) -> bool:
+    def _open(self, group: GroupRecord) -> bool:
         """Its batch is not committed yet."""
         return group.step < 0 or group.step >= self.committed
 
@@ -151,19 +153,19 @@ class ReplayBuffer:
         comes, after `rank` older groups."""
         return acked + self.config.max_staleness >= step + rank // self.config.groups_per_batch
 
-    def assign(self, episode: Episode, worker: str, seq: int, acked: int) -> None:
+    def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int) -> None:
         episode.state, episode.worker, episode.assign_seq = State.RUNNING, worker, seq
         episode.oldest = acked if episode.oldest < 0 else min(episode.oldest, acked)
         self.touch(episode)
 
-    def current(self, uid: str, attempt: int) -> Episode | None:
+    def current(self, uid: str, attempt: int) -> EpisodeRecord | None:
         """The running episode these records are of, or None: the attempt is to be fenced."""
         episode = self.episodes.get(uid)
         if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
             return None
         return episode
 
-    def turn(self, episode: Episode, tokens: int, model_tokens: int, oldest: int, newest: int) -> None:
+    def turn(self, episode: EpisodeRecord, tokens: int, model_tokens: int, oldest: int, newest: int) -> None:
         """A turn became durable."""
         episode.turns += 1
         episode.tokens += tokens
@@ -174,7 +176,7 @@ class ReplayBuffer:
             episode.newest = max(episode.newest, newest)
         self.touch(episode)
 
-    def finish(self, episode: Episode, reward: float, end: EpisodeEnd, now: float) -> None:
+    def finish(self, episode: EpisodeRecord, reward: float, end: EpisodeEnd, now: float) -> None:
         """The episode landed; its group may settle."""
         episode.state, episode.reward, episode.end = State.LANDED, reward, end
         self.touch(episode)
@@ -186,7 +188,7 @@ class ReplayBuffer:
         self._judge(group)
         self._settle(group, now)
 
-    def fail(self, episode: Episode, reason: FailReason, now: float) -> list[Episode]:
+    def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
         running and is dropped with it."""
         episode.failures += 1
@@ -214,14 +216,14 @@ class ReplayBuffer:
             for group in list(self.live.values()):
                 self._settle(group, now)
 
-    def members(self, group: Group) -> list[Episode]:
+    def members(self, group: GroupRecord) -> list[EpisodeRecord]:
         """Those that may be trained."""
         return [self.episodes[uid] for uid in group.members[: self.config.episodes_per_group]]
 
-    def greedy_of(self, group: Group) -> Episode | None:
+    def greedy_of(self, group: GroupRecord) -> EpisodeRecord | None:
         return self.episodes[group.members[-1]] if self.greedy else None
 
-    def _settle(self, group: Group, now: float) -> None:
+    def _settle(self, group: GroupRecord, now: float) -> None:
         """Fix the baseline of a group whose members have all ended, or whose deadline has passed. Without its
         greedy episode it waits for that one, and without the hope of one it is dropped at once."""
         greedy = self.greedy_of(group)
@@ -246,16 +248,16 @@ class ReplayBuffer:
             if greedy is not None:
                 self._move(greedy, State.FILTERED, FilterReason.BASELINE)
 
-    def _even(self, landed: list[Episode], greedy: Episode | None) -> bool:
+    def _even(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
         """Zero variance: nothing that the advantage reads differs."""
         earned = [episode.earned for episode in landed]
         return alike(earned, greedy.reward if greedy else None, self.reads)
 
-    def _ended(self, group: Group) -> bool:
+    def _ended(self, group: GroupRecord) -> bool:
         """No member will land any more."""
         return all(self.episodes[uid].state not in RUNS for uid in group.members)
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, group: GroupRecord) -> None:
         """No-positive-resampling: the sample of a group that has ended retires if enough of it was rewarded,
         shaping apart (ScaleRL, arXiv 2510.13786)."""
         rate = self.config.retire_pass_rate
@@ -268,19 +270,19 @@ class ReplayBuffer:
             self.retired.add(group.row)
             self._dirty_groups[group.id] = group
 
-    def _discard(self, group: Group, state: State, reason: str) -> None:
+    def _discard(self, group: GroupRecord, state: State, reason: str) -> None:
         self.settled[state] += 1
         for uid in group.members:
             if self.episodes[uid].state in IN_FLIGHT:
                 self._move(self.episodes[uid], state, reason)
         self._retire(group)
 
-    def drop(self, episode: Episode, reason: DropReason) -> None:
+    def drop(self, episode: EpisodeRecord, reason: DropReason) -> None:
         """Give up a ready, landed or not yet running episode."""
         self._move(episode, State.DROPPED, reason)
         self._retire(self.live[episode.group])
 
-    def drop_all(self, reason: DropReason) -> list[Episode]:
+    def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Give up everything that is not taken: the run ends. Returns what was running."""
         running = [e for e in self.episodes.values() if e.state is State.RUNNING]
         for episode in list(self.episodes.values()):
@@ -290,7 +292,7 @@ class ReplayBuffer:
 
     # -- taking (used by batches.py) -----------------------------------------------------------------
 
-    def take(self, episode: Episode, step: int) -> None:
+    def take(self, episode: EpisodeRecord, step: int) -> None:
         group = self.live[episode.group]
         self.barren = 0
         if group.step < 0:
@@ -299,19 +301,19 @@ class ReplayBuffer:
         episode.step = step
         self._move(episode, State.TAKEN)
 
-    def trained(self, episode: Episode) -> None:
+    def trained(self, episode: EpisodeRecord) -> None:
         group = self.live[episode.group]
         self.cohorts.trained(group.issued_step, episode)
         self._move(episode, State.TRAINED)
         self._retire(group)
 
-    def _move(self, episode: Episode, state: State, reason: str = "") -> None:
+    def _move(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
         episode.state, episode.reason = state, reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
         self.touch(episode)
 
-    def _retire(self, group: Group) -> None:
+    def _retire(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over; its payloads are the store's business."""
         if group.id not in self.live:
             return

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
 EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
 
@@ -20,7 +20,7 @@ class Reads(msgspec.Struct, frozen=True):
     components: bool = False
 
 
-def alike(members: Sequence[Member], greedy: float | None, reads: Reads) -> bool:
+def alike(members: Sequence[GroupMember], greedy: float | None, reads: Reads) -> bool:
     """True when the members differ in nothing that is read, nor from the `greedy` reward where there is one.
 
     Turn by turn, members are compared on the turns that they have before their last. With equal sums that
@@ -28,7 +28,7 @@ def alike(members: Sequence[Member], greedy: float | None, reads: Reads) -> bool
     """
     if greedy is not None:  # one number for all turns: as if all of it was earned at the very end
         longest = max((len(member.turn_rewards) for member in members), default=0)
-        members = [*members, Member(-1, greedy, turn_rewards=(0.0,) * longest)]
+        members = [*members, GroupMember(-1, greedy, turn_rewards=(0.0,) * longest)]
     columns: dict[tuple[str, object], list[float]] = defaultdict(list)
     for member in members:
         for name, value in _facts(member, reads):
@@ -36,7 +36,7 @@ def alike(members: Sequence[Member], greedy: float | None, reads: Reads) -> bool
     return all(max(column) - min(column) <= EQUAL for column in columns.values())
 
 
-def _facts(member: Member, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
+def _facts(member: GroupMember, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
     yield ("reward", None), member.reward
     if reads.turns:
         for k, reward in enumerate(member.turn_rewards[:-1]):

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from asyncrl.conversation.chat_deltas import CHARACTERS, shorten
-from asyncrl.conversation.chat_probe import Probe
+from asyncrl.conversation.chat_probe import TemplateProbe
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
 from asyncrl.conversation.commands import Cut
 from asyncrl.errors import ConfigError
@@ -41,7 +41,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._shape = find_shape(tokenizer, today)
         self._render = Renderer(tokenizer, self._shape, today)
-        self._probe = Probe(self._render, {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens})
+        self._probe = TemplateProbe(
+            self._render, {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+        )
         self._control = _any_of({*self._probe.stops(), *_special(tokenizer)})
         ends = [self._encode(token)[0] for token in self._probe.stops()]
         eos = tokenizer.eos_token_id

@@ -55,7 +55,7 @@ class End:
         return after.removeprefix(ending) if after.startswith(ending) and self.mark in text else None
 
 
-class Probe:
+class TemplateProbe:
     """The facts of one template. `controls`: texts of the tokens that are no ordinary words."""
 
     def __init__(self, render: Render, controls: Iterable[str]) -> None:

@@ -18,9 +18,9 @@ from asyncrl.types import (
     Generation,
     Message,
     Observation,
+    RewardResult,
     ToolCall,
     ToolReply,
-    Verdict,
 )
 
 Cut = Literal["head", "middle", "tail"]
@@ -37,7 +37,7 @@ class Template(Protocol):
     def shorten(self, text: str, limit: int, where: Cut) -> str: ...
 
 
-class Limits(msgspec.Struct, frozen=True):
+class EpisodeLimits(msgspec.Struct, frozen=True):
     """See RolloutConfig, which has the same keys."""
 
     max_turns: int
@@ -57,7 +57,7 @@ class Rules:
 
     chat: Template
     parse: Callable[[str], Parsed]
-    limits: Limits
+    limits: EpisodeLimits
     environment: bool = False
 
 
@@ -98,7 +98,7 @@ class Score(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True):
     """The episode is over and has a reward: the sum of `turn_rewards`, one per turn. `components` and
-    `shaping` as in `Verdict`."""
+    `shaping` as in `RewardResult`."""
 
     reward: float
     end: EpisodeEnd
@@ -129,13 +129,13 @@ class Opened(msgspec.Struct, frozen=True):
     messages: tuple[Message, ...] = ()
 
 
-class Generated(msgspec.Struct, frozen=True):
+class TurnGenerated(msgspec.Struct, frozen=True):
     """Answers Generate."""
 
     generation: Generation
 
 
-class Replied(msgspec.Struct, frozen=True):
+class ToolsReplied(msgspec.Struct, frozen=True):
     """Answers CallTools: one reply per call, in the order of the calls."""
 
     replies: tuple[ToolReply, ...]
@@ -147,10 +147,10 @@ class Observed(msgspec.Struct, frozen=True):
     observation: Observation
 
 
-class Scored(msgspec.Struct, frozen=True):
+class EpisodeScored(msgspec.Struct, frozen=True):
     """Answers Score."""
 
-    verdict: Verdict
+    verdict: RewardResult
 
 
-Event = Opened | Generated | Replied | Observed | Scored
+Event = Opened | TurnGenerated | ToolsReplied | Observed | EpisodeScored

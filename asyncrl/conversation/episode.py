@@ -20,19 +20,19 @@ from asyncrl.conversation.commands import (
     CallTools,
     Command,
     Done,
+    EpisodeLimits,
+    EpisodeScored,
     Event,
     Fail,
     Generate,
-    Generated,
-    Limits,
     Observed,
     Open,
     Opened,
-    Replied,
     Rules,
     Score,
-    Scored,
     Step,
+    ToolsReplied,
+    TurnGenerated,
 )
 from asyncrl.conversation.parsers import Parsed, unread
 from asyncrl.conversation.turns import problem, scored
@@ -95,15 +95,15 @@ def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
     match episode.command, event:
         case Open(), Opened():
             return _opened(rules, episode, event)
-        case Generate() as command, Generated():
+        case Generate() as command, TurnGenerated():
             return _generated(rules, episode, command, event.generation)
-        case CallTools() as command, Replied():
+        case CallTools() as command, ToolsReplied():
             if tuple(reply.call for reply in event.replies) != command.calls:
                 raise ProtocolError(f"{len(event.replies)} replies do not match {len(command.calls)} calls")
             return _replied(rules, episode, event.replies, command.errors)
         case Step(), Observed():
             return _observed(rules, episode, event.observation)
-        case Score() as command, Scored():
+        case Score() as command, EpisodeScored():
             return _with(episode, command=scored(episode.turns, command.end, event.verdict))
         case command, _:
             raise ProtocolError(f"{type(event).__name__} does not answer {type(command).__name__}")
@@ -123,11 +123,11 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
         generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds)
-        episode = advance(rules, episode, Generated(generation))
+        episode = advance(rules, episode, TurnGenerated(generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")
         if turn.replies and isinstance(episode.command, CallTools):
-            episode = advance(rules, episode, Replied(turn.replies[: len(episode.command.calls)]))
+            episode = advance(rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)]))
         if turn.observation is not None and isinstance(episode.command, Step):
             episode = advance(rules, episode, Observed(turn.observation))
         now = episode.turns[-1]
@@ -236,7 +236,7 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
     return _with(episode, command=CallTools(parsed.calls, parsed.errors))
 
 
-def _end(limits: Limits, episode: Episode, parsed: Parsed) -> EpisodeEnd | None:
+def _end(limits: EpisodeLimits, episode: Episode, parsed: Parsed) -> EpisodeEnd | None:
     """Why the episode is over after this turn, if it is. Tools of a last turn are not run: nobody would
     read their replies."""
     if not parsed.calls and not parsed.errors:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from asyncrl.conversation.commands import Done, Fail
-from asyncrl.types import EpisodeEnd, FailReason, Generation, StopReason, Turn, Verdict
+from asyncrl.types import EpisodeEnd, FailReason, Generation, RewardResult, StopReason, Turn
 
 
-def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: Verdict) -> Done | Fail:
+def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: RewardResult) -> Done | Fail:
     """Turn k earns what the verdict, its tools and the environment give it; the last one, score and shaping
     too."""
     if verdict.turns and len(verdict.turns) != len(turns):

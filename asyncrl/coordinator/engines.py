@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.coordinator.state import Core, log
+from asyncrl.coordinator.state import RunState, log
 from asyncrl.wire.messages import (
     EngineEntry,
     Engines,
@@ -33,7 +33,7 @@ NEVER = (0, 0)  # acked by an engine that has confirmed nothing yet
 
 
 @dataclass
-class Keeper:
+class KeeperRecord:
     """A connected keeper and what is known of its server."""
 
     peer: bytes
@@ -52,13 +52,13 @@ class Keeper:
         return f"engine {self.hello.index}"
 
 
-class EngineDesk:
+class EngineHandler:
     """Which engine has which version, and who may use it."""
 
-    def __init__(self, core: Core, now: float) -> None:
+    def __init__(self, core: RunState, now: float) -> None:
         self.core, self._began = core, now
         self.remote = core.config.engine.remote
-        self.keepers: dict[bytes, Keeper] = {}
+        self.keepers: dict[bytes, KeeperRecord] = {}
         self.lost = 0
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.checksum: tuple[tuple[int, int], str] = (NEVER, "")  # of the newest version, as first loaded
@@ -169,7 +169,7 @@ class EngineDesk:
         known = self.keepers.get(peer)
         if known is None:
             log.info("engine %d: keeper joined, pid %d", message.index, message.pid)
-            known = self.keepers[peer] = Keeper(peer, message, now)
+            known = self.keepers[peer] = KeeperRecord(peer, message, now)
             self.join(known.engine)
             self.core.progress(now)
         elif message.url and not known.hello.url:
@@ -201,7 +201,7 @@ class EngineDesk:
         for keeper in self.keepers.values():
             self.core.outbox.to_control(keeper.peer, Stop(reason))
 
-    def _lose(self, keeper: Keeper, why: str) -> None:
+    def _lose(self, keeper: KeeperRecord, why: str) -> None:
         log.warning("%s lost (%s)", keeper.name, why)
         self.lost += 1
         del self.keepers[keeper.peer]
@@ -234,7 +234,7 @@ class EngineDesk:
         serving = {keeper.engine for keeper in self._serving(None)}
         return tuple(self._entry(keeper, keeper.engine in serving) for keeper in self.keepers.values())
 
-    def _entry(self, keeper: Keeper, healthy: bool) -> EngineEntry:
+    def _entry(self, keeper: KeeperRecord, healthy: bool) -> EngineEntry:
         epoch, version = self.core.ledger.engines[keeper.engine].acked
         return EngineEntry(
             name=keeper.name,
@@ -260,7 +260,7 @@ class EngineDesk:
             found["async/engines"] = float(len(self._serving(None)))
         return found
 
-    def _serving(self, lane: str | None) -> list[Keeper]:
+    def _serving(self, lane: str | None) -> list[KeeperRecord]:
         """Keepers of servers that may sample, in all lanes or in one."""
         return [
             keeper

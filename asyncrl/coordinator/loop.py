@@ -19,12 +19,12 @@ import msgspec
 
 from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig
-from asyncrl.coordinator.engines import EngineDesk
+from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import Answers, build_core, log
-from asyncrl.coordinator.trainer import TrainerDesk
+from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
-from asyncrl.coordinator.workers import WorkerDesk
+from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.data.parquet import load_samples
 from asyncrl.errors import AsyncrlError, ProtocolError, one_line
 from asyncrl.observe.files import write_summary
@@ -41,7 +41,6 @@ from asyncrl.wire.messages import (
     KeeperBeat,
     KeeperHello,
     Loaded,
-    Message,
     ObserverHello,
     Published,
     Replied,
@@ -55,6 +54,7 @@ from asyncrl.wire.messages import (
     TrainerBeat,
     TrainerHello,
     Welcome,
+    WireMessage,
     WorkerHello,
 )
 from asyncrl.wire.sockets import Endpoints, Hub, Poller
@@ -95,16 +95,16 @@ class Coordinator:
         self.control = Hub(endpoints.control, ToCoordinatorControl)
         self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
         self.core = build_core(config, self.run_dir, Answers(self.control, self.bulk))
-        self.engines = EngineDesk(self.core, time.monotonic())
+        self.engines = EngineHandler(self.core, time.monotonic())
         self.validation: Validation
-        self.workers = WorkerDesk(
+        self.workers = WorkerHandler(
             self.core,
             self.engines,
             self._landed,
             on_eval=lambda worker, message: self.validation.record(worker, message),
             eval_wanted=lambda attempt: self.validation.wanted(attempt),
         )
-        self.trainer = TrainerDesk(self.core, self._committed)
+        self.trainer = TrainerHandler(self.core, self._committed)
         test = load_samples(config.data.test) if config.data.test else []
         self.validation = Validation(self.core, self.workers, self.engines, test)
         self.reporter = Reporter(self.core, self.workers, self.engines, self.trainer)
@@ -360,7 +360,7 @@ class Coordinator:
         step = self.core.batches.committed
         return Status(self.phase, step, self.config.total_steps, self.reporter.gauges(), tuple(waits))
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: WireMessage) -> None:
         for peer in self.observers:
             self.core.outbox.to_control(peer, message)
 

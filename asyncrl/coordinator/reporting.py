@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from asyncrl.buffer.records import Episode, Flow, State
+from asyncrl.buffer.records import EpisodeRecord, Flow, State
 from asyncrl.buffer.replay import USABLE
-from asyncrl.coordinator.engines import EngineDesk
-from asyncrl.coordinator.state import Core
-from asyncrl.coordinator.trainer import TrainerDesk
-from asyncrl.coordinator.workers import WorkerDesk
+from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.wire.messages import Finished
@@ -40,7 +40,9 @@ class Landed:
 class Reporter:
     """Collects, and writes `metrics.jsonl`. Totals survive a restart through the file."""
 
-    def __init__(self, core: Core, workers: WorkerDesk, engines: EngineDesk, trainer: TrainerDesk) -> None:
+    def __init__(
+        self, core: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
+    ) -> None:
         self.core, self.workers, self.engines, self.trainer = core, workers, engines, trainer
         self.landed, self.last = Landed(), Landed()
         self.started = self.row_at = time.monotonic()
@@ -55,7 +57,7 @@ class Reporter:
         """The run leaves its start phase: the first row counts from here."""
         self.row_at, self._busy = time.monotonic(), self._totals()
 
-    def on_landed(self, episode: Episode, message: Finished) -> None:
+    def on_landed(self, episode: EpisodeRecord, message: Finished) -> None:
         landed = self.landed
         if episode.greedy:
             landed.greedy.append(message.score)

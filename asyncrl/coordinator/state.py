@@ -20,7 +20,7 @@ from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import Message
+from asyncrl.wire.messages import WireMessage
 from asyncrl.wire.sockets import Hub
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -32,12 +32,12 @@ class Answers:
 
     control: Hub
     bulk: Hub
-    _queue: list[tuple[Hub, bytes, Message, Sequence[bytes]]] = field(default_factory=list)
+    _queue: list[tuple[Hub, bytes, WireMessage, Sequence[bytes]]] = field(default_factory=list)
 
-    def to_control(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+    def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self._queue.append((self.control, peer, message, frames))
 
-    def to_bulk(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+    def to_bulk(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self._queue.append((self.bulk, peer, message, frames))
 
     def flush(self) -> None:
@@ -49,7 +49,7 @@ class Answers:
 
 
 @dataclass
-class Core:
+class RunState:
     """The run's state, in the coordinator's hands only."""
 
     config: RunConfig
@@ -83,7 +83,7 @@ class Core:
         self.outbox.flush()
 
 
-def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
+def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
     """Samples, buffer and store, as the store says they were."""
     samples = load_samples(config.data.train)
     data, buffer = config.data, config.buffer
@@ -110,7 +110,7 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> Core:
     ledger, latest = VersionLedger(), store.latest_version()
     if latest is not None:
         ledger.publish(latest[:2])
-    return Core(
+    return RunState(
         config=config,
         run_dir=run_dir,
         samples=samples,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.coordinator.state import Core, log
+from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.wire.messages import (
     Checkpointed,
@@ -18,14 +18,14 @@ from asyncrl.wire.messages import (
     Committed,
     Confirm,
     Go,
-    Plan,
+    PlannedTrajectory,
     Published,
-    Row,
     Stop,
     Take,
     TrainerBeat,
     TrainerHello,
     Welcome,
+    WorkPlan,
 )
 
 
@@ -43,10 +43,10 @@ class Ranks:
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
 
 
-class TrainerDesk:
+class TrainerHandler:
     """Plans out, commits in. `on_commit(step, metrics)` is told of each new committed batch."""
 
-    def __init__(self, core: Core, on_commit: Callable[[Commit], None]) -> None:
+    def __init__(self, core: RunState, on_commit: Callable[[Commit], None]) -> None:
         self.core, self.on_commit = core, on_commit
         self.ranks = Ranks(incarnation=core.store.meta("trainer_incarnation"))
         epoch, step, micro = map(int, core.store.meta("gone", "0 0 0").split())
@@ -198,12 +198,12 @@ class TrainerDesk:
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
             self.core.outbox.to_bulk(peer, plan, frames)
 
-    def _answer(self, take: Take, rank: int) -> tuple[Plan | None, list[bytes]]:
+    def _answer(self, take: Take, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
         core, size = self.core, self.ranks.size
         if take.step > core.batches.committed:
             raise ProtocolError(f"the trainer asks for step {take.step} before committing {take.step - 1}")
         if self.stopping and (take.step, take.micro) not in self.ranks.answered:
-            return Plan(take.trainer_epoch, take.step, take.micro, "stop"), []
+            return WorkPlan(take.trainer_epoch, take.step, take.micro, "stop"), []
         if take.step >= core.config.total_steps:
             return self._end(take), []
         uids = core.batches.plan(take.step, take.micro, size)
@@ -211,24 +211,24 @@ class TrainerDesk:
             return (self._end(take), []) if core.batches.over and take.micro == 0 else (None, [])
         if not uids:
             plan_hash = core.batches.batches[take.step].plan_hash
-            return Plan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
+            return WorkPlan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
         rows, frames = self._rows(core.batches.deal(uids, size)[rank])
-        return Plan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
+        return WorkPlan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
 
-    def _end(self, take: Take) -> Plan:
-        return Plan(take.trainer_epoch, take.step, take.micro, "end")
+    def _end(self, take: Take) -> WorkPlan:
+        return WorkPlan(take.trainer_epoch, take.step, take.micro, "end")
 
-    def _rows(self, uids: list[str]) -> tuple[tuple[Row, ...], list[bytes]]:
+    def _rows(self, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
         """Rows of a recorded plan and their turns' payloads."""
         core = self.core
-        rows: list[Row] = []
+        rows: list[PlannedTrajectory] = []
         frames: list[bytes] = []
         for uid in uids:
             episode = core.batches.taken[uid]
             turns = core.store.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
             baseline = core.batches.baselines[episode.group]
             rows.append(
-                Row(
+                PlannedTrajectory(
                     uid=uid,
                     group=str(episode.group),
                     frames=len(turns),

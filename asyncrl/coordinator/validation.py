@@ -15,9 +15,9 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from asyncrl.coordinator.engines import EngineDesk
-from asyncrl.coordinator.state import Core, log
-from asyncrl.coordinator.workers import EVAL, Record, Worker, WorkerDesk, sampling_key
+from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.state import RunState, log
+from asyncrl.coordinator.workers import EVAL, Record, WorkerHandler, WorkerRecord, sampling_key
 from asyncrl.types import Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -27,7 +27,7 @@ MODES = ("sampled", "greedy")
 
 
 @dataclass
-class Session:
+class ValidationSession:
     """One validation. Episodes are (mode, index into samples)."""
 
     step: int
@@ -46,9 +46,11 @@ class Session:
 class Validation:
     """Runs at most one session at a time; a session that cannot end in time is abandoned, with its name."""
 
-    def __init__(self, core: Core, desk: WorkerDesk, engines: EngineDesk, samples: list[Sample]) -> None:
+    def __init__(
+        self, core: RunState, desk: WorkerHandler, engines: EngineHandler, samples: list[Sample]
+    ) -> None:
         self.core, self.desk, self.engines, self.samples = core, desk, engines, samples
-        self.session: Session | None = None
+        self.session: ValidationSession | None = None
         self.results: list[tuple[int, dict[str, float]]] = []
         self._held = ExitStack()
 
@@ -69,7 +71,7 @@ class Validation:
             log.warning("no validation of step %d: its weights are gone (%s)", step, error)
             return False
         deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
-        self.session = Session(step, self.core.latest, final, queue, deadline)
+        self.session = ValidationSession(step, self.core.latest, final, queue, deadline)
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:
@@ -92,7 +94,7 @@ class Validation:
                 self._give(session, worker)
         self._recover(session)
 
-    def record(self, worker: Worker, message: Record) -> None:
+    def record(self, worker: WorkerRecord, message: Record) -> None:
         """A record of a validation episode; turns need no storage."""
         session, uid = self.session, message.attempt.uid
         if session is None or uid not in session.running:
@@ -111,7 +113,7 @@ class Validation:
         del session.running[uid]
         worker.eval_running -= 1
 
-    def _again(self, session: Session, uid: str) -> None:
+    def _again(self, session: ValidationSession, uid: str) -> None:
         """An attempt failed: try again as often as in training."""
         session.failures[uid] += 1
         if session.failures[uid] > self.core.config.rollout.retries:
@@ -138,7 +140,7 @@ class Validation:
         if not self.engines.remote:
             self._held.enter_context(disk.hold(ref))
 
-    def _ready(self, session: Session, worker: Worker, now: float) -> bool:
+    def _ready(self, session: ValidationSession, worker: WorkerRecord, now: float) -> bool:
         """The worker can sample the version. Its own engine is sent it; again after a refusal or a long
         silence."""
         if self.engines.remote:
@@ -152,7 +154,7 @@ class Validation:
             self.core.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
         return False
 
-    def _give(self, session: Session, worker: Worker) -> None:
+    def _give(self, session: ValidationSession, worker: WorkerRecord) -> None:
         uid = session.queue.pop()
         _, mode, row = uid.split("/")
         attempt = session.attempts[uid]
@@ -172,7 +174,7 @@ class Validation:
             ),
         )
 
-    def _recover(self, session: Session) -> None:
+    def _recover(self, session: ValidationSession) -> None:
         """Episodes of workers that are gone, or no longer hold them, are issued again."""
         for uid, (peer, seq) in list(session.running.items()):
             worker = self.desk.workers.get(peer)
@@ -189,7 +191,7 @@ class Validation:
                 session.attempts[uid] += 1
                 session.queue.append(uid)
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ValidationSession) -> None:
         self.session = None
         for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
             session.queue.remove(uid)
@@ -206,7 +208,7 @@ class Validation:
         if self.engines.remote:
             self.engines.release()
 
-    def _metrics(self, session: Session) -> dict[str, float]:
+    def _metrics(self, session: ValidationSession) -> dict[str, float]:
         """`val-core/<source>/<mode>/mean@1` per data source, and over all of them. An episode that failed at
         every attempt counts as 0: who breaks the world would be left out of the mean otherwise."""
         scores: dict[str, list[float]] = defaultdict(list)
@@ -230,7 +232,7 @@ class Validation:
             "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version)),
         }
 
-    def _save(self, session: Session) -> None:
+    def _save(self, session: ValidationSession) -> None:
         directory = self.core.run_dir / "validation"
         directory.mkdir(exist_ok=True)
         kept = list(session.scores.items())[: 2 * self.core.config.observe.transcripts]

@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.buffer.records import Episode
-from asyncrl.coordinator.engines import EngineDesk
-from asyncrl.coordinator.state import Core, log
+from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason
 from asyncrl.wire.messages import (
@@ -40,7 +40,7 @@ Record = Generated | Replied | Finished | Failed
 
 
 @dataclass
-class Worker:
+class WorkerRecord:
     """A connected rollout worker."""
 
     peer: bytes
@@ -62,21 +62,21 @@ class Worker:
         return max(0, self.hello.slots - len(self.running) - self.eval_running)
 
 
-class WorkerDesk:
+class WorkerHandler:
     """Leases, assignments and records. `on_landed` is told of each finished episode, `on_eval` of each
     record of a validation episode; `eval_wanted` says whether such an attempt is current."""
 
     def __init__(
         self,
-        core: Core,
-        engines: EngineDesk,
-        on_landed: Callable[[Episode, Finished], None],
-        on_eval: Callable[[Worker, Record], None],
+        core: RunState,
+        engines: EngineHandler,
+        on_landed: Callable[[EpisodeRecord, Finished], None],
+        on_eval: Callable[[WorkerRecord, Record], None],
         eval_wanted: Callable[[Attempt], bool],
     ) -> None:
         self.core, self.engines = core, engines
         self.on_landed, self.on_eval, self.eval_wanted = on_landed, on_eval, eval_wanted
-        self.workers: dict[bytes, Worker] = {}
+        self.workers: dict[bytes, WorkerRecord] = {}
         self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.lost = 0
         self.tokens = 0  # model tokens of durable turns
@@ -91,7 +91,7 @@ class WorkerDesk:
             self.lose(old, "replaced by a new process", now)
         if peer not in self.workers:
             log.info("worker %d joined: pid %d, %d slots", message.index, message.pid, message.slots)
-            self.workers[peer] = Worker(peer, message, now, message.acked)
+            self.workers[peer] = WorkerRecord(peer, message, now, message.acked)
             if not self.engines.remote:
                 self.engines.join(peer.decode())
             self._adopt(self.workers[peer], now)
@@ -105,7 +105,7 @@ class WorkerDesk:
         else:
             core.ledger.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
 
-    def _adopt(self, worker: Worker, now: float) -> None:
+    def _adopt(self, worker: WorkerRecord, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
         for episode in self.core.buffer.episodes.values():
             if episode.worker == worker.hello.incarnation and episode.state == "running":
@@ -126,7 +126,7 @@ class WorkerDesk:
             if not self._wanted(worker, attempt):
                 self.core.outbox.to_control(peer, Cancel(attempt))
 
-    def _wanted(self, worker: Worker, attempt: Attempt) -> bool:
+    def _wanted(self, worker: WorkerRecord, attempt: Attempt) -> bool:
         """False for an attempt that was given to somebody else, or given up, in the worker's absence."""
         if attempt.uid.startswith(EVAL):
             return self.eval_wanted(attempt)
@@ -193,7 +193,7 @@ class WorkerDesk:
             self._give_up(worker, episode, FailReason.EPISODE_ERROR, now)
 
     def _apply(
-        self, worker: Worker, episode: Episode, message: Record, frames: list[bytes], now: float
+        self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
     ) -> None:
         core = self.core
         match message:
@@ -219,7 +219,12 @@ class WorkerDesk:
                 self._fail(episode, message.reason, now)
 
     def _generated(
-        self, worker: Worker, episode: Episode, message: Generated, frames: list[bytes], now: float
+        self,
+        worker: WorkerRecord,
+        episode: EpisodeRecord,
+        message: Generated,
+        frames: list[bytes],
+        now: float,
     ) -> None:
         if message.turn < episode.turns:
             return  # sent again to a restarted coordinator
@@ -250,7 +255,7 @@ class WorkerDesk:
         self.engines.tell(self.workers, now)
         self._assign(now)
 
-    def lose(self, worker: Worker, why: str, now: float) -> None:
+    def lose(self, worker: WorkerRecord, why: str, now: float) -> None:
         log.warning("%s lost (%s): %d episodes go back", worker.name, why, len(worker.running))
         self.lost += 1
         for uid in list(worker.running):
@@ -266,24 +271,24 @@ class WorkerDesk:
             if episode.state == "running" and episode.worker not in here:
                 self._fail(episode, FailReason.WORKER_LOST, now)
 
-    def _lose_episode(self, worker: Worker, uid: str, now: float) -> None:
+    def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
         episode = self.core.buffer.episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
             self._fail(episode, FailReason.WORKER_LOST, now)
 
-    def _give_up(self, worker: Worker, episode: Episode, reason: FailReason, now: float) -> None:
+    def _give_up(self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         worker.running.pop(episode.uid, None)
         self.core.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
         self._fail(episode, reason, now)
 
-    def _fail(self, episode: Episode, reason: FailReason, now: float) -> None:
+    def _fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         self.cancel(self.core.buffer.fail(episode, reason, now))
         if episode.turns == 0:
             self.core.store.forget_frames(episode.uid)
 
-    def cancel(self, episodes: list[Episode]) -> None:
+    def cancel(self, episodes: list[EpisodeRecord]) -> None:
         """These running episodes are not wanted any more."""
         uids = {episode.uid: episode for episode in episodes}
         for worker in self.workers.values():
@@ -297,7 +302,7 @@ class WorkerDesk:
     def free_slots(self) -> int:
         return sum(worker.free for worker in self.workers.values() if self._usable(worker))
 
-    def _usable(self, worker: Worker) -> bool:
+    def _usable(self, worker: WorkerRecord) -> bool:
         return worker.peer.decode() not in self.engines.quarantined
 
     @property
@@ -328,7 +333,7 @@ class WorkerDesk:
             self._give(max(fit, key=lambda worker: worker.free), episode, now)
             open_slots -= 1
 
-    def _give(self, worker: Worker, episode: Episode, now: float) -> None:
+    def _give(self, worker: WorkerRecord, episode: EpisodeRecord, now: float) -> None:
         self.assign_seq += 1
         self.core.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, self._acked(worker))
         worker.running[episode.uid] = (self.assign_seq, now)
@@ -344,7 +349,7 @@ class WorkerDesk:
         frames = self.core.store.frames(episode.uid, episode.turns)
         self.core.outbox.to_control(worker.peer, message, frames)
 
-    def _acked(self, worker: Worker) -> int:
+    def _acked(self, worker: WorkerRecord) -> int:
         return self.engines.version(worker.peer.decode())
 
     def _named_wait(self, rank: int) -> str:

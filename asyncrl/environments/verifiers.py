@@ -138,13 +138,15 @@ class Verifiers(Environment):
 
     def _seats(self, traces: list[Any]) -> SimpleNamespace:
         """Their agents, by name."""
-        from asyncrl.environments.verifiers_proxy import Desk, Seat
+        from asyncrl.environments.verifiers_proxy import AgentProxy, ProxyDesk
 
-        desk, config, others = Desk(), self._env.config, self._others
+        desk, config, others = ProxyDesk(), self._env.config, self._others
         self.tools = desk.schemas
         ask = functools.partial(heard_by, others) if others is not None else None
-        seats = {name: Seat(name, getattr(config, name), ask, None, traces) for name in self._roles}
-        seats[self._role] = Seat(self._role, getattr(config, self._role), lambda: self._ask, desk, traces)
+        seats = {name: AgentProxy(name, getattr(config, name), ask, None, traces) for name in self._roles}
+        seats[self._role] = AgentProxy(
+            self._role, getattr(config, self._role), lambda: self._ask, desk, traces
+        )
         return SimpleNamespace(**seats)
 
     async def _ask(self, news: list[Any]) -> tuple[Any, bool]:

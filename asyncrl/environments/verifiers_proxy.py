@@ -38,7 +38,7 @@ class Unsupported(Exception):
         super().__init__(f"{what}; verifiers can lead the episode itself, as an agent (rollout.agent)")
 
 
-class Desk:
+class ProxyDesk:
     """The tools of one task. A toolset is an MCP server, but it answers here as well as over HTTP."""
 
     def __init__(self) -> None:
@@ -80,7 +80,9 @@ class Talk:
     """What `Agent.interaction` yields: `turn` hands on what the environment says, and runs the task's tools
     until the model calls none."""
 
-    def __init__(self, task: vf.Task, trace: vf.Trace, desk: Desk, ask: Ask, max_turns: int | None) -> None:
+    def __init__(
+        self, task: vf.Task, trace: vf.Trace, desk: ProxyDesk, ask: Ask, max_turns: int | None
+    ) -> None:
         self.trace = trace
         self._task, self._desk, self._ask, self._max_turns = task, desk, ask, max_turns
         self._stops = [hook for hook in task.hooks("stop") if _of_traces(hook)]
@@ -133,7 +135,7 @@ class Talk:
         return False
 
 
-class Seat:
+class AgentProxy:
     """An agent of the environment. `ask` begins a conversation with the model that plays it; None: nobody
     does. `desk`: where its tools go; None: it may have none. Its finished traces go to `traces`."""
 
@@ -144,7 +146,7 @@ class Seat:
         name: str,
         config: vf.AgentConfig,
         ask: Callable[[], Ask] | None,
-        desk: Desk | None,
+        desk: ProxyDesk | None,
         traces: list[vf.Trace],
     ) -> None:
         self._name, self._config, self._ask, self._desk, self._traces = name, config, ask, desk, traces
@@ -164,7 +166,7 @@ class Seat:
         trace = self._trace(task)
         async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as opened:
             await invoke(task.setup, {"trace": trace, "runtime": runtime})
-            desk = self._desk or Desk()
+            desk = self._desk or ProxyDesk()
             for toolset in task.toolsets(task.config):
                 if self._desk is None:
                     raise Unsupported(f"agent {self._name!r}, which is not trained, has tools")

@@ -27,10 +27,10 @@ from asyncrl.engines.sglang.engine.connect import connect
 from asyncrl.engines.sglang.process import ServerProcess, free_port, keys
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
-from asyncrl.runtime.contact import Contact, Lease
+from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
-from asyncrl.runtime.weight_loader import Loads
+from asyncrl.runtime.weight_loader import WeightLoader
 from asyncrl.wire.messages import (
     KeeperBeat,
     KeeperHello,
@@ -85,9 +85,9 @@ class Keeper:
         name = identity("engine", self.index, self.incarnation)
         self._control = AsyncLink(self._endpoints.control, ToKeeper, name)
         launch = self.config.launch
-        self._lease = Lease(launch.lease, launch.start_timeout, loop.time())
+        self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
         self._ending: asyncio.Future[int] = loop.create_future()
-        self._loads = Loads("train", self._timeline, self.config.weights.deadline, self._ready)
+        self._loads = WeightLoader("train", self._timeline, self.config.weights.deadline, self._ready)
         on_signals(self._end)
         services = [asyncio.create_task(service) for service in self._services()]
         try:
@@ -237,10 +237,10 @@ class Keeper:
     async def _listen(self) -> int:
         while True:
             message, _ = await self._control.receive()
-            self._lease.heard(asyncio.get_running_loop().time())
+            self._contact.heard(asyncio.get_running_loop().time())
             match message:
                 case Welcome():
-                    self._lease.welcomed = True
+                    self._contact.welcomed = True
                 case LoadWeights():
                     self._loads.offer(message.ref)
                 case Stop():
@@ -250,14 +250,14 @@ class Keeper:
         """Beats, hellos while nobody answers, and the keeper's own end when nobody ever does. Workers go on
         sampling meanwhile: they hold leases of their own."""
         while True:
-            match self._lease.tick(asyncio.get_running_loop().time()):
-                case Contact.FINE:
+            match self._contact.tick(asyncio.get_running_loop().time()):
+                case ContactState.FINE:
                     await self._beat()
-                case Contact.QUIET | Contact.EXPIRED:
+                case ContactState.QUIET | ContactState.EXPIRED:
                     await self._hello()
-                case Contact.GONE:
-                    raise DeadlineError(f"no coordinator for {self._lease.give_up:g} s")
-            await asyncio.sleep(self._lease.interval)
+                case ContactState.GONE:
+                    raise DeadlineError(f"no coordinator for {self._contact.give_up:g} s")
+            await asyncio.sleep(self._contact.interval)
 
     async def _beat(self) -> None:
         await self._control.send(KeeperBeat(self._healthy, not self._url, self._waits.longest()))

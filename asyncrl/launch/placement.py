@@ -17,7 +17,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RolePlace:
     """One process. `target` is the role function that it runs, `gpus` how many are its own."""
 
     role: str
@@ -36,7 +36,7 @@ class Unit:
     """Processes that only live together: the coordinator, one server, one worker, or all trainer ranks."""
 
     role: str
-    places: tuple[Place, ...]
+    places: tuple[RolePlace, ...]
 
     @property
     def name(self) -> str:
@@ -54,11 +54,11 @@ def plan(config: RunConfig) -> tuple[Unit, ...]:
     return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *engines, *workers, Unit(TRAINER, ranks))
 
 
-def _place(role: str, index: int, threads: int, gpus: int = 0) -> Place:
-    return Place(role, index, threads, TARGETS[role], gpus)
+def _place(role: str, index: int, threads: int, gpus: int = 0) -> RolePlace:
+    return RolePlace(role, index, threads, TARGETS[role], gpus)
 
 
-def environment(place: Place) -> dict[str, str]:
+def environment(place: RolePlace) -> dict[str, str]:
     """Variables that must be set before the process imports anything numeric."""
     threads = str(place.threads)
     return {

@@ -378,15 +378,14 @@ def outside_weights(config: RunConfig) -> list[Path]:
 
 def warnings(config: RunConfig) -> list[str]:
     """What is allowed and hardly meant, one line each."""
-    from asyncrl.conversation.parsers import detect as guess
-    from asyncrl.conversation.parsers import parsers
+    from asyncrl.conversation.parsers import detect, parsers
 
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
     path, parser = Path(config.model.path), config.rollout.parser
     calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
-    fitting = guess(chat_template(path)) if calls else None
+    fitting = detect(chat_template(path)) if calls else None
     found = {
         f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
         "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group": slots > live,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from asyncrl.launch.placement import Place
+from asyncrl.launch.placement import RolePlace
 
 # What a role's process ends with. Anything else, a signal included, is a crash.
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -18,7 +18,7 @@ CRASHED = 70
 class Order:
     """Start `place`. All ranks of one trainer start share `incarnation` and `rendezvous`."""
 
-    place: Place
+    place: RolePlace
     incarnation: str
     rendezvous: str = ""
 

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, Place, Unit, environment
+from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, RolePlace, Unit, environment
 from asyncrl.launch.process import Order, log_path
 from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.wire.sockets import Endpoints
@@ -117,7 +117,7 @@ class RaySpawner:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def _options(self, place: Place) -> dict[str, Any]:
+    def _options(self, place: RolePlace) -> dict[str, Any]:
         """CPUs are not reserved: on one machine the roles share cores, on a cluster they spread."""
         here = place.role == COORDINATOR or (place.role == TRAINER and place.index == 0)
         strategy = NodeAffinitySchedulingStrategy(self._here, soft=False) if here else "SPREAD"
@@ -130,7 +130,7 @@ class RaySpawner:
             "runtime_env": {"env_vars": environment(place)},
         }
 
-    def _gpus(self, place: Place) -> int:
+    def _gpus(self, place: RolePlace) -> int:
         """One for a rank if there are any, `engine.tp` for a server; for an embedded engine only if it is
         told to compute there."""
         if not ray.cluster_resources().get("GPU", 0):

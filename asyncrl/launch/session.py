@@ -22,7 +22,7 @@ from asyncrl.config import LaunchConfig
 from asyncrl.errors import ProtocolError, one_line
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
-from asyncrl.launch.supervisor import Ending, Supervisor
+from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.wire.messages import ObserverHello, RunEnd, Status, StepReport, Stop, ToObserver, Welcome
 from asyncrl.wire.sockets import Endpoints, Link, identity
@@ -67,11 +67,11 @@ class Session:
         self._signals = 0
         self._running = False  # the coordinator has left its start phase: there is something to save
         self._hello_at = 0.0
-        self._verdict: Ending | None = None  # decided, while the coordinator may still write things down
+        self._verdict: RunOutcome | None = None  # decided, while the coordinator may still write things down
         self._stop_by: float | None = None
         self._end: RunEnd | None = None
 
-    def run(self) -> Ending:
+    def run(self) -> RunOutcome:
         """Start everything, watch until it ends, and leave no process behind."""
         with self._catch_signals():
             try:
@@ -83,22 +83,22 @@ class Session:
                 self._supervisor.kill()
                 self._link.close()
         if ending.code == FAILED and self._end is not None and self._end.error:
-            return Ending(FAILED, self._end.error)
+            return RunOutcome(FAILED, self._end.error)
         return ending
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def _loop(self) -> Ending:
+    def _loop(self) -> RunOutcome:
         while True:
             self._listen(POLL)
             now = time.monotonic()
             if self._signals > 1:
                 self._supervisor.kill()
-                return Ending(
+                return RunOutcome(
                     INTERRUPTED, "killed by a second interrupt; resume=auto goes on from the last checkpoint"
                 )
             if self._signals and self._stop_by is None:
-                self._stop(Ending(INTERRUPTED), "interrupted", now)
+                self._stop(RunOutcome(INTERRUPTED), "interrupted", now)
             ended = self._supervisor.tick(now)
             if ended is not None:
                 if self._verdict is None and ended.code != COMPLETED and self._coordinator_lives():
@@ -147,7 +147,7 @@ class Session:
 
     # -- endings ---------------------------------------------------------------------------------------
 
-    def _stop(self, verdict: Ending, reason: str, now: float) -> None:
+    def _stop(self, verdict: RunOutcome, reason: str, now: float) -> None:
         """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
         self._verdict = verdict
         self._supervisor.stopping = True
@@ -156,7 +156,7 @@ class Session:
             self._view.note(f"{reason}: stopping, with a checkpoint (Ctrl-C again kills at once)")
             self._link.send(Stop(reason))
 
-    def _judge(self, ended: Ending) -> Ending:
+    def _judge(self, ended: RunOutcome) -> RunOutcome:
         """The coordinator has ended: its word, unless we asked it to end for a reason of our own."""
         self._listen(0.2)  # its last message may be on the way
         if self._verdict is None or ended.code not in (COMPLETED, FAILED):
@@ -165,22 +165,22 @@ class Session:
             return ended
         return self._verdict
 
-    def _late(self) -> Ending:
+    def _late(self) -> RunOutcome:
         assert self._verdict is not None
         if not self._running or self._verdict.code != INTERRUPTED:
             return self._verdict
-        return Ending(
+        return RunOutcome(
             FAILED, f"not stopped within launch.stop_timeout ({self._config.stop_timeout:g} s); killed"
         )
 
-    def _watch(self, now: float) -> Ending | None:
+    def _watch(self, now: float) -> RunOutcome | None:
         """A coordinator that never came is the end; one that fell silent is replaced."""
         overdue = self._watchdog.verdict(now)
         if overdue is None:
             return None
         if overdue.name == FIRST_STATUS:
             path = log_path(self._run_dir, f"{COORDINATOR}-0")
-            return Ending(FAILED, f"{overdue}\n{path}:\n{log_tail(path)}")
+            return RunOutcome(FAILED, f"{overdue}\n{path}:\n{log_tail(path)}")
         self._view.note(f"{overdue}: replacing it")
         self._watchdog.moved(STATUS, now)
         self._supervisor.kill_role(COORDINATOR)
@@ -189,7 +189,7 @@ class Session:
     def _coordinator_lives(self) -> bool:
         return any(handle.name.startswith(COORDINATOR) for handle in self._supervisor.alive)
 
-    def _wind_down(self, ending: Ending) -> None:
+    def _wind_down(self, ending: RunOutcome) -> None:
         """Let the others follow; then terminate, then kill, each with its own second."""
         self._supervisor.stopping = True
         followed = ending.code in (COMPLETED, INTERRUPTED) and self._running and self._signals < 2

@@ -34,7 +34,7 @@ LEAVING = 5.0  # seconds for the coordinator to follow a process that left in or
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunOutcome:
     """How the run ended, from the processes' point of view. `error` may have several lines (a log tail)."""
 
     code: int
@@ -91,7 +91,7 @@ class Supervisor:
         for crew in self.crews:
             self._start(crew)
 
-    def tick(self, now: float) -> Ending | None:
+    def tick(self, now: float) -> RunOutcome | None:
         """Look at every process; restart what may be restarted."""
         for crew in self.crews:
             ending = self._coordinator_ended(crew)
@@ -131,29 +131,29 @@ class Supervisor:
         crew.handles = [self._spawn(Order(place, incarnation, rendezvous)) for place in crew.unit.places]
         crew.retry_at = crew.left_at = None
 
-    def _coordinator_ended(self, crew: Crew) -> Ending | None:
+    def _coordinator_ended(self, crew: Crew) -> RunOutcome | None:
         """0 and 1 are the coordinator's verdict on the run; anything else is a crash of its process."""
         if crew.unit.role != COORDINATOR or not crew.handles or crew.retry_at is not None:
             return None
         code = crew.handles[0].poll()
         if code == FAILED:
-            return Ending(FAILED, self._tail(crew.handles[0].name))
-        return Ending(COMPLETED) if code == COMPLETED else None
+            return RunOutcome(FAILED, self._tail(crew.handles[0].name))
+        return RunOutcome(COMPLETED) if code == COMPLETED else None
 
-    def _bury(self, crew: Crew, dead: ProcessHandle, code: int, now: float) -> Ending | None:
+    def _bury(self, crew: Crew, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
         """A process of the crew died: end the others too, and plan the restart if one is left."""
         for handle in crew.alive:
             handle.kill()
         how = describe_exit(code)
         if code == BAD_INPUT:
-            return Ending(BAD_INPUT, self._tail(dead.name, lines=1))
+            return RunOutcome(BAD_INPUT, self._tail(dead.name, lines=1))
         if self.stopping:
             if crew.unit.role == COORDINATOR:
-                return Ending(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
+                return RunOutcome(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
             return None
         if crew.restarts >= self._restarts:
             spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
-            return Ending(FAILED, f"{spent}\n{self._tail(dead.name)}")
+            return RunOutcome(FAILED, f"{spent}\n{self._tail(dead.name)}")
         delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**crew.restarts)
         crew.restarts += 1
         crew.retry_at = now + delay

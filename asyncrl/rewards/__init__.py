@@ -3,7 +3,7 @@
 from asyncrl.rewards import code, judge, mathematics, models, reasoning_gym  # noqa: F401 - they register themselves
 from asyncrl.rewards.answers import final_number
 from asyncrl.rewards.base import RewardError, RewardFunction, RewardInput, rewards, runs
-from asyncrl.rewards.loading import Reward, Source, in_loop, load_reward, load_rewards
+from asyncrl.rewards.loading import Reward, RewardSource, in_loop, load_reward, load_rewards
 from asyncrl.rewards.shaping import ShapingInput, select_shapings, shape, shapings
 from asyncrl.rewards.verdicts import combine, evaluate, told
 
@@ -12,8 +12,8 @@ __all__ = [
     "RewardError",
     "RewardFunction",
     "RewardInput",
+    "RewardSource",
     "ShapingInput",
-    "Source",
     "combine",
     "evaluate",
     "final_number",

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from asyncrl.isolation.sandbox.abilities import demand
 from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
-from asyncrl.isolation.sandbox.confine import Limits
+from asyncrl.isolation.sandbox.confine import SandboxLimits
 from asyncrl.isolation.sandbox.wire import HOLDS
 from asyncrl.rewards.base import RewardError, rewards
 
@@ -78,7 +78,7 @@ class Code:
     ) -> None:
         self._partial, self._seconds, self._total = partial, seconds, total_seconds
         self._most = max_tests or None
-        self._limits = Limits(memory=memory_mb, output=LARGEST)
+        self._limits = SandboxLimits(memory=memory_mb, output=LARGEST)
         self._require = demand(require, "reward 'code'")
         self._room = asyncio.Semaphore(at_once)
 

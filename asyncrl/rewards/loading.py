@@ -21,7 +21,7 @@ WHERE = "$.rollout.reward"
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-class Source(msgspec.Struct, frozen=True):
+class RewardSource(msgspec.Struct, frozen=True):
     """How another process finds a function: its name or place, and its options."""
 
     spec: str
@@ -36,7 +36,7 @@ class Reward:
     name: str
     function: Callable[[RewardInput], Any]
     place: Place
-    source: Source
+    source: RewardSource
     weight: float = 1.0
     load: Callable[[], object] = lambda: None
     own_deadline: bool = False
@@ -54,7 +54,7 @@ def load_rewards(plugin: str | Mapping[str, Options], where: str = WHERE) -> lis
     ]
 
 
-def load_reward(source: Source, where: str = WHERE) -> Reward:
+def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     """One function of whole episodes, with its options bound."""
     found = rewards.load(source.spec, where)
     if not callable(found):
@@ -74,7 +74,7 @@ def load_reward(source: Source, where: str = WHERE) -> Reward:
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
     """A function at hand, of either signature, as a reward that runs in the event loop."""
-    return Reward(name, function if _is_typed(function) else from_verl(function), "loop", Source(name))
+    return Reward(name, function if _is_typed(function) else from_verl(function), "loop", RewardSource(name))
 
 
 _EXPECTED = "(data_source, solution_str, ground_truth, extra_info) or (given: RewardInput) is expected"
@@ -84,7 +84,7 @@ def _load(name: str, spec: str, options: Options, where: str) -> Reward:
     weight = options.get("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{where}.{spec}.weight is {weight!r}; a finite number is expected")
-    source = Source(spec, {key: value for key, value in options.items() if key != "weight"})
+    source = RewardSource(spec, {key: value for key, value in options.items() if key != "weight"})
     return replace(load_reward(source, where), name=name, weight=float(weight))
 
 

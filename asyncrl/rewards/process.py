@@ -24,9 +24,9 @@ import msgspec
 
 from asyncrl.errors import one_line
 from asyncrl.rewards.base import RewardError, RewardInput
-from asyncrl.rewards.loading import Source, load_reward
+from asyncrl.rewards.loading import RewardSource, load_reward
 from asyncrl.rewards.verdicts import told, verdict_of
-from asyncrl.types import Verdict
+from asyncrl.types import RewardResult
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
 LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
@@ -52,7 +52,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Scored(msgspec.Struct, frozen=True, tag=True):
     """What the function said."""
 
-    verdict: Verdict
+    verdict: RewardResult
 
 
 Answer = Failed | Loaded | Scored
@@ -65,7 +65,7 @@ _answer = msgspec.msgpack.Decoder(Answer).decode
 class Pool:
     """Up to `size` processes for one function, started when they are needed and kept."""
 
-    def __init__(self, source: Source, size: int = SIZE) -> None:
+    def __init__(self, source: RewardSource, size: int = SIZE) -> None:
         self._source = source
         self._free = asyncio.Semaphore(size)
         self._first = asyncio.Lock()
@@ -74,7 +74,7 @@ class Pool:
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
 
-    async def call(self, given: RewardInput, seconds: float) -> Verdict:
+    async def call(self, given: RewardInput, seconds: float) -> RewardResult:
         """The function's verdict. The call may last `seconds`, the wait for a process PATIENCE times that,
         and the first process LOAD_SECONDS to load. RewardError, and TimeoutError when the call is late."""
         frame = _encode(given)
@@ -108,7 +108,7 @@ class Pool:
         except TimeoutError:
             raise RewardError(f"{self._source.spec} was not loaded within {LOAD_SECONDS:g} s") from None
 
-    async def _call(self, frame: bytes, seconds: float) -> Verdict:
+    async def _call(self, frame: bytes, seconds: float) -> RewardResult:
         process = await self._taken()
         try:
             async with asyncio.timeout(seconds):
@@ -221,7 +221,7 @@ def serve() -> None:
     while (frame := _read(requests)) is not None:
         try:
             if function is None:
-                function = _loaded(msgspec.msgpack.decode(frame, type=Source))
+                function = _loaded(msgspec.msgpack.decode(frame, type=RewardSource))
                 answer: Answer = Loaded()
             else:
                 answer = Scored(_verdict(function, _given(frame)))
@@ -230,7 +230,7 @@ def serve() -> None:
         _write(answers, answer)
 
 
-def _loaded(source: Source) -> Callable[[RewardInput], Any]:
+def _loaded(source: RewardSource) -> Callable[[RewardInput], Any]:
     reward = load_reward(source)
     reward.load()
     return reward.function
@@ -264,7 +264,7 @@ def _write(answers: IO[bytes], answer: Answer) -> None:
     answers.flush()
 
 
-def _verdict(function: Callable[[RewardInput], Any], given: RewardInput) -> Verdict:
+def _verdict(function: Callable[[RewardInput], Any], given: RewardInput) -> RewardResult:
     """Sync code finds no running loop, so that it may start one."""
     result = function(given)
     return verdict_of(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)

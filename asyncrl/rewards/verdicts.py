@@ -13,12 +13,12 @@ from typing import Any
 from asyncrl.errors import one_line
 from asyncrl.remote import wire
 from asyncrl.rewards.base import RewardFunction, RewardInput
-from asyncrl.types import Message, Verdict
+from asyncrl.types import Message, RewardResult
 
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> Verdict:
+async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> RewardResult:
     """What a loaded function says. Raises what it raises, and TypeError or ValueError for a result that is
     not made of finite numbers."""
     result = function(given)
@@ -59,12 +59,12 @@ def plain(message: Message) -> dict[str, Any]:
     return wire(message) | reasoning
 
 
-def verdict_of(result: Any) -> Verdict:
+def verdict_of(result: Any) -> RewardResult:
     """Of a number, a dict with `score`, or a Verdict. TypeError or ValueError names what is wrong."""
-    if isinstance(result, Verdict):
+    if isinstance(result, RewardResult):
         result = {"score": result.score, "turns": result.turns, "components": result.components}
     if not isinstance(result, Mapping):
-        return Verdict(_finite("the reward", result))
+        return RewardResult(_finite("the reward", result))
     if "score" not in result:
         found = ", ".join(map(str, result)) or "nothing"
         raise ValueError(f"the reward is a dict without 'score'; it has {found}")
@@ -77,10 +77,10 @@ def verdict_of(result: Any) -> Verdict:
         str(name): _finite(f"component {name!r} of the reward", value) for name, value in components.items()
     }
     by_turn = tuple(_finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
-    return Verdict(_finite("the reward", result["score"]), by_turn, parts)
+    return RewardResult(_finite("the reward", result["score"]), by_turn, parts)
 
 
-def combine(parts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
+def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     """The weighted sum of (name, weight, verdict); its components are the verdicts' scores, by name, without
     the weights, and their own components as `name/part`. A single one keeps its components' names.
 
@@ -97,7 +97,7 @@ def combine(parts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
         raise ValueError("the rewards of `turns` are of different lengths")
     score = math.fsum(weight * verdict.score for _, weight, verdict in parts)
     turns = tuple(_finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
-    return Verdict(_finite("the sum of the rewards", score), turns, components)
+    return RewardResult(_finite("the sum of the rewards", score), turns, components)
 
 
 def told(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from asyncrl.errors import EngineError, ProtocolError, one_line
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
 from asyncrl.gateway.wire import Reply
 from asyncrl.rollout.agent_threads import AgentThreads
-from asyncrl.rollout.context import Ended, Job
+from asyncrl.rollout.context import Ended, EpisodeRun
 from asyncrl.rollout.episode_runner import AgentError
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import EpisodeEnd, FailReason, Turn
@@ -61,7 +61,7 @@ class Absence:
 class AgentHost:
     """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
 
-    def __init__(self, job: Job, branches: Branches, absence: Absence) -> None:
+    def __init__(self, job: EpisodeRun, branches: Branches, absence: Absence) -> None:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._job, self._branches, self._absence = job, branches, absence
         self._keeping = asyncio.Lock()  # turns are posted in the order of their numbers
@@ -127,7 +127,7 @@ class AgentHost:
 class AgentPlayer:
     """See `Player`."""
 
-    job: Job
+    job: EpisodeRun
     shared: Agents
     _branches: Branches = field(init=False)
     _absence: Absence = field(init=False)
@@ -205,7 +205,7 @@ class Agents:
     def __init__(self, agent: Agent, gateway: Gateway) -> None:
         self.agent, self.gateway, self.threads = agent, gateway, AgentThreads()
 
-    def lead(self, job: Job) -> AgentPlayer:
+    def lead(self, job: EpisodeRun) -> AgentPlayer:
         """The player of an attempt."""
         return AgentPlayer(job, self)
 

@@ -21,7 +21,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
-from asyncrl.types import EpisodeEnd, Generation, Heard, Message, Turn, Verdict
+from asyncrl.types import EpisodeEnd, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.wire.outbox import Outbox
 
@@ -31,10 +31,10 @@ _KEYS = (1 << 63) - 1
 
 _encode = msgspec.msgpack.Encoder().encode
 _turn = msgspec.msgpack.Decoder(Turn).decode
-_heard = msgspec.msgpack.Decoder(Heard).decode
+_heard = msgspec.msgpack.Decoder(TurnReply).decode
 
 
-class Lane(Protocol):
+class Sampler(Protocol):
     """Where an episode is sampled: an engine of this process, or a fleet of servers."""
 
     def episode(self) -> AbstractAsyncContextManager[None]:
@@ -51,7 +51,7 @@ class Lane(Protocol):
 
 
 @dataclass(frozen=True)
-class Desk:
+class EpisodeContext:
     """What all episodes of a worker share. `oldest` is the version a training turn must not be below."""
 
     config: RolloutConfig
@@ -72,12 +72,12 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Job:
+class EpisodeRun:
     """One attempt. It is used by one task, but for `generate`."""
 
-    desk: Desk
+    desk: EpisodeContext
     assign: Assign
-    lane: Lane
+    lane: Sampler
     started: float
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
@@ -118,7 +118,7 @@ class Job:
 
     async def heard(self, turn: Turn) -> None:
         """Post what a turn was answered with."""
-        frame = _encode(Heard(turn.replies, turn.observation))
+        frame = _encode(TurnReply(turn.replies, turn.observation))
         with self.desk.waits.named("acks: the window of unacknowledged records is full"):
             await self.desk.outbox.post(Replied(0, self.attempt, turn.index), frame)
 
@@ -130,7 +130,7 @@ class Job:
         messages: tuple[Message, ...],
         tool_calls: int,
         result: object = None,
-    ) -> Verdict:
+    ) -> RewardResult:
         """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: what an
         agent program returned, a JSON value. Raises RewardError."""
         given = RewardInput(
@@ -214,5 +214,5 @@ def turns_of(frames: Sequence[bytes]) -> list[Turn]:
 
 
 def _answered(turn: Turn, frame: bytes) -> Turn:
-    heard = _heard(frame) if frame else Heard()
+    heard = _heard(frame) if frame else TurnReply()
     return msgspec.structs.replace(turn, replies=heard.replies, observation=heard.observation)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, one_line
-from asyncrl.rollout.context import Desk, Ended, Job, Lane, turns_of
+from asyncrl.rollout.context import Ended, EpisodeContext, EpisodeRun, Sampler, turns_of
 from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
@@ -59,12 +59,12 @@ class Player(Protocol):
 class EpisodeRunner:
     """`lead` makes the player of an attempt."""
 
-    desk: Desk
-    lead: Callable[[Job], Player]
+    desk: EpisodeContext
+    lead: Callable[[EpisodeRun], Player]
 
-    async def run(self, assign: Assign, frames: Sequence[bytes], lane: Lane) -> None:
+    async def run(self, assign: Assign, frames: Sequence[bytes], lane: Sampler) -> None:
         """Play an episode, or the rest of one, and post its end."""
-        job = Job(self.desk, assign, lane, asyncio.get_running_loop().time())
+        job = EpisodeRun(self.desk, assign, lane, asyncio.get_running_loop().time())
         player = self.lead(job)
         try:
             try:
@@ -76,7 +76,7 @@ class EpisodeRunner:
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 
-    async def _attempt(self, job: Job, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
+    async def _attempt(self, job: EpisodeRun, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
         limit = asyncio.timeout(self.desk.config.episode_timeout)
         try:
             try:

@@ -35,7 +35,7 @@ class Client(Engine, Protocol):
 
 
 @dataclass(eq=False)
-class Member:
+class PooledServer:
     """One incarnation of a server, and the lane's client of it."""
 
     entry: EngineEntry
@@ -54,8 +54,8 @@ class Roster:
         self.changed = Changed()
         self._lane, self._connect = lane, connect
         self._router = Router()
-        self._members: dict[str, Member] = {}  # by place
-        self._ever: dict[str, list[Member]] = {}  # by name: every incarnation there was
+        self._members: dict[str, PooledServer] = {}  # by place
+        self._ever: dict[str, list[PooledServer]] = {}  # by name: every incarnation there was
         self._closing: set[asyncio.Task[None]] = set()
 
     # -- the table -----------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Roster:
             self._retire(member)
         self._route()
 
-    def suspect(self, member: Member, why: Exception) -> None:
+    def suspect(self, member: PooledServer, why: Exception) -> None:
         """It lost a turn: it gets no more until the table vouches for it, or some time has passed."""
         if not member.suspect and not member.retired:
             log.warning("%s lost a turn (%s): its turns go on elsewhere", member.entry.name, why)
@@ -82,17 +82,17 @@ class Roster:
             self._route()
             asyncio.get_running_loop().call_later(SUSPICION, self._acquit, member)
 
-    def _acquit(self, member: Member) -> None:
+    def _acquit(self, member: PooledServer) -> None:
         if member.suspect:  # the table had no news of it
             member.suspect = False
             self._route()
 
-    def _join(self, entry: EngineEntry) -> Member:
-        member = Member(entry, self._connect(entry))
+    def _join(self, entry: EngineEntry) -> PooledServer:
+        member = PooledServer(entry, self._connect(entry))
         self._ever.setdefault(entry.name, []).append(member)
         return member
 
-    def _retire(self, member: Member) -> None:
+    def _retire(self, member: PooledServer) -> None:
         """Take its turns back; the client is closed after the last one."""
         member.retired = True
         for session in member.sessions:
@@ -120,7 +120,7 @@ class Roster:
         """The newest version that a turn can be sampled with; -1 without a server."""
         return max((place.version for place in self._router.eligible(0)), default=-1)
 
-    def begin(self, session: str, oldest: int, avoid: Collection[Member]) -> Member | None:
+    def begin(self, session: str, oldest: int, avoid: Collection[PooledServer]) -> PooledServer | None:
         """The server to ask for the session's next turn, until `end`; None if none may be asked."""
         place = self._router.begin(session, oldest, [place_of(member.entry) for member in avoid])
         if place is None:
@@ -129,7 +129,7 @@ class Roster:
         member.sessions.add(session)
         return member
 
-    def end(self, session: str, member: Member) -> None:
+    def end(self, session: str, member: PooledServer) -> None:
         self._router.end(place_of(member.entry))
         member.sessions.discard(session)
         if member.retired and not member.sessions:
@@ -159,7 +159,7 @@ class Roster:
             self._close(member)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def _close(self, member: Member) -> None:
+    def _close(self, member: PooledServer) -> None:
         task = asyncio.get_running_loop().create_task(member.client.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -170,7 +170,7 @@ def place_of(entry: EngineEntry) -> str:
     return f"{entry.name} {entry.incarnation}"
 
 
-def use_of(name: str, members: Sequence[Member]) -> EngineUse:
+def use_of(name: str, members: Sequence[PooledServer]) -> EngineUse:
     counters = [member.client.counters for member in members]
     return EngineUse(
         name=name,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from asyncrl.engines.base import Engine, Request
 from asyncrl.errors import EngineError
-from asyncrl.runtime.busy_timer import Meter, Recorder
+from asyncrl.runtime.busy_timer import BusyTimer, Recorder
 from asyncrl.runtime.waits import Changed, Waits
-from asyncrl.runtime.weight_loader import Loads
+from asyncrl.runtime.weight_loader import WeightLoader
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import Loaded
@@ -25,24 +25,24 @@ BROKEN = 8  # failed turns in a row that tell a broken engine from bad requests
 
 
 @dataclass
-class OwnLane:
+class LocalSampler:
     """`pinned`: the engine is built when first needed, and its weights change only when no episode runs:
     validation samples one fixed version while training goes on."""
 
     name: str
     build: Callable[[], Engine]
     waits: Waits
-    meter: Meter
+    meter: BusyTimer
     timeline: Recorder
     deadline: float  # of one load, in seconds
     pinned: bool = False
     engine: Engine | None = None
     running: int = 0  # episodes
     failures: int = 0  # turns in a row that the engine refused or broke
-    loads: Loads = field(init=False)
+    loads: WeightLoader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = Loads(self.name, self.timeline, self.deadline, self._built)
+        self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._built)
 
     @property
     def changed(self) -> Changed:

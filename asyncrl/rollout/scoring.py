@@ -17,7 +17,7 @@ from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
 from asyncrl.rewards.process import PATIENCE, SIZE, Pool
 from asyncrl.rewards.shaping import Shaping
-from asyncrl.types import Verdict
+from asyncrl.types import RewardResult
 
 __all__ = ["RewardError", "Scorer"]
 
@@ -30,7 +30,7 @@ class Scorer:
         self._rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
         self._pools = [_pool(reward) for reward in rewards]
 
-    async def score(self, given: RewardInput) -> Verdict:
+    async def score(self, given: RewardInput) -> RewardResult:
         """The verdict on one episode. One part that fails fails it: RewardError, which names that part where
         there are several."""
         pairs = zip(self._rewards, self._pools, strict=True)
@@ -44,7 +44,7 @@ class Scorer:
             raise RewardError("; ".join(failed))
         named = zip(self._rewards, parts, strict=True)
         try:
-            return combine([(r.name, r.weight, part) for r, part in named if isinstance(part, Verdict)])
+            return combine([(r.name, r.weight, part) for r, part in named if isinstance(part, RewardResult)])
         except ValueError as error:
             raise RewardError(one_line(error)) from error
 
@@ -60,7 +60,7 @@ class Scorer:
         await asyncio.gather(*(pool.close() for pool in self._pools if pool is not None))
         await close_sessions()
 
-    async def _part(self, reward: Reward, pool: Pool | None, given: RewardInput) -> Verdict | str:
+    async def _part(self, reward: Reward, pool: Pool | None, given: RewardInput) -> RewardResult | str:
         """One part's verdict, or why there is none."""
         seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
         try:
@@ -75,7 +75,7 @@ class Scorer:
             return told(error)
 
 
-async def _judged(reward: Reward, given: RewardInput) -> Verdict | str:
+async def _judged(reward: Reward, given: RewardInput) -> RewardResult | str:
     """In the loop. Told here, while it is known where an error came from."""
     try:
         return await evaluate(reward.function, given)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from asyncrl.engines.base import EngineBusy, EngineLost, Request
 from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.errors import EngineError
-from asyncrl.rollout.roster import Client, Member, Roster
-from asyncrl.runtime.busy_timer import Meter
+from asyncrl.rollout.roster import Client, PooledServer, Roster
+from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import Generation, StopReason
 from asyncrl.wire.messages import EngineEntry, EngineUse
@@ -36,11 +36,11 @@ class Pending:
     request: Request
     deadline: float
     sampled: Generation = NOTHING
-    member: Member | None = None  # that samples it now
-    last: Member | None = None  # that sampled of it before
+    member: PooledServer | None = None  # that samples it now
+    last: PooledServer | None = None  # that sampled of it before
     aborted: bool = False
     losses: int = 0  # in a row that brought no token
-    full: set[Member] = field(default_factory=set)  # had no room, in this round
+    full: set[PooledServer] = field(default_factory=set)  # had no room, in this round
     rounds: int = 0  # in a row in which no server had room
 
     @property
@@ -52,7 +52,7 @@ class Pending:
         return self.aborted or self.sampled.stop is not StopReason.ABORT
 
 
-class Fleet:
+class ServerPool:
     """`name` is the lane: see Roster for who serves it. `patience`: seconds that a turn waits for a server to
     take it; a lost server should be back by then."""
 
@@ -61,7 +61,7 @@ class Fleet:
         name: str,
         connect: Callable[[EngineEntry], Client],
         waits: Waits,
-        meter: Meter,
+        meter: BusyTimer,
         patience: float = 600.0,
     ) -> None:
         self.name, self._waits, self._meter, self._patience = name, waits, meter, patience
@@ -151,7 +151,7 @@ class Fleet:
             turn.member = None
             self._roster.end(turn.session, member)
 
-    def _keep(self, turn: Pending, member: Member, part: Generation) -> None:
+    def _keep(self, turn: Pending, member: PooledServer, part: Generation) -> None:
         turn.sampled = extended(turn.request, turn.sampled, part)
         turn.losses = 0 if part.ids else turn.losses + 1
         turn.deadline = asyncio.get_running_loop().time() + self._patience
@@ -161,7 +161,7 @@ class Fleet:
         turn.last = member
         self._meter.tokens += len(part.ids)
 
-    async def _server(self, turn: Pending) -> Member | None:
+    async def _server(self, turn: Pending) -> PooledServer | None:
         """Who goes on with the turn; None if it is aborted meanwhile. EngineError after the deadline."""
         try:
             async with asyncio.timeout_at(turn.deadline):

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
-from asyncrl.conversation.commands import Limits, Rules
+from asyncrl.conversation.commands import EpisodeLimits, Rules
 from asyncrl.conversation.parsers import parsers
 from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import load_environment
@@ -76,10 +76,10 @@ def connector(config: RunConfig) -> Callable[[EngineEntry], Client]:
     from asyncrl.engines.sglang.engine import SGLangEngine
     from asyncrl.engines.sglang.engine.connect import terms_of
     from asyncrl.engines.sglang.engine.process import keys
-    from asyncrl.engines.sglang.http import Server
+    from asyncrl.engines.sglang.http import ServerApi
 
     terms, secrets = terms_of(config), keys(config.engine)
-    return lambda entry: SGLangEngine(Server(entry.url, *secrets), terms, salt=entry.incarnation)
+    return lambda entry: SGLangEngine(ServerApi(entry.url, *secrets), terms, salt=entry.incarnation)
 
 
 def load_scorer(config: RunConfig) -> Scorer:
@@ -101,7 +101,7 @@ def load_rules(config: RunConfig) -> Rules:
     chat = load_chat(config)
     for warning in chat_warnings(config, chat):
         log.warning("%s", warning)
-    limits = msgspec.convert(rollout, Limits, from_attributes=True)
+    limits = msgspec.convert(rollout, EpisodeLimits, from_attributes=True)
     return Rules(chat, parsers.load(rollout.parser), limits, bool(rollout.environment))
 
 

@@ -20,10 +20,10 @@ from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.episode import Episode
 from asyncrl.environments import Environment
 from asyncrl.errors import ProtocolError
-from asyncrl.rollout.context import Ended, Job
+from asyncrl.rollout.context import Ended, EpisodeRun
 from asyncrl.rollout.episode_runner import WorldError
 from asyncrl.rollout.guarded import Guarded, guarded
-from asyncrl.tools import Session, Toolbox
+from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
 log = logging.getLogger("asyncrl.worker")
@@ -41,10 +41,10 @@ class World:
 class TurnPlayer:
     """See `Player`. `episode` is its state as far as it was posted."""
 
-    job: Job
+    job: EpisodeRun
     world: World
     episode: Episode | None = None
-    _tools: Session = field(init=False)
+    _tools: ToolSession = field(init=False)
     _environment: Guarded | None = None
     _told: int = 0  # turns until the newest that the environment was told
 
@@ -86,10 +86,10 @@ class TurnPlayer:
         """Carry out the command the episode waits for."""
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=limit, row=row):
-                return commands.Generated(await self.job.generate(ids, limit, row))
+                return commands.TurnGenerated(await self.job.generate(ids, limit, row))
             case commands.CallTools(calls=calls):
                 await self.job.until_durable()
-                return commands.Replied(await self._call(calls))
+                return commands.ToolsReplied(await self._call(calls))
             case commands.Step(message=message):
                 await self.job.until_durable()
                 return commands.Observed(await self._step(len(episode.turns), message))
@@ -97,7 +97,7 @@ class TurnPlayer:
                 said = machine.conversation(self._rules, msgspec.structs.replace(episode, folded=0))
                 verdict = await self.job.verdict(episode.turns, answer, end, said, episode.tool_calls)
                 earned = verdict.score + await self._cut_short(episode)
-                return commands.Scored(msgspec.structs.replace(verdict, score=earned))
+                return commands.EpisodeScored(msgspec.structs.replace(verdict, score=earned))
             case command:
                 raise ProtocolError(f"nothing answers {type(command).__name__}")
 

@@ -27,15 +27,15 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolErr
 from asyncrl.gateway import Gateway
 from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.agent_player import Agents
-from asyncrl.rollout.context import Desk
+from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.roster import Client
-from asyncrl.rollout.samplers import OwnLane
-from asyncrl.rollout.server_pool import Fleet
+from asyncrl.rollout.samplers import LocalSampler
+from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.rollout.setup import Parts, prepare
 from asyncrl.rollout.turn_player import TurnPlayer
-from asyncrl.runtime.busy_timer import Meter
-from asyncrl.runtime.contact import Contact, Lease
+from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
 from asyncrl.wire.messages import (
@@ -75,7 +75,9 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
     try:
-        return loop.run_until_complete(Worker(config, endpoints, index, incarnation, parts, engine).serve())
+        return loop.run_until_complete(
+            RolloutWorker(config, endpoints, index, incarnation, parts, engine).serve()
+        )
     except ConfigError:
         raise
     except AsyncrlError as error:
@@ -85,7 +87,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
         loop.close()
 
 
-class Worker:
+class RolloutWorker:
     """Owner of the episodes and of the contact with the coordinator."""
 
     def __init__(
@@ -102,11 +104,11 @@ class Worker:
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
-        self.waits, self.meter = Waits(), Meter(self.timeline)
+        self.waits, self.meter = Waits(), BusyTimer(self.timeline)
         self.lanes = self._own_lanes(parts.build, engine) if parts.build is not None else {}
         self.fleets = self._fleets(parts.connect) if parts.connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
-        desk = Desk(
+        desk = EpisodeContext(
             config.rollout, parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
         self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
@@ -117,14 +119,16 @@ class Worker:
         self._assigned = self._oldest = self._beats = 0
         self._epoch = -1
 
-    def _own_lanes(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, OwnLane]:
+    def _own_lanes(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
         shared = (build, self.waits, self.meter, self.timeline, self.config.weights.deadline)
-        train = OwnLane("train", *shared, engine=engine)
-        return {"train": train, "eval": OwnLane("eval", *shared, pinned=True)}
+        train = LocalSampler("train", *shared, engine=engine)
+        return {"train": train, "eval": LocalSampler("eval", *shared, pinned=True)}
 
-    def _fleets(self, connect: Callable[[EngineEntry], Client]) -> dict[str, Fleet]:
+    def _fleets(self, connect: Callable[[EngineEntry], Client]) -> dict[str, ServerPool]:
         patience = self.config.engine.start_timeout
-        return {name: Fleet(name, connect, self.waits, self.meter, patience) for name in ("train", "eval")}
+        return {
+            name: ServerPool(name, connect, self.waits, self.meter, patience) for name in ("train", "eval")
+        }
 
     async def serve(self) -> int:
         """Until `Stop` or a signal; raises DeadlineError when the coordinator does not come back."""
@@ -133,7 +137,7 @@ class Worker:
         self._bulk = AsyncLink(self._endpoints.bulk, ToWorkerBulk, self._name)
         self._ending: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
-        self.lease = Lease(launch.lease, launch.start_timeout, loop.time())
+        self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
         on_signals(self._end)
         if self.agents is not None:
             await self.agents.start()
@@ -213,7 +217,7 @@ class Worker:
                     self._drop(message.attempt)
 
     def _heard(self) -> None:
-        self.lease.heard(asyncio.get_running_loop().time())
+        self.contact.heard(asyncio.get_running_loop().time())
 
     def _welcome(self, message: Welcome) -> None:
         """A new coordinator counts its assignments anew, and may lack what the old one had not stored."""
@@ -222,24 +226,24 @@ class Worker:
             self._epoch, self._assigned = message.coordinator_epoch, 0
         if restarted or self.outbox.paused:
             self.outbox.rewind()
-        self.lease.welcomed = True
+        self.contact.welcomed = True
 
     async def _keep_contact(self) -> None:
         """Heartbeats, hellos while nobody answers, and the worker's own end when nobody ever does."""
         while True:
-            match self.lease.tick(asyncio.get_running_loop().time()):
-                case Contact.FINE:
+            match self.contact.tick(asyncio.get_running_loop().time()):
+                case ContactState.FINE:
                     await self._control.send(self._heartbeat())
-                case Contact.QUIET:
+                case ContactState.QUIET:
                     await self._hello()
-                case Contact.EXPIRED:
-                    self._fence(f"nothing heard from the coordinator for {self.lease.seconds:g} s")
+                case ContactState.EXPIRED:
+                    self._fence(f"nothing heard from the coordinator for {self.contact.seconds:g} s")
                     await self._hello()
-                case Contact.GONE:
-                    raise DeadlineError(f"no coordinator for {self.lease.give_up:g} s")
+                case ContactState.GONE:
+                    raise DeadlineError(f"no coordinator for {self.contact.give_up:g} s")
             self.outbox.check()
             self.meter.flush()
-            await asyncio.sleep(self.lease.interval)
+            await asyncio.sleep(self.contact.interval)
 
     async def _hello(self) -> None:
         self.outbox.pause()
@@ -293,10 +297,10 @@ class Worker:
         for attempt in list(self._episodes):
             self._drop(attempt)
 
-    def _lane(self, name: str) -> OwnLane | Fleet:
+    def _lane(self, name: str) -> LocalSampler | ServerPool:
         return self.fleets[name] if name in self.fleets else self._own(name)
 
-    def _own(self, name: str) -> OwnLane:
+    def _own(self, name: str) -> LocalSampler:
         if name not in self.lanes:
             raise ProtocolError(f"unknown lane {name!r}")
         return self.lanes[name]

@@ -14,7 +14,7 @@ class Recorder(Protocol):
     def record(self, name: str, start: float, end: float) -> None: ...
 
 
-class Meter:
+class BusyTimer:
     """Busy while at least one turn is being sampled."""
 
     def __init__(self, timeline: Recorder, clock: Callable[[], float] = time.time) -> None:

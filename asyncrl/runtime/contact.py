@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Contact(enum.Enum):
+class ContactState(enum.Enum):
     """What to do at a tick."""
 
     FINE = "fine"  # send a heartbeat
@@ -14,7 +14,7 @@ class Contact(enum.Enum):
     GONE = "gone"  # nobody is coming back: leave
 
 
-class Lease:
+class Contact:
     """Pure: times are passed in, in seconds of one monotonic clock.
 
     Args:
@@ -32,7 +32,7 @@ class Lease:
         """The coordinator said something."""
         self._heard = now
 
-    def tick(self, now: float) -> Contact:
+    def tick(self, now: float) -> ContactState:
         """To be called every `interval`. A gap in the calls means that this process was away (stopped,
         swapped out), with mail perhaps unread: it is not held against the coordinator."""
         gap = now - self._ticked - self.interval
@@ -41,9 +41,9 @@ class Lease:
         self._ticked = now
         silent = now - self._heard
         if silent > self.give_up:
-            return Contact.GONE
+            return ContactState.GONE
         if silent > self.seconds:
-            return Contact.EXPIRED
+            return ContactState.EXPIRED
         if silent > self.seconds / 2 or not self.welcomed:
-            return Contact.QUIET
-        return Contact.FINE
+            return ContactState.QUIET
+        return ContactState.FINE

@@ -23,7 +23,7 @@ from asyncrl.wire.messages import Loaded
 EngineSupplier = Callable[[], Awaitable[Engine]]
 
 
-class Loads:
+class WeightLoader:
     """`engine` is asked for at each load; it may build one."""
 
     def __init__(self, lane: str, timeline: Recorder, deadline: float, engine: EngineSupplier) -> None:

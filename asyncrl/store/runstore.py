@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.buffer.batches import Baseline, Batch
-from asyncrl.buffer.records import Episode, Group, State
-from asyncrl.store.segments import Place, Segments, StoreError
+from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
+from asyncrl.store.segments import FramePlace, Segments, StoreError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -38,17 +38,17 @@ CREATE TABLE IF NOT EXISTS versions(
 """
 
 
-class Snapshot(msgspec.Struct):
+class StoredRun(msgspec.Struct):
     """What a store holds, for a coordinator that starts on it."""
 
-    groups: list[Group]
-    episodes: list[Episode]
+    groups: list[GroupRecord]
+    episodes: list[EpisodeRecord]
     left: dict[State, int]
     next_group: int
     cursor: int
     retired: set[int]
     batches: list[Batch]
-    taken: list[Episode]  # rows of the plans, those that were trained included
+    taken: list[EpisodeRecord]  # rows of the plans, those that were trained included
     baselines: dict[int, Baseline]  # of their groups
     committed: int
 
@@ -59,7 +59,7 @@ class RunStore:
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.segments = Segments(run_dir / "segments")
-        self._frames: dict[str, dict[tuple[int, str], Place]] = {}
+        self._frames: dict[str, dict[tuple[int, str], FramePlace]] = {}
         try:
             self._db = sqlite3.connect(run_dir / "run.db", isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -79,13 +79,13 @@ class RunStore:
             "INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?)", (uid, turn, kind, place.segment, place.offset)
         )
 
-    def put_groups(self, groups: Collection[Group], live: dict[int, Group]) -> None:
+    def put_groups(self, groups: Collection[GroupRecord], live: dict[int, GroupRecord]) -> None:
         rows = [(group.id, group.id not in live, msgspec.msgpack.encode(group)) for group in groups]
         self._db.executemany("INSERT OR REPLACE INTO groups VALUES(?,?,?)", rows)
         retired = [(group.row,) for group in groups if group.retires]
         self._db.executemany("INSERT OR IGNORE INTO retired VALUES(?)", retired)
 
-    def put_episodes(self, episodes: Iterable[Episode]) -> None:
+    def put_episodes(self, episodes: Iterable[EpisodeRecord]) -> None:
         rows = [
             (e.uid, e.group, e.state.value, e.reason, e.step, e.reward, msgspec.msgpack.encode(e))
             for e in episodes
@@ -172,13 +172,13 @@ class RunStore:
         )
         return int(self.meta("covered", "0")) + sum(len(b.uids) for b in kept if b.step in committed)
 
-    def load(self) -> Snapshot:
+    def load(self) -> StoredRun:
         """Everything a coordinator needs to go on from here."""
-        groups = self._records("SELECT record FROM groups WHERE over=0", Group)
-        last = self._records("SELECT record FROM groups ORDER BY id DESC LIMIT 1", Group)
+        groups = self._records("SELECT record FROM groups WHERE over=0", GroupRecord)
+        last = self._records("SELECT record FROM groups ORDER BY id DESC LIMIT 1", GroupRecord)
         batches = self._records("SELECT record FROM plans ORDER BY step", Batch)
         episodes = self._records(
-            "SELECT e.record FROM episodes e JOIN groups g ON g.id=e.group_id WHERE g.over=0", Episode
+            "SELECT e.record FROM episodes e JOIN groups g ON g.id=e.group_id WHERE g.over=0", EpisodeRecord
         )
         live = {episode.uid for episode in episodes}
         planned = {uid for batch in batches for uid in batch.uids}
@@ -187,7 +187,7 @@ class RunStore:
         for episode in episodes:
             left[episode.state] -= 1
         self._load_frames(live | planned)
-        return Snapshot(
+        return StoredRun(
             groups=groups,
             episodes=episodes,
             left=left,
@@ -204,15 +204,15 @@ class RunStore:
         self._frames = {}
         for uid, turn, kind, segment, offset in self._db.execute("SELECT * FROM frames"):
             if uid in uids:
-                self._frames.setdefault(uid, {})[turn, kind] = Place(segment, offset)
+                self._frames.setdefault(uid, {})[turn, kind] = FramePlace(segment, offset)
 
-    def _episode(self, uid: str) -> Episode:
-        return self._records(f"SELECT record FROM episodes WHERE uid='{uid}'", Episode)[0]
+    def _episode(self, uid: str) -> EpisodeRecord:
+        return self._records(f"SELECT record FROM episodes WHERE uid='{uid}'", EpisodeRecord)[0]
 
     def _baseline(self, group: int) -> Baseline:
         """Told by the records of the group, so that a plan need not hold it."""
-        members = self._records(f"SELECT record FROM episodes WHERE group_id={group}", Episode)
-        (of,) = self._records(f"SELECT record FROM groups WHERE id={group}", Group)
+        members = self._records(f"SELECT record FROM episodes WHERE group_id={group}", EpisodeRecord)
+        (of,) = self._records(f"SELECT record FROM groups WHERE id={group}", GroupRecord)
         return Baseline.of(of, {episode.uid: episode for episode in members})
 
     def _records(self, query: str, kind: type) -> list:

@@ -22,7 +22,7 @@ class StoreError(AsyncrlError):
     """The run store is damaged, full or somebody else's."""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class FramePlace(msgspec.Struct, frozen=True, array_like=True):
     """Where a record is."""
 
     segment: int
@@ -41,11 +41,11 @@ class Segments:
         self._readers: dict[int, int] = {}
         self._roll()
 
-    def append(self, payload: bytes) -> Place:
+    def append(self, payload: bytes) -> FramePlace:
         """Write one record. StoreError when the disk is full; nothing is half-referenced then."""
         if self._offset >= self.segment_bytes:
             self._roll()
-        place = Place(self.current, self._offset)
+        place = FramePlace(self.current, self._offset)
         record = HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         try:
             written = os.write(self._file, record)
@@ -59,7 +59,7 @@ class Segments:
         self._offset += written
         return place
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: FramePlace) -> bytes:
         """The record at a place, verified. StoreError names the file when it is damaged."""
         reader = self._reader(place.segment)
         header = os.pread(reader, HEADER.size, place.offset)

@@ -5,14 +5,14 @@ from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
 from asyncrl.tools.replies import Rewarded
 from asyncrl.tools.sample_tools import check_wanted
-from asyncrl.tools.toolbox import Session, Toolbox, call_tool, unknown_tool
+from asyncrl.tools.toolbox import Toolbox, ToolSession, call_tool, unknown_tool
 
 __all__ = [
     "Replay",
     "Rewarded",
-    "Session",
     "Tool",
     "ToolError",
+    "ToolSession",
     "Toolbox",
     "calculator",
     "call_tool",

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from asyncrl.isolation.sandbox.abilities import demand
 from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
-from asyncrl.isolation.sandbox.confine import Limits
+from asyncrl.isolation.sandbox.confine import SandboxLimits
 from asyncrl.isolation.sandbox.wire import HOLDS
 from asyncrl.tools.base import Tool, ToolError, tools
 from asyncrl.tools.schema import signature_of
@@ -27,7 +27,7 @@ Size = Annotated[int, Meta(ge=1)]
 class Workspace:
     """One sandbox for one episode: an interpreter, a shell, and the directory they share."""
 
-    def __init__(self, limits: Limits, require: frozenset[str], seconds: float) -> None:
+    def __init__(self, limits: SandboxLimits, require: frozenset[str], seconds: float) -> None:
         self._box = Sandbox(limits, require=require)
         self._seconds = seconds
         self._setup = ""
@@ -152,7 +152,7 @@ def _signal(status: int) -> str:
 def _maker(
     where: str, seconds: float, memory: int, disk: int, processes: int, output: int, require: str
 ) -> Callable[[], Workspace]:
-    limits = Limits(memory=memory, disk=disk, file=disk, processes=processes, output=output)
+    limits = SandboxLimits(memory=memory, disk=disk, file=disk, processes=processes, output=output)
     return functools.partial(Workspace, limits, demand(require, where), seconds)
 
 

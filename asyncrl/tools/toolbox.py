@@ -45,9 +45,9 @@ class Toolbox:
         self.gates = {name: Gate(tool) for name, tool in tools.items()}
         self._schemas = {name: json.dumps(tool.schema, ensure_ascii=False) for name, tool in tools.items()}
 
-    def session(self, sample: Sample) -> Session:
+    def session(self, sample: Sample) -> ToolSession:
         """The tools of one episode, not yet open."""
-        return Session(self, sample)
+        return ToolSession(self, sample)
 
     def schema(self, tool: Tool) -> str:
         """As JSON text, of a tool of this box or one made for a sample."""
@@ -84,7 +84,7 @@ class Kept:
             await finish(partial(function, *arguments, **keywords), self._blocking)
 
 
-class Session:
+class ToolSession:
     """The tools of one episode. `schemas` (JSON text, the config's order) are known once it is open."""
 
     def __init__(self, box: Toolbox, sample: Sample) -> None:

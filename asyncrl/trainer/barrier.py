@@ -31,14 +31,14 @@ from asyncrl.trainer.credit import (
     share_traces,
     with_penalised_siblings,
 )
-from asyncrl.trainer.metric_sums import Tally
+from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.report import tally_credit
 
 if TYPE_CHECKING:
     from asyncrl.trainer.step import Learner
 
 
-def train_held(learner: Learner, held: Sequence[Example]) -> Tally:
+def train_held(learner: Learner, held: Sequence[Example]) -> MetricSums:
     """Take the optimizer steps of a held batch; the tally is that of all ranks. A collective."""
     steps = learner.config.algorithm.steps_per_batch
     named = learner.world.gather({e.group for e in held}, set[str])
@@ -48,7 +48,7 @@ def train_held(learner: Learner, held: Sequence[Example]) -> Tally:
     for index in range(learner.recipe.optimizer_steps):
         epoch, k = divmod(index, steps)
         part_of = deal(groups, steps, f"{learner.config.seed}/{learner.step}/{epoch}")
-        tally = Tally()
+        tally = MetricSums()
         for micro in _micro_batches(learner, [e for e in examples if part_of[e.group] == k]):
             learner.backward(micro, tally, progress=index / learner.recipe.optimizer_steps)
         whole.merge(learner.apply(tally))
@@ -88,10 +88,10 @@ def _scored(learner: Learner, held: Sequence[Example]) -> list[Example]:
     return done
 
 
-def _credited(learner: Learner, examples: Sequence[Example]) -> tuple[list[Example], Tally]:
+def _credited(learner: Learner, examples: Sequence[Example]) -> tuple[list[Example], MetricSums]:
     """The examples with their advantages, compared with and divided by the whole batch; and what there is to
     tell of them, of all ranks."""
-    recipe, tally = learner.recipe, Tally()
+    recipe, tally = learner.recipe, MetricSums()
     if learner.config.kl.where == "reward":
         pairs = [penalised(e, learner.state["kl_coef"], recipe.kl_estimator) for e in examples]
         penalties = share_penalties(learner.world, pairs)
@@ -100,8 +100,8 @@ def _credited(learner: Learner, examples: Sequence[Example]) -> tuple[list[Examp
     with learner.watch.phase("adv"):
         examples = [credit(e, recipe, traces.get(e.group, ())) for e in examples]
     tally_credit(tally, examples)
-    whole = Tally()
-    for part in learner.world.gather(tally, Tally):
+    whole = MetricSums()
+    for part in learner.world.gather(tally, MetricSums):
         whole.merge(part)
     sums = AdvantageSums.from_totals(whole.totals)
     if recipe.scale == "whiten":

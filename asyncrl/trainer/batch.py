@@ -21,8 +21,8 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
-from asyncrl.types import Member, Trajectory, Turn, VersionSpan
-from asyncrl.wire.messages import Row
+from asyncrl.types import GroupMember, Trajectory, Turn, VersionSpan
+from asyncrl.wire.messages import PlannedTrajectory
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Example:
     asks for them.
     """
 
-    row: Row
+    row: PlannedTrajectory
     rows: tuple[np.ndarray, ...]
     turns: int
     tool_calls: int
@@ -138,7 +138,7 @@ class MicroBatch:
 SAID = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
 
 
-def assemble(row: Row, turns: Sequence[Turn]) -> Trajectory:
+def assemble(row: PlannedTrajectory, turns: Sequence[Turn]) -> Trajectory:
     """Join the turns of an episode, token for token.
 
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
@@ -188,7 +188,13 @@ def _check(uid: str, turn: Turn, rows: Sequence[Sequence[int]]) -> None:
 
 
 def example(
-    row: Row, turns: Sequence[Turn], step: int, bound: int, rule: Aggregation, *, mask_truncated: bool = False
+    row: PlannedTrajectory,
+    turns: Sequence[Turn],
+    step: int,
+    bound: int,
+    rule: Aggregation,
+    *,
+    mask_truncated: bool = False,
 ) -> Example:
     """Assemble one row for batch `step`: aggregation share, token rewards, lags, and what is over `bound`."""
     trajectory = assemble(row, turns)
@@ -216,7 +222,7 @@ def example(
     )
 
 
-def token_rewards(own: Member, turn: np.ndarray) -> np.ndarray:
+def token_rewards(own: GroupMember, turn: np.ndarray) -> np.ndarray:
     """[T] each turn's reward on its last token; that of a turn without one, on the token before it, and
     what comes before the first token, on that. Everything is on the last token where turns say nothing."""
     rewards = np.zeros(len(turn))

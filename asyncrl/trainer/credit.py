@@ -19,7 +19,7 @@ from asyncrl.algorithms.kl import kl_tokens
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.world import World
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
 Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, member) → β·KL by turn
 
@@ -57,7 +57,7 @@ def with_penalised_siblings(example: Example, penalties: Penalties) -> Example:
     return replace(example, row=msgspec.structs.replace(row, siblings=siblings))
 
 
-def _less(member: Member, by_turn: Sequence[float] | np.ndarray) -> Member:
+def _less(member: GroupMember, by_turn: Sequence[float] | np.ndarray) -> GroupMember:
     turns = tuple(a + float(b) for a, b in zip(member.turn_rewards, by_turn, strict=False))
     reward = member.reward + float(np.sum(by_turn))
     return msgspec.structs.replace(member, reward=reward, turn_rewards=turns)
@@ -68,7 +68,7 @@ class Packed(msgspec.Struct, frozen=True):
 
     uid: str
     group: str
-    own: Member
+    own: GroupMember
     arrays: dict[str, tuple[Literal["float64", "bool"], bytes]]
 
     def array(self, name: str) -> np.ndarray:

@@ -27,7 +27,7 @@ LAYER_MIN_PARAMETERS = 10_000_000  # below, per-layer gathering costs more than 
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightsSource:
     """A model without weights (on the meta device; its buffers are real) and, on rank 0, one with them."""
 
     model: PreTrainedModel
@@ -35,7 +35,7 @@ class Source:
     dtype: str
 
 
-def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Source:
+def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> WeightsSource:
     """Read a directory as `kind`, a transformers Auto class. Raises ConfigError, naming the key that holds
     the path, when it cannot be."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
@@ -48,10 +48,10 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Sour
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
     model.tie_weights()  # emptying parameters one by one parts the shared ones
-    return Source(model.eval(), filled, dtype)  # eval: no dropout, rho must be 1 at lag 0
+    return WeightsSource(model.eval(), filled, dtype)  # eval: no dropout, rho must be 1 at lag 0
 
 
-def shard_and_fill(root: nn.Module, source: Source, world: World, *, offload: bool = False) -> None:
+def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offload: bool = False) -> None:
     """Shard `root`, which holds `source.model`, and fill in rank 0's weights. A collective.
 
     What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
@@ -67,7 +67,7 @@ def shard_and_fill(root: nn.Module, source: Source, world: World, *, offload: bo
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
 
 
-def _shard(root: nn.Module, source: Source, world: World, offload: OffloadPolicy) -> None:
+def _shard(root: nn.Module, source: WeightsSource, world: World, offload: OffloadPolicy) -> None:
     """fully_shard on every device; parameters are DTensors afterwards."""
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
     if source.dtype == "bfloat16":
@@ -97,7 +97,7 @@ def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
         setattr(module, name, buffer)
 
 
-def _weights(source: Source) -> dict[str, Any]:
+def _weights(source: WeightsSource) -> dict[str, Any]:
     """All weights on rank 0, none on the others."""
     if source.filled is None:
         return {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 
-class Tally(msgspec.Struct):
+class MetricSums(msgspec.Struct):
     """Ratios (numerator and denominator apart), totals, and extremes, by metric name."""
 
     ratios: dict[str, tuple[float, float]] = {}
@@ -35,7 +35,7 @@ class Tally(msgspec.Struct):
             self.high(f"{name}/max", value)
             self.low(f"{name}/min", value)
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: MetricSums) -> None:
         for name, (a, b) in other.ratios.items():
             self.ratio(name, a, b)
         for name, value in other.totals.items():

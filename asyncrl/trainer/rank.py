@@ -34,9 +34,7 @@ from asyncrl.wire.messages import (
     Committed,
     Confirm,
     Go,
-    Message,
-    Plan,
-    Row,
+    PlannedTrajectory,
     Stop,
     Take,
     ToTrainerBulk,
@@ -44,6 +42,8 @@ from asyncrl.wire.messages import (
     TrainerBeat,
     TrainerHello,
     Welcome,
+    WireMessage,
+    WorkPlan,
 )
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
 
@@ -146,12 +146,12 @@ class TrainerRank:
                 case _:
                     raise ProtocolError(f"unknown kind of plan {plan.kind!r}")
 
-    def _train(self, plan: Plan, frames: list[bytes]) -> None:
+    def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
         with self.timeline.span("train"), self.watch.phase("update_actor"):
             self.learner.accumulate(list(decode_rows(plan.rows, frames)))
         self._batch += [row.uid for row in plan.rows]
 
-    def _finish(self, plan: Plan) -> None:
+    def _finish(self, plan: WorkPlan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""
         with self.timeline.span("step"), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
@@ -182,15 +182,15 @@ class TrainerRank:
         self.trainer_epoch = welcome.trainer_epoch
         return welcome
 
-    def _take(self, micro: int) -> tuple[Plan, list[bytes]]:
+    def _take(self, micro: int) -> tuple[WorkPlan, list[bytes]]:
         """The next plan; with several ranks, only when all of them hold theirs."""
         step = self.learner.step
         take = Take(self.trainer_epoch, step, micro, self.rank)
 
-        def mine(message: Message) -> bool:
-            return isinstance(message, Plan) and (message.step, message.micro) == (step, micro)
+        def mine(message: WireMessage) -> bool:
+            return isinstance(message, WorkPlan) and (message.step, message.micro) == (step, micro)
 
-        def go(message: Message) -> bool:
+        def go(message: WireMessage) -> bool:
             return isinstance(message, Go) and (message.step, message.micro) == (step, micro)
 
         with self.watch.phase("wait_data", waiting=True):
@@ -200,11 +200,11 @@ class TrainerRank:
                 self._ask(self.bulk, confirm, go, "the other ranks' payloads")
         return plan, frames
 
-    def _commit(self, plan: Plan, metrics: dict[str, float]) -> bool:
+    def _commit(self, plan: WorkPlan, metrics: dict[str, float]) -> bool:
         """Rank 0: True when this version is to be published."""
         commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
 
-        def mine(message: Message) -> bool:
+        def mine(message: WireMessage) -> bool:
             return isinstance(message, Committed) and message.step == commit.step
 
         answer, _ = self._ask(self.control, commit, mine, f"the commit of step {commit.step}")
@@ -213,7 +213,7 @@ class TrainerRank:
     def _ask(
         self,
         link: Link,
-        message: Message,
+        message: WireMessage,
         wanted: Callable[[Any], bool],
         name: str,
         patient: bool = False,
@@ -281,7 +281,7 @@ class TrainerRank:
             self._ask(self.control, self._checkpointed(), lambda _: False, name, patient=True)
         raise AssertionError("unreachable: only Stop ends this wait")
 
-    def _checkpointed(self) -> Message:
+    def _checkpointed(self) -> WireMessage:
         """Rank 0 speaks for all; the others have only their sign of life to repeat."""
         if not self.first:
             return self._sign()
@@ -325,7 +325,9 @@ class TrainerRank:
         self.bulk.close()
 
 
-def decode_rows(rows: tuple[Row, ...], frames: list[bytes]) -> Iterator[tuple[Row, list[Turn]]]:
+def decode_rows(
+    rows: tuple[PlannedTrajectory, ...], frames: list[bytes]
+) -> Iterator[tuple[PlannedTrajectory, list[Turn]]]:
     """Each row with its turns. Raises ProtocolError when the frames do not match the rows."""
     if sum(row.frames for row in rows) != len(frames):
         raise ProtocolError(f"plan names {sum(row.frames for row in rows)} turns, {len(frames)} came")

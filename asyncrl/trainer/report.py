@@ -12,14 +12,14 @@ from asyncrl.algorithms.normalise import AdvantageSums
 from asyncrl.algorithms.value import explained_variance, fit_totals
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
 from asyncrl.trainer.batch import Example
-from asyncrl.trainer.metric_sums import Tally
+from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
 
 TAKEN = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
 KEPT = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 
 
-def tally_examples(tally: Tally, examples: Sequence[Example]) -> None:
+def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
     """Rewards, lengths and staleness of the episodes of one micro-batch."""
     for e in examples:
         tally.summary("critic/score", [e.row.own.score])
@@ -36,7 +36,7 @@ def tally_examples(tally: Tally, examples: Sequence[Example]) -> None:
         _tally_staleness(tally, e)
 
 
-def tally_credit(tally: Tally, examples: Sequence[Example]) -> None:
+def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
     """Advantages, and returns against values, per token; sums for what divides by the batch at its end."""
     for e in examples:
         assert e.advantage is not None
@@ -52,14 +52,14 @@ def tally_credit(tally: Tally, examples: Sequence[Example]) -> None:
         tally.total(name, value)
 
 
-def _summarise(tally: Tally, name: str, values: np.ndarray) -> None:
+def _summarise(tally: MetricSums, name: str, values: np.ndarray) -> None:
     if len(values):
         tally.ratio(f"{name}/mean", float(values.sum()), len(values))
         tally.high(f"{name}/max", float(values.max()))
         tally.low(f"{name}/min", float(values.min()))
 
 
-def tally_terms(tally: Tally, terms: Terms, denominator: float) -> None:
+def tally_terms(tally: MetricSums, terms: Terms, denominator: float) -> None:
     """What was added to the policy loss; `denominator`: the micro-batch's share of D."""
     flat = [x for pair in terms.values() for x in pair if x is not None]
     values = iter(torch.stack([x.double() for x in flat]).tolist() if flat else [])  # one transfer
@@ -67,7 +67,7 @@ def tally_terms(tally: Tally, terms: Terms, denominator: float) -> None:
         tally.ratio(name, next(values), denominator if own is None else next(values))
 
 
-def _tally_staleness(tally: Tally, e: Example) -> None:
+def _tally_staleness(tally: MetricSums, e: Example) -> None:
     """Lags, and the share over the bound by response length and by quarter of the response."""
     lags, counts = np.unique(e.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
@@ -82,7 +82,7 @@ def _tally_staleness(tally: Tally, e: Example) -> None:
             tally.ratio(f"{by_length}/masked_q{quarter}", part, whole)
 
 
-def tally_tokens(tally: Tally, seen: TokenSums, denominator: float) -> None:
+def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None:
     """Loss and off-policyness of the tokens of one micro-batch. `denominator`: its share of D."""
     tally.ratio("actor/pg_loss", seen.sums["loss"], denominator)
     tally.total("trainer/kept_tokens", seen.sums["kept"])
@@ -96,7 +96,7 @@ def tally_tokens(tally: Tally, seen: TokenSums, denominator: float) -> None:
         tally.total(f"{KEPT}{lag}", count)
 
 
-def batch_metrics(tally: Tally) -> dict[str, float]:
+def batch_metrics(tally: MetricSums) -> dict[str, float]:
     """The metrics of a whole batch, from the tally merged over all ranks."""
     metrics = tally.metrics()
     hidden = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}

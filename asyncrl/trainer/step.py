@@ -25,7 +25,7 @@ from asyncrl.trainer.barrier import train_held
 from asyncrl.trainer.batch import Example, collate, example, with_said
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
-from asyncrl.trainer.metric_sums import Tally
+from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_adamw
@@ -35,9 +35,9 @@ from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
-from asyncrl.wire.messages import Row
+from asyncrl.wire.messages import PlannedTrajectory
 
-Work = Iterable[tuple[Row, Sequence[Turn]]]
+Work = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 LEAST_ESS_FACTOR = 0.1
 
 
@@ -65,7 +65,7 @@ class Learner:
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
         self._expected = 256.0  # guess of D, for a loss of about 1; see apply
         self._held: list[Example] = []
-        self._tally = Tally()
+        self._tally = MetricSums()
 
     # -- a batch ---------------------------------------------------------------------------------------
 
@@ -95,17 +95,17 @@ class Learner:
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
         if self.waits:
-            tally = merged(self.world.gather(self._tally, Tally))
+            tally = merged(self.world.gather(self._tally, MetricSums))
             tally.merge(train_held(self, self._held))
         else:
             tally = self.apply(self._tally)
-        self._held, self._tally = [], Tally()
+        self._held, self._tally = [], MetricSums()
         self.step += 1
         metrics = batch_metrics(tally)
         self._advance(tally, metrics)
         return metrics
 
-    def _advance(self, tally: Tally, metrics: dict[str, float]) -> None:
+    def _advance(self, tally: MetricSums, metrics: dict[str, float]) -> None:
         """What the next batch works with: the KL coefficient, the running moments of advantages."""
         kl = self.config.kl
         if kl.where != "none":
@@ -119,7 +119,7 @@ class Learner:
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
-    def backward(self, examples: Sequence[Example], tally: Tally, progress: float = 0.0) -> None:
+    def backward(self, examples: Sequence[Example], tally: MetricSums, progress: float = 0.0) -> None:
         """One forward and backward. Gradients add up, undivided; counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
@@ -148,7 +148,7 @@ class Learner:
         tally_terms(tally, found.terms, denominator)
         self.pulse()
 
-    def _credited(self, examples: Sequence[Example], tally: Tally) -> list[Example]:
+    def _credited(self, examples: Sequence[Example], tally: MetricSums) -> list[Example]:
         """Advantages of episodes that need no others of the batch."""
         if self.config.kl.where == "reward":
             examples = [penalised(e, self.state["kl_coef"], self.recipe.kl_estimator)[0] for e in examples]
@@ -160,12 +160,12 @@ class Learner:
 
     # -- an optimizer step -----------------------------------------------------------------------------
 
-    def apply(self, tally: Tally) -> Tally:
+    def apply(self, tally: MetricSums) -> MetricSums:
         """Divide by the true D, clip, step. Returns the tally of all ranks, with what was done in it.
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
-        whole = merged(self.world.gather(tally, Tally))
+        whole = merged(self.world.gather(tally, MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
         if denominator:
             scale = self._expected / denominator
@@ -182,7 +182,7 @@ class Learner:
             self.critic.optimizer.zero_grad()
         return whole
 
-    def _apply_actor(self, whole: Tally, scale: float) -> None:
+    def _apply_actor(self, whole: MetricSums, scale: float) -> None:
         """The policy's step. While the critic warms up, a value head on its backbone is all that moves."""
         config, recipe = self.config, self.recipe
         warming = recipe.critic and self.step < config.critic.warmup_steps
@@ -202,7 +202,7 @@ class Learner:
             if norm is not None:
                 whole.high("actor/grad_norm", norm)
 
-    def _apply_critic(self, critic: Critic, whole: Tally, scale: float) -> None:
+    def _apply_critic(self, critic: Critic, whole: MetricSums, scale: float) -> None:
         lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
         whole.high("critic/lr", lr)
         norm = self._step(critic, critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
@@ -231,7 +231,7 @@ class Learner:
         optimizer.step()
         return norm
 
-    def _end_factor(self, whole: Tally) -> float:
+    def _end_factor(self, whole: MetricSums) -> float:
         """What divides the gradient by the batch: 1/std of advantages, 1/mean weight. Behind a barrier the
         advantages were divided already."""
         factor = 1.0
@@ -241,7 +241,7 @@ class Learner:
             factor *= end_factor(self.recipe.scale, AdvantageSums.from_totals(whole.totals))
         return factor
 
-    def _ess_factor(self, whole: Tally) -> float:
+    def _ess_factor(self, whole: MetricSums) -> float:
         """√(ESS/N) of the batch's episodes (VCPO), at least 0.1; 1 unless `algorithm.ess_lr`."""
         totals = whole.totals
         if not self.config.algorithm.ess_lr or not totals.get("_episodes"):
@@ -260,9 +260,9 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def merged(tallies: Iterable[Tally]) -> Tally:
+def merged(tallies: Iterable[MetricSums]) -> MetricSums:
     """All ranks' tallies as one, added in rank order."""
-    whole = Tally()
+    whole = MetricSums()
     for tally in tallies:
         whole.merge(tally)
     return whole

@@ -42,9 +42,9 @@ from torch import Tensor
 from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, ProtocolError, one_line
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective_messages import (
+    BroadcastPlan,
     Going,
     Next,
-    Plan,
     Question,
     Refused,
     Sent,
@@ -54,7 +54,7 @@ from asyncrl.weights.collective_messages import (
     left,
     tell,
 )
-from asyncrl.weights.group import Group, background
+from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Layout,
@@ -129,7 +129,7 @@ class Line:
 
     def __init__(self, sender: Sender, connection: socket.socket) -> None:
         self._sender, self._socket = sender, connection
-        self._group: Group | None = None
+        self._group: ServerGroup | None = None
         self._engine = "an engine"
 
     def serve(self) -> None:
@@ -175,7 +175,7 @@ class Line:
         with closing(self._flattened(snapshot, buckets, entries)) as flattened:
             ready = next(flattened)  # Superseded is said before the engine has done anything
             group, port = self._join(1 + want.ranks, deadline)
-            tell(self._socket, Plan(group.name, port, group.backend, buckets), deadline)
+            tell(self._socket, BroadcastPlan(group.name, port, group.backend, buckets), deadline)
             under_way: Future[None] | None = None
             for index in range(len(buckets)):
                 self._arrived(index, under_way, deadline)
@@ -189,14 +189,14 @@ class Line:
     def _parts(self, snapshot: Snapshot) -> Iterator[slice]:
         return split(snapshot.layout, self._sender.bucket_bytes)
 
-    def _join(self, ranks: int, deadline: float) -> tuple[Group, int]:
+    def _join(self, ranks: int, deadline: float) -> tuple[ServerGroup, int]:
         """The engine's group, and the port where a new one is to be joined."""
         if self._group is not None and self._group.ranks == ranks:
             return self._group, 0
         if self._group is not None:
             self._group.close()
         name = f"asyncrl-{uuid.uuid4().hex}"
-        self._group = Group(name, ranks, self._sender.device, self._sender.seconds)
+        self._group = ServerGroup(name, ranks, self._sender.device, self._sender.seconds)
         self._group.await_listening(deadline)
         return self._group, self._group.port
 
@@ -295,7 +295,7 @@ class Push:
     """A version that is about to be sent: the server is in the group, and has its old weights still."""
 
     label: str
-    plan: Plan
+    plan: BroadcastPlan
     connection: Connection
     server: GroupServer
     deadline: float  # by the loop's clock
@@ -365,7 +365,7 @@ class Receiver:
         connection = await self._connect(ref.path)
         seconds = deadline - asyncio.get_running_loop().time()
         want = Want(self._engine, ref.trainer_epoch, ref.version, self._ranks, seconds)
-        plan = await connection.ask(want, Plan)
+        plan = await connection.ask(want, BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
@@ -379,7 +379,7 @@ class Receiver:
             self._connection = Connection(path, *await _open(path))
         return self._connection
 
-    async def _join(self, connection: Connection, plan: Plan, seconds: float) -> None:
+    async def _join(self, connection: Connection, plan: BroadcastPlan, seconds: float) -> None:
         connection.group = plan.group
         address = str(urlsplit(connection.path).hostname)
         try:

@@ -39,7 +39,7 @@ class Next(msgspec.Struct, frozen=True, tag="next"):
     bucket: int
 
 
-class Plan(msgspec.Struct, frozen=True, tag="plan"):
+class BroadcastPlan(msgspec.Struct, frozen=True, tag="plan"):
     """It is the engine's turn. `port`: rank 0 of a new group is listening there; 0: the group is the one that
     the engine is in."""
 
@@ -69,7 +69,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 Question = Want | Next
-Answer = Plan | Going | Sent | Refused
+Answer = BroadcastPlan | Going | Sent | Refused
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

@@ -2,7 +2,7 @@
 
 It is made of the backend's own class, not by `init_process_group`: training has the default group of this
 process, and its threads. The other ranks come as SGLang's `init_custom_process_group` does, which nests the
-prefixes of keys as `Group._make` does.
+prefixes of keys as `ServerGroup._make` does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-class Group:
+class ServerGroup:
     """`ranks` in all; a broadcast takes at most `seconds`. Rank 0 has the store at which they meet."""
 
     def __init__(self, name: str, ranks: int, device: torch.device, seconds: float) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.types import EpisodeEnd, FailReason, Member, Sample
+from asyncrl.types import EpisodeEnd, FailReason, GroupMember, Sample
 from asyncrl.weights.manifest import WeightsRef
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class WireMessage(msgspec.Struct, frozen=True, tag=True):
     """Base: the class name is the tag on the wire."""
 
 
@@ -26,7 +26,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 # -- control: worker -> coordinator ----------------------------------------------------------------
 
 
-class WorkerHello(Message, frozen=True):
+class WorkerHello(WireMessage, frozen=True):
     """First message of a worker process, repeated until welcomed, and after silence. `acked` is its highest
     acknowledged bulk record: the next one to be sent follows it."""
 
@@ -53,7 +53,7 @@ class EngineUse(msgspec.Struct, frozen=True, array_like=True):
     moved: int = 0
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(WireMessage, frozen=True):
     """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
     absent from `held` is lost. Seconds and counts are totals since the incarnation began."""
 
@@ -67,7 +67,7 @@ class Heartbeat(Message, frozen=True):
     engines: tuple[EngineUse, ...] = ()
 
 
-class Loaded(Message, frozen=True):
+class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
     log-probs of the version's probe and the trainer's, over `probe_tokens` tokens. `superseded`: the trainer
     has a newer version by now, and only that."""
@@ -85,7 +85,7 @@ class Loaded(Message, frozen=True):
 # -- control: keeper of a server -> coordinator ----------------------------------------------------
 
 
-class KeeperHello(Message, frozen=True):
+class KeeperHello(WireMessage, frozen=True):
     """First message of a keeper, repeated until welcomed, after silence and when its server is up.
     `url` is empty while the server starts; `engine` says what it is ("sglang 0.5.23")."""
 
@@ -96,7 +96,7 @@ class KeeperHello(Message, frozen=True):
     engine: str = ""
 
 
-class KeeperBeat(Message, frozen=True):
+class KeeperBeat(WireMessage, frozen=True):
     """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed."""
 
     healthy: bool
@@ -107,7 +107,7 @@ class KeeperBeat(Message, frozen=True):
 # -- control: coordinator -> worker ----------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
+class Welcome(WireMessage, frozen=True):
     """The coordinator knows the peer. `step` is the number of committed batches."""
 
     coordinator_epoch: int
@@ -115,7 +115,7 @@ class Welcome(Message, frozen=True):
     step: int
 
 
-class Assign(Message, frozen=True):
+class Assign(WireMessage, frozen=True):
     """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from."""
 
     seq: int
@@ -126,7 +126,7 @@ class Assign(Message, frozen=True):
     key: int
 
 
-class Cancel(Message, frozen=True):
+class Cancel(WireMessage, frozen=True):
     """Stop an episode and say nothing more about it."""
 
     attempt: Attempt
@@ -145,27 +145,27 @@ class EngineEntry(msgspec.Struct, frozen=True):
     lane: str = "train"
 
 
-class LoadWeights(Message, frozen=True):
+class LoadWeights(WireMessage, frozen=True):
     """Load a version into a lane and answer Loaded."""
 
     ref: WeightsRef
     lane: str
 
 
-class Engines(Message, frozen=True):
+class Engines(WireMessage, frozen=True):
     """All servers, whenever something about one changes."""
 
     entries: tuple[EngineEntry, ...]
 
 
-class Clock(Message, frozen=True):
+class Clock(WireMessage, frozen=True):
     """A batch was committed. A turn may start only on weights with version >= oldest."""
 
     step: int
     oldest: int
 
 
-class Stop(Message, frozen=True):
+class Stop(WireMessage, frozen=True):
     """To the coordinator: end the run, leave a checkpoint. To a worker or rank: leave now."""
 
     reason: str
@@ -174,7 +174,7 @@ class Stop(Message, frozen=True):
 # -- bulk: worker -> coordinator -------------------------------------------------------------------
 
 
-class Generated(Message, frozen=True):
+class Generated(WireMessage, frozen=True):
     """A model turn, durable before its tools run. Frame: the Turn without replies."""
 
     seq: int
@@ -186,7 +186,7 @@ class Generated(Message, frozen=True):
     newest: int
 
 
-class Replied(Message, frozen=True):
+class Replied(WireMessage, frozen=True):
     """What tools and the environment said to a turn. Frame: Heard."""
 
     seq: int
@@ -194,7 +194,7 @@ class Replied(Message, frozen=True):
     turn: int
 
 
-class Finished(Message, frozen=True):
+class Finished(WireMessage, frozen=True):
     """The episode is over and has a reward (see `types.Member`). Its tokens are the turns sent before."""
 
     seq: int
@@ -218,7 +218,7 @@ class Finished(Message, frozen=True):
         return self.reward - self.shaping
 
 
-class Failed(Message, frozen=True):
+class Failed(WireMessage, frozen=True):
     """The episode has no trajectory, for a reason that is not the policy's."""
 
     seq: int
@@ -230,13 +230,13 @@ class Failed(Message, frozen=True):
 # -- bulk: coordinator -> worker -------------------------------------------------------------------
 
 
-class Ack(Message, frozen=True):
+class Ack(WireMessage, frozen=True):
     """Every bulk message up to `seq` of this incarnation is durable."""
 
     seq: int
 
 
-class Fenced(Message, frozen=True):
+class Fenced(WireMessage, frozen=True):
     """The attempt is not current: drop it."""
 
     attempt: Attempt
@@ -245,7 +245,7 @@ class Fenced(Message, frozen=True):
 # -- control: trainer -> coordinator ---------------------------------------------------------------
 
 
-class TrainerHello(Message, frozen=True):
+class TrainerHello(WireMessage, frozen=True):
     """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation."""
 
     rank: int
@@ -255,7 +255,7 @@ class TrainerHello(Message, frozen=True):
     pid: int
 
 
-class Commit(Message, frozen=True):
+class Commit(WireMessage, frozen=True):
     """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes)."""
 
     trainer_epoch: int
@@ -264,7 +264,7 @@ class Commit(Message, frozen=True):
     metrics: dict[str, float]
 
 
-class Published(Message, frozen=True):
+class Published(WireMessage, frozen=True):
     """Rank 0 wrote a version that engines may load."""
 
     ref: WeightsRef
@@ -272,7 +272,7 @@ class Published(Message, frozen=True):
     write_s: float  # in the background; a broadcast is only offered here, keepers tell what each took
 
 
-class Checkpointed(Message, frozen=True):
+class Checkpointed(WireMessage, frozen=True):
     """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories."""
 
     trainer_epoch: int
@@ -281,7 +281,7 @@ class Checkpointed(Message, frozen=True):
     trained_total: int
 
 
-class TrainerBeat(Message, frozen=True):
+class TrainerBeat(WireMessage, frozen=True):
     """Sign of life of a rank. Seconds and `work`, the micro-batches scored or trained, are totals since the
     start: a rank that goes on telling the same `work` is alive, and does not move."""
 
@@ -296,7 +296,7 @@ class TrainerBeat(Message, frozen=True):
 # -- control: coordinator -> trainer ---------------------------------------------------------------
 
 
-class Committed(Message, frozen=True):
+class Committed(WireMessage, frozen=True):
     """The commit of `step` is durable. `publish`: False while a restarted trainer repeats older steps."""
 
     step: int
@@ -306,7 +306,7 @@ class Committed(Message, frozen=True):
 # -- bulk: trainer <-> coordinator -----------------------------------------------------------------
 
 
-class Take(Message, frozen=True):
+class Take(WireMessage, frozen=True):
     """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
 
     trainer_epoch: int
@@ -315,7 +315,7 @@ class Take(Message, frozen=True):
     rank: int
 
 
-class Row(msgspec.Struct, frozen=True):
+class PlannedTrajectory(msgspec.Struct, frozen=True):
     """One trajectory of a plan. Its turns are the next `frames` frames of the message.
 
     `siblings` are the members of the baseline, `own` among them unless it landed after the deadline of a
@@ -325,8 +325,8 @@ class Row(msgspec.Struct, frozen=True):
     uid: str
     group: str
     frames: int
-    own: Member
-    siblings: tuple[Member, ...]
+    own: GroupMember
+    siblings: tuple[GroupMember, ...]
     end: EpisodeEnd
     temperature: float
     tokens: int
@@ -338,7 +338,7 @@ class Row(msgspec.Struct, frozen=True):
         return sum(member.tokens for member in self.siblings)
 
 
-class Plan(Message, frozen=True):
+class WorkPlan(WireMessage, frozen=True):
     """What a rank does next; all ranks get the same kind for the same (step, micro).
 
     work: train the rows (none: a dummy of weight zero). step: the batch is complete, take the optimizer
@@ -349,11 +349,11 @@ class Plan(Message, frozen=True):
     step: int
     micro: int
     kind: str
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # with kind "step"
 
 
-class Confirm(Message, frozen=True):
+class Confirm(WireMessage, frozen=True):
     """The rank holds the payloads of a plan."""
 
     trainer_epoch: int
@@ -362,7 +362,7 @@ class Confirm(Message, frozen=True):
     rank: int
 
 
-class Go(Message, frozen=True):
+class Go(WireMessage, frozen=True):
     """All ranks hold the payloads: run the forward."""
 
     step: int
@@ -372,13 +372,13 @@ class Go(Message, frozen=True):
 # -- control: observer <-> coordinator -------------------------------------------------------------
 
 
-class ObserverHello(Message, frozen=True):
+class ObserverHello(WireMessage, frozen=True):
     """The launcher's console wants status."""
 
     incarnation: str
 
 
-class Status(Message, frozen=True):
+class Status(WireMessage, frozen=True):
     """The state of the run, a few times a second. `gauges` use the names of metrics.jsonl."""
 
     phase: str
@@ -388,14 +388,14 @@ class Status(Message, frozen=True):
     waits: tuple[str, ...]  # who waits on whom, by name
 
 
-class StepReport(Message, frozen=True):
+class StepReport(WireMessage, frozen=True):
     """The metrics row of one committed step, or of a validation."""
 
     step: int
     metrics: dict[str, float]
 
 
-class RunEnd(Message, frozen=True):
+class RunEnd(WireMessage, frozen=True):
     """Last message: how the run ended. `error` is empty for a completed or stopped run."""
 
     outcome: str  # completed | stopped | failed
@@ -411,5 +411,5 @@ ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | St
 ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced
 ToTrainerControl = Welcome | Committed | Stop
-ToTrainerBulk = Plan | Go
+ToTrainerBulk = WorkPlan | Go
 ToObserver = Welcome | Status | StepReport | RunEnd | Stop

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
-from asyncrl.wire.messages import Message
+from asyncrl.wire.messages import WireMessage
 
 MAX_BYTES = 256 << 20
 HIGH_WATER = 4096
@@ -69,7 +69,7 @@ def identity(role: str, index: int, incarnation: str = "") -> bytes:
     return f"{role}/{index}/{incarnation or secrets.token_hex(6)}".encode()
 
 
-def encode(message: Message, frames: Sequence[bytes]) -> list[bytes]:
+def encode(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
     """Header and opaque frames as one multipart message."""
     return [_encoder.encode(message), *frames]
 
@@ -100,7 +100,7 @@ class Hub:
         self.socket.bind(endpoint)
         self._codec = Codec(union)
 
-    def send(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> bool:
+    def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """False when the peer is unknown or its queue is full; the caller's protocol resends."""
         try:
             self.socket.send_multipart([peer, *encode(message, frames)], flags=zmq.DONTWAIT)
@@ -145,7 +145,7 @@ class Link:
         self.socket.connect(endpoint)
         self._codec = Codec(union)
 
-    def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+    def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         try:
             self.socket.send_multipart(encode(message, frames))
@@ -172,7 +172,7 @@ class AsyncLink:
         self._socket.connect(endpoint)
         self._codec = Codec(union)
 
-    async def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+    async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
         try:
             async with asyncio.timeout(SEND_DEADLINE):

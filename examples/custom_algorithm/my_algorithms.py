@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 
 from asyncrl.algorithms.advantages import Credit, CreditInput, advantage
-from asyncrl.algorithms.correction import CorrectionInput, Verdict, correction
+from asyncrl.algorithms.correction import CorrectionInput, CorrectionMask, correction
 from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -22,9 +22,9 @@ def median_baseline(given: CreditInput, *, scale: Positive = 1.0) -> Credit:
 
 
 @correction("soft_cap", kind="weight")
-def soft_cap(given: CorrectionInput, *, cap: Positive = 2.0) -> Verdict:
+def soft_cap(given: CorrectionInput, *, cap: Positive = 2.0) -> CorrectionMask:
     """w = C·tanh(ρ/C): close to ρ below the cap, never above it."""
-    return Verdict(weight=cap * torch.tanh(given.log_ratio.exp() / cap))
+    return CorrectionMask(weight=cap * torch.tanh(given.log_ratio.exp() / cap))
 
 
 @loss("cautious", ratio="prox")

@@ -16,11 +16,11 @@ from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
 from asyncrl.rewards.loading import in_loop
 from asyncrl.rollout.agent_player import Agents
-from asyncrl.rollout.context import Desk
+from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.rollout.samplers import OwnLane
+from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.scoring import Scorer
-from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Turn
 from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated
@@ -63,7 +63,7 @@ class AgentBench:
         self.outbox = Outbox(self._send)
         config = RolloutConfig(**{"episode_timeout": SECONDS, "agent": "a:b", **options})
         made = rules(**(limits or {}), chat=chat)
-        self.desk = Desk(
+        self.desk = EpisodeContext(
             config, made, Scorer([in_loop(reward)], 60.0), self.outbox, self.waits, oldest=lambda: 0
         )
 
@@ -85,7 +85,9 @@ class AgentBench:
         return end
 
     async def run(self, frames: Sequence[bytes] = ()) -> None:
-        lane = OwnLane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 60.0)
+        lane = LocalSampler(
+            "train", lambda: self.engine, self.waits, BusyTimer(Intervals()), Intervals(), 60.0
+        )
         lane.engine = self.engine
         shared = Agents(self.agent, Gateway(self.desk.rules.chat.decode))
         await shared.start()

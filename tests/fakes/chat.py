@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.conversation.commands import Cut, Limits, Opened, Rules
+from asyncrl.conversation.commands import Cut, EpisodeLimits, Opened, Rules
 from asyncrl.conversation.episode import Episode, advance, begin
 from asyncrl.conversation.parsers import hermes
 from asyncrl.types import Message, Sample
@@ -62,7 +62,7 @@ def rules(
     environment: bool = False,
     **limits: Any,
 ) -> Rules:
-    made = Limits(max_turns, max_tokens, max_new_tokens, max_bad_calls, **limits)
+    made = EpisodeLimits(max_turns, max_tokens, max_new_tokens, max_bad_calls, **limits)
     return Rules(chat or FakeChat(), hermes, made, environment)
 
 

@@ -17,11 +17,11 @@ from asyncrl.wire.messages import (
     Finished,
     Generated,
     Heartbeat,
-    Message,
     Replied,
     ToCoordinatorBulk,
     ToCoordinatorControl,
     Welcome,
+    WireMessage,
     WorkerHello,
 )
 from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
@@ -64,10 +64,10 @@ class FakeCoordinator:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def send(self, message: Message, frames: Sequence[bytes] = ()) -> None:
+    def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         assert self.control.send(self.peer, message, frames), message
 
-    def send_bulk(self, message: Message) -> None:
+    def send_bulk(self, message: WireMessage) -> None:
         assert self.bulk.send(self.peer, message), message
 
     def assign(

@@ -23,7 +23,7 @@ from asyncrl.algorithms.advantages import CreditInput, Trace
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, select_rules
 from asyncrl.algorithms.losses import BatchTrace, Loss, LossInput
 from asyncrl.algorithms.recipe import advantages, losses
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
 LETTERS, LENGTH, PREFIXES = 3, 3, 13
 TURN = torch.tensor([0, 0, 1])  # of each token
@@ -239,7 +239,7 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
     live, prefix, tokens = (x[sequence] for x in (language.live, language.prefix, language.tokens))
     rewards = token_rewards(language)[sequence][live]
     chances = PI.softmax(-1)[prefix[live]]
-    member = Member(
+    member = GroupMember(
         number=number,
         reward=math.fsum(rewards.tolist()),
         tokens=int(live.sum()),

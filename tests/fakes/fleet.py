@@ -14,8 +14,8 @@ from typing import Any
 from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
 from asyncrl.engines.sglang.engine import Counters
 from asyncrl.errors import EngineError
-from asyncrl.rollout.server_pool import Fleet
-from asyncrl.runtime.busy_timer import Meter
+from asyncrl.rollout.server_pool import ServerPool
+from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Generation, StopReason, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
@@ -137,9 +137,9 @@ class Servers:
     def __init__(self, *names: str, lane: str = "train", patience: float = 60.0) -> None:
         self.now = 0.0
         self.waits = Waits(lambda: self.now)
-        self.meter = Meter(Intervals())
+        self.meter = BusyTimer(Intervals())
         self.clients: list[FakeServer] = []
-        self.fleet = Fleet(lane, self._connect, self.waits, self.meter, patience)
+        self.fleet = ServerPool(lane, self._connect, self.waits, self.meter, patience)
         self.entries = {name: entry(name) for name in names}
         self.tell()
 

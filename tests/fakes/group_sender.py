@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.weights.collective import Sender
-from asyncrl.weights.group import Group
+from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.snapshot import whole
 from tests.fakes.group_server import PROCESSES
@@ -35,14 +35,14 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
-    broadcast, count = Group.broadcast, 0
+    broadcast, count = ServerGroup.broadcast, 0
 
-    def until_then(group: Group, data: Tensor) -> Future[None]:
+    def until_then(group: ServerGroup, data: Tensor) -> Future[None]:
         nonlocal count
         count += 1
         return broadcast(group, data) if count <= silent_from else Future()
 
-    Group.broadcast = until_then  # type: ignore[method-assign]
+    ServerGroup.broadcast = until_then  # type: ignore[method-assign]
     sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))
     connection.send(sender.offer(whole(load_file(path) if path else weights(0), 0, 1)))
     threading.Event().wait()

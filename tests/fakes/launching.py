@@ -164,7 +164,8 @@ def units(**targets: str) -> tuple[placement.Unit, ...]:
         placement.Unit(
             role,
             tuple(
-                placement.Place(role, i, 1, f"tests.fakes.launching:{name}") for i, name in enumerate(names)
+                placement.RolePlace(role, i, 1, f"tests.fakes.launching:{name}")
+                for i, name in enumerate(names)
             ),
         )
         for role, names in roles.items()

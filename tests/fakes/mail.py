@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.wire.messages import Message
+from asyncrl.wire.messages import WireMessage
 
 
 class Sent:
     """In place of the sockets: what would have left after the commit."""
 
     def __init__(self) -> None:
-        self.mail: list[tuple[bytes, Message]] = []
+        self.mail: list[tuple[bytes, WireMessage]] = []
 
-    def to_control(self, peer: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+    def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self.mail.append((peer, message))
 
     to_bulk = to_control

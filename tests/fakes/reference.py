@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig
-from asyncrl.wire.messages import Row
+from asyncrl.wire.messages import PlannedTrajectory
 from tests.fakes.training import Episode
 
 # The options' defaults, written out again.
@@ -20,7 +20,7 @@ LOW, HIGH, CAP_POSITIVE, CAP_NEGATIVE = 0.5, 5.0, 5.0, 2.0
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
-def rewards(row: Row) -> tuple[float, ...]:
+def rewards(row: PlannedTrajectory) -> tuple[float, ...]:
     return tuple(member.reward for member in row.siblings)
 
 

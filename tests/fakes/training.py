@@ -18,11 +18,11 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.model import Policy, whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
-from asyncrl.wire.messages import Row
+from asyncrl.types import EpisodeEnd, GroupMember, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages import PlannedTrajectory
 
 VOCABULARY = 40
-Episode = tuple[Row, list[Turn]]
+Episode = tuple[PlannedTrajectory, list[Turn]]
 
 
 def save_tiny_model(path: Path) -> str:
@@ -125,21 +125,21 @@ class Recorder:
         return scored
 
 
-def _member(rng: random.Random, number: int, turns: list[Turn]) -> Member:
+def _member(rng: random.Random, number: int, turns: list[Turn]) -> GroupMember:
     """A reward of 0, 0.5 or 1, half of it on the first turn."""
     reward = rng.choice([0.0, 0.5, 1.0])
     by_turn = [0.0] * len(turns)
     by_turn[0] += reward / 2
     by_turn[-1] += reward / 2
     tokens = sum(len(turn.ids) for turn in turns)
-    return Member(number, reward, tokens, tuple(by_turn), {"right": reward, "short": 1.0 / tokens})
+    return GroupMember(number, reward, tokens, tuple(by_turn), {"right": reward, "short": 1.0 / tokens})
 
 
 def make_row(
-    uid: str, group: str, members: tuple[Member, ...], i: int, turns: list[Turn], temperature: float
-) -> Row:
+    uid: str, group: str, members: tuple[GroupMember, ...], i: int, turns: list[Turn], temperature: float
+) -> PlannedTrajectory:
     tokens = sum(len(turn.context) + len(turn.ids) for turn in turns)
-    return Row(
+    return PlannedTrajectory(
         uid, group, len(turns), members[i], members, EpisodeEnd.ANSWERED, temperature, tokens, greedy=0.5
     )
 

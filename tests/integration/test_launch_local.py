@@ -14,7 +14,7 @@ import pytest
 from asyncrl.launch import placement
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.start import prepared
-from asyncrl.launch.supervisor import Ending, Supervisor
+from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.launching import DEADLINE, Events, config, gone, only
 
@@ -50,7 +50,7 @@ class Crew:
         self.supervisor.start()
         self.now = 0.0
 
-    def tick(self) -> Ending | None:
+    def tick(self) -> RunOutcome | None:
         """Look at the processes, and again after every back-off."""
         ending = self.supervisor.tick(self.now)
         if ending is None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Session, Tool, Toolbox, ToolError, load_tools, mcp_transports
+from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools, mcp_transports
 from asyncrl.tools.mcp_servers import STUCK, close_servers
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -51,7 +51,7 @@ def shared() -> dict[str, Tool]:
 
 
 def in_episode(
-    tools: dict[str, Tool], play: Callable[[Session], Awaitable[Any]], timeout: float = DEADLINE
+    tools: dict[str, Tool], play: Callable[[ToolSession], Awaitable[Any]], timeout: float = DEADLINE
 ) -> Any:
     async def main() -> Any:
         session = Toolbox(tools, timeout).session(SAMPLE)
@@ -190,7 +190,7 @@ def test_a_server_that_hangs_is_started_again() -> None:
     first = int(ask(tools, "pid").content)
     os.kill(first, signal.SIGSTOP)
 
-    async def play(session: Session) -> list[ToolReply]:
+    async def play(session: ToolSession) -> list[ToolReply]:
         return await asyncio.gather(*(session.call(ToolCall("pid", "{}")) for _ in range(STUCK)))
 
     assert {reply.error for reply in in_episode(tools, play, timeout=0.2)} == {"no reply within 0.2 s"}
@@ -283,7 +283,7 @@ def own() -> dict[str, Tool]:
 
 
 def test_an_episode_has_its_own_server_until_it_ends(own: dict[str, Tool]) -> None:
-    async def play(session: Session) -> list[str]:
+    async def play(session: ToolSession) -> list[str]:
         return [(await session.call(ToolCall("pid", "{}"))).content for _ in range(2)]
 
     first, second = in_episode(own, play), in_episode(own, play)
@@ -300,7 +300,7 @@ def test_what_a_server_started_ends_with_it() -> None:
 
 
 def test_the_server_of_an_episode_is_lost_for_good(own: dict[str, Tool]) -> None:
-    async def play(session: Session) -> list[ToolReply]:
+    async def play(session: ToolSession) -> list[ToolReply]:
         pid = int((await session.call(ToolCall("pid", "{}"))).content)
         os.kill(pid, signal.SIGKILL)
         return [await session.call(ToolCall("pid", "{}")) for _ in range(2)]

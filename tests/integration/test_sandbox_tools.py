@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.sandbox.abilities import Abilities, abilities, demand
-from asyncrl.isolation.sandbox.confine import Limits
+from asyncrl.isolation.sandbox.confine import SandboxLimits
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
@@ -99,7 +99,7 @@ def test_a_setup_runs_again_after_a_loss() -> None:
 @pytest.mark.parametrize("setup", ["", "data = [1, 2, 3]"])
 def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) -> None:
     async def main() -> None:
-        space = Workspace(Limits(), frozenset(), 60.0)
+        space = Workspace(SandboxLimits(), frozenset(), 60.0)
         await space.open(SAMPLE, setup)
         try:
             await space.python("n = 7")
@@ -124,7 +124,7 @@ def test_a_loss_is_told_even_if_the_setup_fails_first() -> None:
     flaky = "import os\nassert not os.path.exists('broken')"
 
     async def main() -> None:
-        space = Workspace(Limits(), frozenset(), 5.0)
+        space = Workspace(SandboxLimits(), frozenset(), 5.0)
         await space.open(SAMPLE, flaky)
         try:
             ask, space._box._cut_off = space._box.cell, True  # a loss that the next cell is told

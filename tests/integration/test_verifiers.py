@@ -262,18 +262,18 @@ def test_an_episode_that_a_limit_ends_is_scored(
 
 def test_a_step_that_is_cancelled_was_heard(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up while a tool of theirs runs: they score what there is, and are asked for no more."""
-    from asyncrl.environments.verifiers_proxy import Desk
+    from asyncrl.environments.verifiers_proxy import ProxyDesk
 
     async def run(late: bool) -> float:
         busy, go_on = asyncio.Event(), asyncio.Event()
-        call = Desk.call
+        call = ProxyDesk.call
 
-        async def slow(desk: Desk, asked: Any) -> Any:
+        async def slow(desk: ProxyDesk, asked: Any) -> Any:
             busy.set()
             await go_on.wait()
             return await call(desk, asked)
 
-        monkeypatch.setattr(Desk, "call", slow)
+        monkeypatch.setattr(ProxyDesk, "call", slow)
         world = load_environment(SUMS)()
         await world.reset(row(SUM, *ADD))
         step = asyncio.create_task(world.step(said("", CALL)))
@@ -319,12 +319,12 @@ def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytes
 
 
 def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.environments.verifiers_proxy import Desk
+    from asyncrl.environments.verifiers_proxy import ProxyDesk
 
     run: list[ToolCall] = []
-    call = Desk.call
+    call = ProxyDesk.call
 
-    async def noted(desk: Desk, asked: Any) -> Any:
+    async def noted(desk: ProxyDesk, asked: Any) -> Any:
         run.append(asked)
         return await call(desk, asked)
 
@@ -335,7 +335,7 @@ def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch
         await world.cut_short(unheard)
         await world.close()
 
-    monkeypatch.setattr(Desk, "call", noted)
+    monkeypatch.setattr(ProxyDesk, "call", noted)
     asyncio.run(cut(said("", CALL, CALL)))
     assert len(run) == 1
 

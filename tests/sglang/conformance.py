@@ -19,7 +19,7 @@ from asyncrl.config import ModelConfig
 from asyncrl.engines.base import Engine, EngineLost, Request, Sampling, engines
 from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.http import PauseMode, Server
+from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, StopReason
@@ -138,7 +138,7 @@ class Served:
 
     def __init__(self, url: str, mode: PauseMode, salt: str = "a run") -> None:
         terms = Terms(VOCABULARY, MAX_LEN, mode=mode)
-        self.worker, self.keeper = (SGLangEngine(Server(url), terms, salt=salt) for _ in range(2))
+        self.worker, self.keeper = (SGLangEngine(ServerApi(url), terms, salt=salt) for _ in range(2))
         self.generate, self.score = self.worker.generate, self.worker.score
         self.abort, self.release = self.worker.abort, self.worker.release
 

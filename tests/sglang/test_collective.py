@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang import loader as sglang_loader
+from asyncrl.engines.sglang import versions as sglang_versions
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.engine import loader as sglang_loader
-from asyncrl.engines.sglang.engine import versions as sglang_versions
-from asyncrl.engines.sglang.http import DISOWNED, PauseMode, Server
+from asyncrl.engines.sglang.http import DISOWNED, PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import Loader
 from asyncrl.engines.sglang.versions import Dialect, dialect_of
 from asyncrl.errors import EngineError
@@ -66,7 +66,7 @@ def impatient(keeper: Keeper) -> Iterator[None]:
 class Told:
     """The server, as the receiver sees it. `event`: it has been told to receive for the `number`-th time."""
 
-    def __init__(self, server: Server, number: int) -> None:
+    def __init__(self, server: ServerApi, number: int) -> None:
         self.init_group, self.destroy_group = server.init_group, server.destroy_group
         self._server = server
         self.expect(number)
@@ -86,7 +86,7 @@ class Told:
 class Keeper:
     """A server's client, as its keeper has one."""
 
-    def __init__(self, server: Server, dialect: Dialect, mode: PauseMode) -> None:
+    def __init__(self, server: ServerApi, dialect: Dialect, mode: PauseMode) -> None:
         self.server, self.told = server, Told(server, 3)
         receiver = Receiver(self.told, "engine 0", 1)
         loader = Loader(server, mode, LONG, receiver=receiver, dialect=dialect)
@@ -107,7 +107,7 @@ class Keeper:
 @asynccontextmanager
 async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncIterator[Keeper]:
     async with asyncio.timeout(4 * LONG):
-        server = Server(running.url)
+        server = ServerApi(running.url)
         dialect = dialect_of((await server.server_info()).version, server.url)
         keeper = Keeper(server, dialect, mode)
         try:
@@ -184,7 +184,7 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
         return error.value.partial
 
     async def main() -> None:
-        worker = SGLangEngine(Server(server.url), Terms(VOCABULARY, MAX_LEN))
+        worker = SGLangEngine(ServerApi(server.url), Terms(VOCABULARY, MAX_LEN))
         async with keeping(server) as keeper, in_use(worker):
             await keeper.load(offer(sender, versions, 1))
             worker.mark((EPOCH, 1))

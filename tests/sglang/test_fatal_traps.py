@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineLost
-from asyncrl.engines.sglang.http import KeyRejected, Server, ServerGone
+from asyncrl.engines.sglang.http import KeyRejected, ServerApi, ServerGone
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -57,7 +57,7 @@ def test_keys_open_what_they_are_for_and_a_wrong_one_is_named(guarded: SGLangSer
             ((KEYS[0],), True, False),
             (("no", "no"), False, False),
         ):
-            server = Server(guarded.url, *keys)
+            server = ServerApi(guarded.url, *keys)
             assert await server.ready()  # needs none
             for question, allowed in ((server.model_info(), sees), (server.resume(), rules)):
                 if allowed:

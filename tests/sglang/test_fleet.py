@@ -15,9 +15,9 @@ import pytest
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.http import PauseMode, Server
-from asyncrl.rollout.server_pool import Fleet
-from asyncrl.runtime.busy_timer import Meter
+from asyncrl.engines.sglang.http import PauseMode, ServerApi
+from asyncrl.rollout.server_pool import ServerPool
+from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, StopReason
@@ -55,10 +55,10 @@ class Site:
         self.clients: dict[str, SGLangEngine] = {}
         self.keepers = {server.url: self._client(server.url) for server in servers}
         self.held = dict.fromkeys(self.keepers, 0)
-        self.fleet = Fleet("train", self._connect, Waits(), Meter(Intervals()), patience=DEADLINE)
+        self.fleet = ServerPool("train", self._connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
 
     def _client(self, url: str) -> SGLangEngine:
-        return SGLangEngine(Server(url), Terms(VOCABULARY, MAX_LEN, mode=self._mode))
+        return SGLangEngine(ServerApi(url), Terms(VOCABULARY, MAX_LEN, mode=self._mode))
 
     def _connect(self, entry: EngineEntry) -> SGLangEngine:
         self.clients[entry.url] = self._client(entry.url)
@@ -149,7 +149,7 @@ def test_a_server_that_hangs_gives_its_turns_back_when_it_leaves_the_table(
 def test_episodes_stay_where_their_prefixes_are_cached(
     versions: Versions, survivor: SGLangServer, victim: SGLangServer
 ) -> None:
-    async def episode(fleet: Fleet, index: int) -> None:
+    async def episode(fleet: ServerPool, index: int) -> None:
         ids = prompt(PROMPT, index)
         for turn in range(4):
             ids += (await fleet.generate(ask(ids, 20, f"{index}", index))).ids + prompt(10, (index, turn))

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.http import PauseMode, Server
+from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.types import Generation
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef
@@ -34,7 +34,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def client(server: SGLangServer, *keys: str, **terms: Any) -> AsyncIterator[SGLangEngine]:
     defaults: dict[str, Any] = {"vocabulary": VOCABULARY, "max_len": MAX_LEN}
-    engine = SGLangEngine(Server(server.url, *keys), Terms(**defaults | terms))
+    engine = SGLangEngine(ServerApi(server.url, *keys), Terms(**defaults | terms))
     try:
         yield engine
     finally:
@@ -42,7 +42,7 @@ async def client(server: SGLangServer, *keys: str, **terms: Any) -> AsyncIterato
 
 
 @asynccontextmanager
-async def paused(server: Server, mode: PauseMode) -> AsyncIterator[None]:
+async def paused(server: ServerApi, mode: PauseMode) -> AsyncIterator[None]:
     await server.pause(mode)
     try:
         yield

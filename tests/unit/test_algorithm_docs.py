@@ -15,7 +15,7 @@ from msgspec import Meta
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
-from asyncrl.conversation.commands import CallTools, Done, Generated, Replied, Scored
+from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import advance
 from asyncrl.registry import Registry
 from asyncrl.rewards import RewardInput, in_loop
@@ -115,13 +115,13 @@ def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType)
     exec(text.partition("```")[0], namespace)
     made = rules(max_turns=2)
     query = call("search", '{"query": "capital of Norway"}')
-    asked = advance(made, start(made), Generated(generation(query)))
+    asked = advance(made, start(made), TurnGenerated(generation(query)))
     assert isinstance(asked.command, CallTools)
     reply = asyncio.run(call_tool(namespace["search"], asked.command.calls[0], 60.0))
-    answered = advance(made, advance(made, asked, Replied((reply,))), Generated(generation("Oslo")))
+    answered = advance(made, advance(made, asked, ToolsReplied((reply,))), TurnGenerated(generation("Oslo")))
     given = RewardInput(CAPITAL, "Oslo", turns=2)
     verdict = asyncio.run(Scorer([in_loop(namespace["compute_score"])], 60.0).score(given))
-    done = advance(made, answered, Scored(verdict)).command
+    done = advance(made, answered, EpisodeScored(verdict)).command
     assert isinstance(done, Done) and done.components == {"correct": 1.0, "brief": 1.0}
     assert done.turn_rewards == pytest.approx((0.05, 1.15)) and done.reward == pytest.approx(1.2)
     assert "has turn rewards 0.05 and 1.15, and R = 1.2." in " ".join(text.split())

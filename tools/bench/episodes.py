@@ -31,11 +31,11 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig
 from asyncrl.conversation.chat import Chat
-from asyncrl.conversation.commands import Limits, Rules
+from asyncrl.conversation.commands import EpisodeLimits, Rules
 from asyncrl.conversation.parsers import hermes
 from asyncrl.engines.base import Request
 from asyncrl.rewards import in_loop
-from asyncrl.rollout.context import Desk
+from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.turn_player import TurnPlayer, World
@@ -195,7 +195,7 @@ async def run(load: Load) -> Figures:
     tools: dict[str, Tool] = {made.name: made for made in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
-    limits = Limits(max_turns=load.turns, max_tokens=1 << 16, max_new_tokens=512, max_bad_calls=3)
+    limits = EpisodeLimits(max_turns=load.turns, max_tokens=1 << 16, max_new_tokens=512, max_bad_calls=3)
     outbox, figures = Outbox(None), Figures()  # type: ignore[arg-type]
 
     async def send(record: Record, frames: Sequence[bytes]) -> None:
@@ -205,7 +205,7 @@ async def run(load: Load) -> Figures:
 
     outbox._send = send
     config = RolloutConfig(episode_timeout=3600.0, tool_timeout=2 * LONGEST)
-    desk = Desk(
+    desk = EpisodeContext(
         config,
         Rules(chat, hermes, limits),
         Scorer([in_loop(lambda **_: 1.0)], 60.0),

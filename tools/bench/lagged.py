@@ -36,12 +36,12 @@ from asyncrl.engines.base import Engine, Request, Sampling
 from asyncrl.engines.torch.engine import TorchEngine, replace_weights
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.setup import Parts, prepare
-from asyncrl.tools import Session
+from asyncrl.tools import ToolSession
 from asyncrl.trainer.model import whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
-from asyncrl.types import Member, Sample
-from asyncrl.wire.messages import Row
+from asyncrl.types import GroupMember, Sample
+from asyncrl.wire.messages import PlannedTrajectory
 
 Weights = dict[str, Tensor]
 
@@ -126,15 +126,15 @@ class Player:
             raise RuntimeError(f"episode {ask.uid} failed: {episode.command.detail}")
         return episode
 
-    async def _answer(self, engine: Engine, ask: Ask, tools: Session, episode: Episode) -> commands.Event:
+    async def _answer(self, engine: Engine, ask: Ask, tools: ToolSession, episode: Episode) -> commands.Event:
         match episode.command:
             case commands.Generate(ids=ids, max_new_tokens=limit):
                 sampling = Sampling(limit, self.parts.rules.chat.stop_ids, self.config.rollout.temperature)
-                return commands.Generated(await engine.generate(Request(ask.uid, ids, sampling, ask.key)))
+                return commands.TurnGenerated(await engine.generate(Request(ask.uid, ids, sampling, ask.key)))
             case commands.CallTools(calls=calls):
-                return commands.Replied(tuple([await tools.call(call) for call in calls]))
+                return commands.ToolsReplied(tuple([await tools.call(call) for call in calls]))
             case commands.Score(answer=answer, end=end):
-                return commands.Scored(
+                return commands.EpisodeScored(
                     await self.parts.scorer.score(RewardInput(ask.sample, answer, end=end))
                 )
             case command:
@@ -197,15 +197,15 @@ def _train(
 
 def _rows(
     asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float], temperature: float
-) -> list[Row]:
-    groups: dict[str, list[Member]] = {}
+) -> list[PlannedTrajectory]:
+    groups: dict[str, list[GroupMember]] = {}
     for ask, episode, reward in zip(asks, episodes, rewards, strict=True):
         group, _, number = ask.uid.partition("/")
         per_turn = (0.0,) * (len(episode.turns) - 1) + (reward,)
         tokens = sum(len(turn.ids) for turn in episode.turns)
-        groups.setdefault(group, []).append(Member(int(number), reward, tokens, per_turn))
+        groups.setdefault(group, []).append(GroupMember(int(number), reward, tokens, per_turn))
     return [
-        Row(
+        PlannedTrajectory(
             uid=ask.uid,
             group=group,
             frames=len(episode.turns),

@@ -26,7 +26,7 @@ from common import table
 from routing import save_model, servers
 from safetensors.torch import load_file
 
-from asyncrl.engines.sglang.http import Server
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Receiver, Sender
 from asyncrl.weights.snapshot import Snapshot, whole
@@ -39,7 +39,7 @@ Push = Callable[[Snapshot], Awaitable[None]]
 class Bench:
     """A server, and snapshots of two models that take turns as ever newer versions."""
 
-    def __init__(self, server: Server, model: Path, repeats: int) -> None:
+    def __init__(self, server: ServerApi, model: Path, repeats: int) -> None:
         self.server, self.repeats = server, repeats
         tensors = load_file(model / "model.safetensors")
         self._models = [tensors, {name: tensor * 1.01 for name, tensor in tensors.items()}]
@@ -119,7 +119,7 @@ class Bench:
 
 
 async def compare(url: str, model: Path, repeats: int, buckets: list[int]) -> None:
-    server = Server(url)
+    server = ServerApi(url)
     bench = Bench(server, model, repeats)
     lines = await bench.through_files(256 * MB)
     for megabytes in buckets:

@@ -34,7 +34,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.http import Server
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.rollout.routing import Place, Router
 
 VOCABULARY = 512
@@ -85,7 +85,7 @@ class Run:
 
     def __init__(self, policy: Policy, urls: list[str], name: str) -> None:
         self.policy, self.name = policy, name
-        self.engines = {url: SGLangEngine(Server(url), Terms(VOCABULARY, MAX_LEN)) for url in urls}
+        self.engines = {url: SGLangEngine(ServerApi(url), Terms(VOCABULARY, MAX_LEN)) for url in urls}
         policy.update(Place(url, 0, healthy=True) for url in urls)
         self.moves = self.seen = 0
 
@@ -196,7 +196,7 @@ def start(model: Path, port: int) -> tuple[str, subprocess.Popen[bytes]]:
 
 
 async def until_ready(url: str, process: subprocess.Popen[bytes], model: Path) -> None:
-    server = Server(url)
+    server = ServerApi(url)
     began = time.monotonic()
     while not (await server.alive() and await server.ready()):
         if process.poll() is not None or time.monotonic() > began + START_SECONDS:

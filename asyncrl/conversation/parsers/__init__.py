@@ -1,7 +1,7 @@
 """How a model writes tool calls. A parser turns the text of a turn into calls; it never raises."""
 
 from asyncrl.conversation.parsers.base import Parsed, Parser, parsers, unread, visible
-from asyncrl.conversation.parsers.detect import guess
+from asyncrl.conversation.parsers.detect import detect
 from asyncrl.conversation.parsers.harmony import harmony
 from asyncrl.conversation.parsers.json_calls import hermes, llama3, mistral
 from asyncrl.conversation.parsers.pythonic import pythonic
@@ -12,8 +12,8 @@ __all__ = [
     "Parsed",
     "Parser",
     "deepseek",
+    "detect",
     "glm",
-    "guess",
     "harmony",
     "hermes",
     "kimi",

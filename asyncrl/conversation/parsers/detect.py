@@ -37,7 +37,7 @@ _MODEL_TYPES = {
 }
 
 
-def guess(model: str) -> str | None:
+def detect(model: str) -> str | None:
     """The parser that fits a chat template, or a `model_type` of a model's config.json; None if neither says.
 
     The template knows better: models of one type were taught different formats.

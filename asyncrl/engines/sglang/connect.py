@@ -13,7 +13,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
 from asyncrl.engines.sglang.engine.model import shapes_of
 from asyncrl.engines.sglang.engine.versions import dialect_of
-from asyncrl.engines.sglang.http import ModelInfo, Server, ServerInfo
+from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
 from asyncrl.engines.sglang.loader import Loader
 from asyncrl.errors import ConfigError
 from asyncrl.weights.collective import Receiver
@@ -47,7 +47,7 @@ def terms_of(config: RunConfig) -> Terms:
 async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "") -> None:
     """See whether the server can serve this run, and leave it as it is: another run may be using it, or have
     paused it. ConfigError: it never can; other EngineErrors may pass."""
-    server = Server(url, api_key, admin_key)
+    server = ServerApi(url, api_key, admin_key)
     try:
         await _seen(config, server)
     finally:
@@ -60,7 +60,7 @@ async def connect(
     """The client of the keeper of server `index`: it is ready, of a version that is known, and serves the
     run's model. `patient`: it is being started, and need not listen yet. Waits without a deadline.
     ConfigError: it can never serve this run; its other EngineErrors may pass."""
-    server = Server(url, api_key, admin_key)
+    server = ServerApi(url, api_key, admin_key)
     try:
         while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
             await asyncio.sleep(LOOK_EVERY)
@@ -82,7 +82,7 @@ def _cache(config: RunConfig, index: int) -> Path:
     return cache_directory(config.weights.directory, run_dir, config.name, size, index)
 
 
-def _loader(config: RunConfig, index: int, server: Server, info: ServerInfo) -> Loader:
+def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo) -> Loader:
     weights, dialect = config.weights, dialect_of(info.version, server.url)
     receiver = Receiver(server, f"engine {index}", info.tp_size)
     tied = bool(_shape_of(config.model.path).get_text_config().tie_word_embeddings)
@@ -90,7 +90,7 @@ def _loader(config: RunConfig, index: int, server: Server, info: ServerInfo) -> 
     return Loader(server, weights.mode, weights.deadline, _cache(config, index), receiver, dialect, model)
 
 
-async def _seen(config: RunConfig, server: Server) -> tuple[ServerInfo, ModelInfo]:
+async def _seen(config: RunConfig, server: ServerApi) -> tuple[ServerInfo, ModelInfo]:
     """What the server is, once that and our keys have been found to be right. Changes nothing."""
     await server.ready()  # whatever the answer: it is an SGLang server
     await server.try_admin_key()
@@ -99,7 +99,7 @@ async def _seen(config: RunConfig, server: Server) -> tuple[ServerInfo, ModelInf
     return info, model
 
 
-async def _until_ready(server: Server, fresh: bool) -> None:
+async def _until_ready(server: ServerApi, fresh: bool) -> None:
     """`fresh`: nobody can have paused it yet."""
     if not fresh and not await server.ready():
         await server.disown()  # its last keeper may have died in the middle of a load

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncrl.engines.base import EngineBusy, EngineLost, Request
 from asyncrl.engines.continuation import NOTHING, extended, rest
-from asyncrl.engines.sglang.http import PauseMode, Server, ServerGone
+from asyncrl.engines.sglang.http import PauseMode, ServerApi, ServerGone
 from asyncrl.engines.sglang.loader import Loader
 from asyncrl.engines.sglang.stream import Answer, Finish, ForeignWeights, Order, decode
 from asyncrl.errors import EngineError
@@ -94,7 +94,7 @@ class SGLangEngine:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerApi,
         terms: Terms,
         description: str = "SGLang",
         loader: Loader | None = None,

@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.transport import KeyRejected, ServerGone, Transport, checked
+from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, checked
 from asyncrl.errors import EngineError
 from asyncrl.weights.manifest import WeightsError
 
-__all__ = ["KeyRejected", "Server", "ServerGone"]
+__all__ = ["KeyRejected", "ServerApi", "ServerGone"]
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -56,11 +56,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     architectures: tuple[str, ...] | None = None
 
 
-class Server:
+class ServerApi:
     """The server at `url`."""
 
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:
-        self._http = Transport(url, api_key, admin_key)
+        self._http = HttpTransport(url, api_key, admin_key)
 
     @property
     def url(self) -> str:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from asyncrl.engines.sglang.http import PauseMode, Server
+from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.model import Shapes
 from asyncrl.engines.sglang.versions import Dialect
 from asyncrl.errors import AsyncrlError, one_line
@@ -46,7 +46,7 @@ class Loader:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerApi,
         mode: PauseMode,
         deadline: float,
         cache: Path | None = None,

@@ -31,7 +31,7 @@ class KeyRejected(ConfigError, EngineError):
     """The server wants another API key or admin key."""
 
 
-class Transport:
+class HttpTransport:
     """Connections to the server at `url`, those of streams pooled. Used within one event loop."""
 
     def __init__(self, url: str, api_key: str = "", admin_key: str = "") -> None:

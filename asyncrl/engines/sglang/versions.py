@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
-from asyncrl.engines.sglang.http import PauseMode, Server
+from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.weights.manifest import WeightsError
 
@@ -22,7 +22,7 @@ class Dialect(Protocol):
     @property
     def modes(self) -> tuple[PauseMode, ...]: ...
 
-    def update(self, server: Server) -> AbstractAsyncContextManager[None]:
+    def update(self, server: ServerApi) -> AbstractAsyncContextManager[None]:
         """To be entered around the calls that change weights through a process group."""
 
 
@@ -31,7 +31,7 @@ class Plain:
 
     modes: tuple[PauseMode, ...] = ("in_place", "abort")
 
-    def update(self, server: Server) -> AbstractAsyncContextManager[None]:
+    def update(self, server: ServerApi) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
 
@@ -41,7 +41,7 @@ class Sessions:
     modes: tuple[PauseMode, ...] = ("in_place", "retract", "abort")
 
     @asynccontextmanager
-    async def update(self, server: Server) -> AsyncIterator[None]:
+    async def update(self, server: ServerApi) -> AsyncIterator[None]:
         try:
             await server.begin_update()
         except WeightsError:  # one is open: its owner died
@@ -67,7 +67,7 @@ def dialect_of(version: str, url: str) -> Dialect:
         raise ConfigError(f"server {url} runs SGLang {version}; supported are {known}") from None
 
 
-async def _end_quietly(server: Server) -> None:
+async def _end_quietly(server: ServerApi) -> None:
     """The error that is on its way says more than one about the session."""
     try:
         await server.end_update(CLEANUP_SECONDS)

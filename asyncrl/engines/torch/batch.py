@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.engine.sampler import sample
-from asyncrl.engines.torch.plan import Chunk, Knobs, Plan, build
+from asyncrl.engines.torch.plan import Chunk, DecodePlan, Knobs, build
 from asyncrl.engines.torch.sessions import Slot, Slots
 from asyncrl.engines.torch.slots import Board, reach
 from asyncrl.errors import EngineError
@@ -67,7 +67,7 @@ class Batcher:
         self._live = np.zeros(slots, dtype=np.int64)  # 1 on decoding rows
         self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding rows; the last one has no KV yet
         self._knobs = Knobs(slots)
-        self._steady: Plan | None = None  # the last plan, while it only needs to be advanced
+        self._steady: DecodePlan | None = None  # the last plan, while it only needs to be advanced
 
     def add(self, request: Request) -> Run:
         limit = min(len(request.ids) + request.sampling.max_new_tokens, self.board.max_len)
@@ -152,7 +152,7 @@ class Batcher:
                 break
         return chunks
 
-    def _forward(self, plan: Plan) -> list[int]:
+    def _forward(self, plan: DecodePlan) -> list[int]:
         """Run the model and sample; returns the rows that are done."""
         logits = self.board.forward(plan.layout, plan.keep)
         if not plan.rows:

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.engines.base import Sampling
 from asyncrl.engines.torch.sampler import Params, mixed
-from asyncrl.engines.torch.slots import Board, Group, Layout, reach
+from asyncrl.engines.torch.slots import Board, Layout, SlotGroup, reach
 
 _SPARSE = 2  # rows are read in place up to the highest one, if at least 1/2 of those decode
 
@@ -23,7 +23,7 @@ class Chunk(NamedTuple):
     last: bool
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """One step: the tokens to forward, and how to sample from the logits of some of them."""
 
     layout: Layout
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the row ends
 
-    def advance(self, reach: int) -> Plan:
+    def advance(self, reach: int) -> DecodePlan:
         """The same decoding rows one token further; attention now spans `reach` keys."""
         layout = self.layout
         layout.cells.add_(self.live)
@@ -78,7 +78,9 @@ class Knobs:
         )
 
 
-def build(board: Board, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]) -> Plan:
+def build(
+    board: Board, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]
+) -> DecodePlan:
     """One token for every live row (`live` [slots] is 1), and the chunks. `lengths` [slots] counts the known
     ids of live rows; the last of them is the one to forward."""
     rows = _decode_rows(live)
@@ -93,7 +95,7 @@ def build(board: Board, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chu
         width = filling.shape[1]
         ends = [len(rows) + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
         keep = _tensor(np.array([*range(len(rows)), *ends], dtype=np.int64), board.device)
-    return Plan(
+    return DecodePlan(
         layout=_layout(board, [span for span in spans if len(span[0])]),
         keep=keep,
         rows=samples.tolist(),
@@ -130,7 +132,7 @@ def _layout(board: Board, spans: list[tuple[np.ndarray, np.ndarray]]) -> Layout:
         index = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else _tensor(rows, board.device)
         longest = int(positions[positions < board.scratch].max()) + 1
         at = flat[start : start + positions.size].view(positions.shape)
-        groups.append(Group(start, index, at, reach(longest, board.max_len)))
+        groups.append(SlotGroup(start, index, at, reach(longest, board.max_len)))
         start += positions.size
     return Layout(_tensor(cells, board.device), flat, tuple(groups))
 

@@ -24,7 +24,7 @@ _BUCKET = 32  # attention lengths are rounded up to this
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
-class Group(NamedTuple):
+class SlotGroup(NamedTuple):
     """r rows × width tokens of a packed step: tokens [start, start + r * width), row by row."""
 
     start: int
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
-    groups: tuple[Group, ...]
+    groups: tuple[SlotGroup, ...]
 
 
 class Board:
@@ -106,7 +106,7 @@ class Board:
             self._writes[heads] = ((row[:, None] * heads + head) * self.columns + position[:, None]).view(-1)
         pool.view(-1, dim).index_copy_(0, self._writes[heads], states[0].transpose(0, 1).reshape(-1, dim))
 
-    def _bias(self, group: Group) -> torch.Tensor:
+    def _bias(self, group: SlotGroup) -> torch.Tensor:
         """Additive mask [r, 1, width, reach]: 0 where a token may look, -inf on later positions."""
         later = torch.arange(group.reach, device=self.device) > group.positions[:, None, :, None]
         bias = torch.zeros(later.shape, dtype=self._model.dtype, device=self.device)
@@ -149,7 +149,7 @@ def reach(length: int, max_len: int) -> int:
 
 def _attend(
     tokens: torch.Tensor,
-    group: Group,
+    group: SlotGroup,
     keys: torch.Tensor,
     values: torch.Tensor,
     bias: torch.Tensor,

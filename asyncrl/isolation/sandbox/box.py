@@ -26,7 +26,7 @@ from pathlib import Path
 
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.isolation.sandbox import files, wire
-from asyncrl.isolation.sandbox.confine import Limits
+from asyncrl.isolation.sandbox.confine import SandboxLimits
 from asyncrl.isolation.sandbox.jail import START
 
 START_SECONDS = 20.0
@@ -78,7 +78,11 @@ class Sandbox:
     """
 
     def __init__(
-        self, limits: Limits = Limits(), *, require: Iterable[str] = wire.HOLDS, show: Iterable[str] = ()
+        self,
+        limits: SandboxLimits = SandboxLimits(),
+        *,
+        require: Iterable[str] = wire.HOLDS,
+        show: Iterable[str] = (),
     ) -> None:
         self.limits = limits
         self.holds: frozenset[str] = frozenset()

@@ -38,7 +38,7 @@ DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Limits(NamedTuple):
+class SandboxLimits(NamedTuple):
     """Sizes are MiB. `memory`, `open_files` and `file` (the largest) are of one process; `disk` is of the
     private directory, `processes` of all processes and threads together."""
 
@@ -50,11 +50,11 @@ class Limits(NamedTuple):
     output: int = 16_384  # bytes of a reply
 
 
-class Plan(NamedTuple):
+class ConfinementPlan(NamedTuple):
     """`shown`: paths that may be read. `fallback`: the directory to make where there is no new root.
     `number`: the guard's process id, as the machine counts."""
 
-    limits: Limits
+    limits: SandboxLimits
     shown: Sequence[str]
     fallback: str
     number: int
@@ -86,7 +86,7 @@ def split_off(notes: list[str]) -> set[str]:
     return set()
 
 
-def settle(plan: Plan, spaces: set[str], notes: list[str]) -> Ground:
+def settle(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Ground:
     """In that child: everything else."""
     holds = {"orphans"} if "pid" in spaces else set()
     attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
@@ -131,7 +131,7 @@ def _is_memory(directory: str, notes: list[str]) -> bool:
     return True
 
 
-def _lock_files(plan: Plan, home: str, holds: set[str], notes: list[str]) -> int:
+def _lock_files(plan: ConfinementPlan, home: str, holds: set[str], notes: list[str]) -> int:
     """A ruleset in place of a new root. It also keeps signals inside, where the kernel is new enough."""
     devices = [f"/dev/{name}" for name in DEVICES.values()]
     try:
@@ -147,7 +147,7 @@ def _lock_files(plan: Plan, home: str, holds: set[str], notes: list[str]) -> int
     return fd
 
 
-def new_root(plan: Plan, uid: int) -> None:
+def new_root(plan: ConfinementPlan, uid: int) -> None:
     """A file tree of `shown`, read-only, with a private directory that vanishes with its last process."""
     unshare(NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -251,7 +251,7 @@ def _map_user(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def _user(plan: Plan, spaces: set[str]) -> int:
+def _user(plan: ConfinementPlan, spaces: set[str]) -> int:
     """Who is to run the code: for root another user, where there are that many, else the present one."""
     if os.geteuid() != 0 or "user" in spaces:
         return os.getuid()

@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 
 from asyncrl.isolation.sandbox import confine, files, processes
-from asyncrl.isolation.sandbox.confine import Limits, Plan
+from asyncrl.isolation.sandbox.confine import ConfinementPlan, SandboxLimits
 from asyncrl.isolation.sandbox.warden import Warden
 
 START = (
@@ -22,8 +22,8 @@ START = (
 def main() -> None:
     given = [argument.partition("=")[::2] for argument in sys.argv[1:]]
     words = dict(given)
-    plan = Plan(
-        Limits(**{name: int(words[name]) for name in Limits._fields}),
+    plan = ConfinementPlan(
+        SandboxLimits(**{name: int(words[name]) for name in SandboxLimits._fields}),
         [value for name, value in given if name == "show"],
         words["fallback"],
         os.getpid(),
@@ -36,7 +36,7 @@ def main() -> None:
     wait(pid, plan)
 
 
-def work(plan: Plan, spaces: set[str], notes: list[str], path: list[str]) -> None:
+def work(plan: ConfinementPlan, spaces: set[str], notes: list[str], path: list[str]) -> None:
     """The warden's life. It ends when the owner does, and the kernel then ends all of its namespace."""
     try:
         ground = confine.settle(plan, spaces, notes)
@@ -48,7 +48,7 @@ def work(plan: Plan, spaces: set[str], notes: list[str], path: list[str]) -> Non
         os._exit(0)
 
 
-def wait(warden: int, plan: Plan) -> None:
+def wait(warden: int, plan: ConfinementPlan) -> None:
     """Until the warden has ended, by itself or because the owner wants it (SIGTERM) or is dead."""
 
     def end(number: int, frame: FrameType | None) -> None:

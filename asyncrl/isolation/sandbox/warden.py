@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from asyncrl.isolation.sandbox import calls, cells, confine, files, locks, processes, wire
-from asyncrl.isolation.sandbox.confine import Ground, Limits
+from asyncrl.isolation.sandbox.confine import Ground, SandboxLimits
 
 LINK = 0
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
@@ -70,7 +70,7 @@ class Kept:
 
 
 class Warden:
-    def __init__(self, limits: Limits, ground: Ground) -> None:
+    def __init__(self, limits: SandboxLimits, ground: Ground) -> None:
         self._limits = limits
         self._ground = ground
         self._interpreter: Job | None = None
@@ -288,7 +288,7 @@ class Warden:
         self._interpreter = None
 
 
-def set_limits(limits: Limits, count: int, cpu: int) -> None:
+def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
     """`cpu`: seconds; 0: the clock that bounds each call is enough, as nothing runs between two."""
     if cpu:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))

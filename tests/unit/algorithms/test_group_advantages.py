@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
 from asyncrl.errors import ConfigError
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
 NONE = np.zeros(0)
 NAMES = ["dr_grpo", "grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "gdpo"]
@@ -21,16 +21,18 @@ PARTS = st.lists(
 )
 
 
-def group(rewards: Sequence[float], tokens: Sequence[int] = (), **parts: Sequence[float]) -> list[Member]:
+def group(
+    rewards: Sequence[float], tokens: Sequence[int] = (), **parts: Sequence[float]
+) -> list[GroupMember]:
     """Members numbered from 0, their reward as the only component unless others are given."""
     parts, tokens = parts or {"all": rewards}, tokens or [1] * len(rewards)
     return [
-        Member(i, float(reward), tokens[i], components={name: part[i] for name, part in parts.items()})
+        GroupMember(i, float(reward), tokens[i], components={name: part[i] for name, part in parts.items()})
         for i, reward in enumerate(rewards)
     ]
 
 
-def of(name: str, own: Member, siblings: Sequence[Member], **options: object) -> float:
+def of(name: str, own: GroupMember, siblings: Sequence[GroupMember], **options: object) -> float:
     value = advantages.get(name).bound(options, "$").of(CreditInput(own, siblings, NONE, NONE))
     assert isinstance(value, float)
     return value
@@ -63,7 +65,9 @@ PARTED = group([0, 0, 0], right=[1, 0, 0], brief=[0, 1, 1])
         ("gdpo", {"weights": "brief:3"}, PARTED, [-6 / 3**0.5, 3 / 3**0.5, 3 / 3**0.5]),
     ],
 )
-def test_by_hand(name: str, options: dict[str, object], siblings: list[Member], wanted: list[float]) -> None:
+def test_by_hand(
+    name: str, options: dict[str, object], siblings: list[GroupMember], wanted: list[float]
+) -> None:
     found = [of(name, own, siblings, **options) for own in siblings]
     # gdpo's numbers are written without its 1e-6
     assert found == pytest.approx(wanted, rel=1e-5 if name == "gdpo" else 1e-12, abs=1e-12)
@@ -140,7 +144,7 @@ def test_a_late_member_is_compared_with_all_that_landed(
     own: float, siblings: list[float], wanted: float
 ) -> None:
     """Not inside the baseline: the plain mean, without n/(n − 1)."""
-    late = Member(9, own)
+    late = GroupMember(9, own)
     assert of("rloo", late, group(siblings)) == pytest.approx(wanted)
 
 
@@ -151,7 +155,7 @@ def test_only_leave_one_out_is_declared_unbiased_for_late_members() -> None:
 
 
 def test_components_that_are_not_reported_are_named() -> None:
-    none = [Member(0, 1.0), Member(1, 0.0)]
+    none = [GroupMember(0, 1.0), GroupMember(1, 0.0)]
     with pytest.raises(ConfigError, match=r"components \(any\), an episode has none; the reward function"):
         of("gdpo", none[0], none)
     with pytest.raises(ConfigError, match="wants reward components brief, tone, an episode has brief, right"):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.advantages import CreditInput, Trace, advantages
 from asyncrl.algorithms.token_advantages import returns
 from asyncrl.errors import ConfigError, ProtocolError
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 
-ALONE = Member(0, 0.0)
+ALONE = GroupMember(0, 0.0)
 NUMBER = st.floats(-5, 5)
 SHARE = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
@@ -170,12 +170,12 @@ def test_gae_is_the_recursion_over_model_tokens(
 
 # G by turn: (1, 0), (1, 1), (0,), (3, 3, 3)
 FOUR = tuple(
-    Member(i, sum(turns), 4, turns)
+    GroupMember(i, sum(turns), 4, turns)
     for i, turns in enumerate([(1.0, 0.0), (0.0, 1.0), (0.0,), (0.0, 0.0, 3.0)])
 )
 
 
-def by_turn(own: Member, siblings: Sequence[Member], **options: object) -> list[float]:
+def by_turn(own: GroupMember, siblings: Sequence[GroupMember], **options: object) -> list[float]:
     """Two tokens per turn; one number per turn."""
     turn = np.repeat(np.arange(len(own.turn_rewards)), 2)
     found = of("grpo_turn", CreditInput(own, siblings, np.zeros(len(turn)), turn), **options)
@@ -206,7 +206,7 @@ def test_turns_are_discounted() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(NUMBER, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 3))
 def test_turns_in_any_order_of_siblings(group: list[list[float]], shift: int) -> None:
-    members = [Member(i, math.fsum(turns), 1, tuple(turns)) for i, turns in enumerate(group)]
+    members = [GroupMember(i, math.fsum(turns), 1, tuple(turns)) for i, turns in enumerate(group)]
     for own in members:
         found = by_turn(own, members)
         assert by_turn(own, members[shift:] + members[:shift]) == pytest.approx(found, abs=1e-9)
@@ -216,12 +216,12 @@ def test_turns_in_any_order_of_siblings(group: list[list[float]], shift: int) ->
 
 
 def test_equal_turn_rewards_get_zero() -> None:
-    members = [Member(i, 0.4, 1, (0.1, 0.3)) for i in range(7)]
+    members = [GroupMember(i, 0.4, 1, (0.1, 0.3)) for i in range(7)]
     assert by_turn(members[0], members) == by_turn(members[0], members, std=True) == [0.0, 0.0]
 
 
 def test_without_turn_rewards_a_turn_gets_what_the_episode_gets() -> None:
-    members = [Member(i, reward) for i, reward in enumerate([1.0, 0.0, 0.5])]
+    members = [GroupMember(i, reward) for i, reward in enumerate([1.0, 0.0, 0.5])]
     given = CreditInput(members[0], members, np.array([0.0, 0, 1]), np.array([0, 1, 1]))
     assert of("grpo_turn", given) == [0.5] * 3
 
@@ -236,7 +236,7 @@ def test_more_turns_than_turn_rewards_are_refused() -> None:
 
 
 def trace(number: int, rewards: Sequence[float], pi: Sequence[float], collision: Sequence[float]) -> Trace:
-    own = Member(number, sum(rewards))
+    own = GroupMember(number, sum(rewards))
     with np.errstate(divide="ignore"):
         return Trace("g", own, np.array(rewards, dtype=np.float64), np.log(pi), np.array(collision))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import Episode, State
+from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import Reads
 from asyncrl.config import BufferConfig
@@ -38,7 +38,9 @@ def run(buffer: ReplayBuffer, uid: str) -> None:
     buffer.assign(buffer.episodes[uid], "w", 1, 0)
 
 
-def land(buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, now: float = 0.0) -> Episode:
+def land(
+    buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, now: float = 0.0
+) -> EpisodeRecord:
     """Run an episode of one ten-token turn to its end."""
     episode = buffer.episodes[uid]
     if episode.state is State.PENDING:
@@ -55,7 +57,7 @@ def land_group(buffer: ReplayBuffer, group: int, *rewards: float, version: int =
         land(buffer, f"{group}.{member}", reward, version)
 
 
-def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[Episode]:
+def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[EpisodeRecord]:
     """Fail an episode for good. What was running and is dropped with it."""
     if buffer.episodes[uid].state is State.PENDING:
         run(buffer, uid)

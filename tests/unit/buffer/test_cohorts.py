@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from asyncrl.buffer.cohorts import Cohorts
-from asyncrl.buffer.records import Episode
+from asyncrl.buffer.records import EpisodeRecord
 from tests.unit.buffer.machine import admit, land, land_group, make, train
 
 
-def episode(reward: float, tokens: int) -> Episode:
-    return Episode("0.0", 0, 0, reward=reward, model_tokens=tokens)
+def episode(reward: float, tokens: int) -> EpisodeRecord:
+    return EpisodeRecord("0.0", 0, 0, reward=reward, model_tokens=tokens)
 
 
 def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:

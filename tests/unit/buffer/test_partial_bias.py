@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 from tests.unit.buffer.machine import admit, land, make
 
 MEMBERS = 3
@@ -40,7 +40,7 @@ def cases() -> Iterator[tuple[float, tuple[int, ...], tuple[bool, ...], tuple[in
             yield chance / orders, arms, early, before + after
 
 
-def credit(own: Member, siblings: tuple[Member, ...]) -> float:
+def credit(own: GroupMember, siblings: tuple[GroupMember, ...]) -> float:
     turn = np.zeros(1, dtype=np.int64)
     found = advantages.get("rloo").of(CreditInput(own, siblings, np.array([own.reward]), turn))
     return float(np.mean(found))
@@ -76,7 +76,7 @@ def ours(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...])
 
 def first_two(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...]) -> Trained:
     """The tempting rule: train as soon as two have landed, drop the rest."""
-    landed = tuple(Member(member, float(REWARD[arms[member]])) for member in order[:2])
+    landed = tuple(GroupMember(member, float(REWARD[arms[member]])) for member in order[:2])
     return [(member.number, credit(member, landed)) for member in landed]
 
 

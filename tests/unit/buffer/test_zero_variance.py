@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
 from asyncrl.buffer.zero_variance import Reads, alike
-from asyncrl.types import Member
+from asyncrl.types import GroupMember
 from tests.unit.buffer.machine import admit, land_group, make
 
 Turns = tuple[float, ...]
@@ -18,8 +18,8 @@ rewards = st.sampled_from([0.0, 0.5, 1.0])
 groups = st.lists(st.lists(rewards, min_size=1, max_size=3).map(tuple), min_size=2, max_size=4)
 
 
-def members(*turns: Turns) -> list[Member]:
-    return [Member(number, sum(some), len(some), some) for number, some in enumerate(turns)]
+def members(*turns: Turns) -> list[GroupMember]:
+    return [GroupMember(number, sum(some), len(some), some) for number, some in enumerate(turns)]
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: Reads, s
     ],
 )
 def test_components_by_hand(parts: list[dict[str, float]], reads: Reads, same: bool) -> None:
-    group = [Member(number, 1.0, components=some) for number, some in enumerate(parts)]
+    group = [GroupMember(number, 1.0, components=some) for number, some in enumerate(parts)]
     assert alike(group, None, reads) is same
 
 
-def lessons(name: str, group: list[Member], greedy: float | None) -> list[float]:
+def lessons(name: str, group: list[GroupMember], greedy: float | None) -> list[float]:
     """The advantages themselves, with one token per turn."""
     found: list[float] = []
     for own in group:

@@ -10,14 +10,14 @@ import pytest
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import (
     CallTools,
+    EpisodeLimits,
     Generate,
-    Generated,
-    Limits,
     Observed,
     Opened,
-    Replied,
     Rules,
     Step,
+    ToolsReplied,
+    TurnGenerated,
 )
 from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
 from asyncrl.conversation.parsers import parsers
@@ -51,7 +51,7 @@ SAMPLE = Sample(0, "test", (Message("system", "Be brief."), Message("user", "Rai
 
 def rules_of(name: str, *, environment: bool = False, history: str = "append") -> Rules:
     chat = Chat(tokenizer_of(name), datetime.date(2026, 1, 31))
-    limits = Limits(8, 100_000, 4096, 3, history=history)  # type: ignore[arg-type]
+    limits = EpisodeLimits(8, 100_000, 4096, 3, history=history)  # type: ignore[arg-type]
     return Rules(chat, parsers.load(PARSERS[name]), limits, environment)
 
 
@@ -60,7 +60,7 @@ def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
     written = family.writes(turn) + family.ends[bool(turn.tool_calls)]
     ids = tuple(tokenizer_of(name).encode(written, add_special_tokens=False))
     made = Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), StopReason.STOP)
-    return advance(rules, episode, Generated(made))
+    return advance(rules, episode, TurnGenerated(made))
 
 
 def turn_of(name: str, city: str) -> Message:
@@ -84,7 +84,9 @@ def with_replies(name: str, rules: Rules, turns: int) -> Episode:
         asked = episode.command
         assert isinstance(asked, CallTools)
         assert [call.arguments for call in asked.calls] == [call.arguments for call in turn.tool_calls]
-        episode = advance(rules, episode, Replied(tuple(ToolReply(call, "rain") for call in asked.calls)))
+        episode = advance(
+            rules, episode, ToolsReplied(tuple(ToolReply(call, "rain") for call in asked.calls))
+        )
     return episode
 
 

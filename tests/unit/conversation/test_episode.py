@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from asyncrl.conversation.commands import (
     CallTools,
     Done,
+    EpisodeScored,
     Fail,
     Generate,
-    Generated,
     Observed,
     Opened,
-    Replied,
     Rules,
     Score,
-    Scored,
     Step,
+    ToolsReplied,
+    TurnGenerated,
 )
 from asyncrl.conversation.episode import Episode, advance, conversation, resume
 from asyncrl.errors import ProtocolError
@@ -31,9 +31,9 @@ from asyncrl.types import (
     Generation,
     Message,
     Observation,
+    RewardResult,
     StopReason,
     ToolReply,
-    Verdict,
     VersionSpan,
 )
 from tests.fakes.chat import END, OPENED, FakeChat, call, encode, rules, sample, start
@@ -42,8 +42,8 @@ from tests.fakes.engine import generation
 BAD = "<tool_call>{nonsense</tool_call>"
 
 
-def replies(command: CallTools, text: str = "ok") -> Replied:
-    return Replied(tuple(ToolReply(c, text, seconds=0.5) for c in command.calls))
+def replies(command: CallTools, text: str = "ok") -> ToolsReplied:
+    return ToolsReplied(tuple(ToolReply(c, text, seconds=0.5) for c in command.calls))
 
 
 def play(script: list[str], made: Rules | None = None) -> Episode:
@@ -51,7 +51,7 @@ def play(script: list[str], made: Rules | None = None) -> Episode:
     made = made or rules()
     episode = start(made)
     for text in script:
-        episode = advance(made, episode, Generated(generation(text)))
+        episode = advance(made, episode, TurnGenerated(generation(text)))
         if isinstance(episode.command, CallTools):
             episode = advance(made, episode, replies(episode.command))
     return episode
@@ -60,7 +60,9 @@ def play(script: list[str], made: Rules | None = None) -> Episode:
 def test_a_turn_without_calls_answers() -> None:
     episode = play(["the answer is 42"])
     assert episode.command == Score("the answer is 42", EpisodeEnd.ANSWERED)
-    assert advance(rules(), episode, Scored(Verdict(1.0))).command == Done(1.0, EpisodeEnd.ANSWERED, (1.0,))
+    assert advance(rules(), episode, EpisodeScored(RewardResult(1.0))).command == Done(
+        1.0, EpisodeEnd.ANSWERED, (1.0,)
+    )
 
 
 def test_replies_become_the_context_of_the_next_turn() -> None:
@@ -75,7 +77,7 @@ def test_replies_become_the_context_of_the_next_turn() -> None:
 
 def test_calls_keep_their_order_and_malformed_ones_are_answered_last() -> None:
     made = rules()
-    episode = advance(made, start(made), Generated(generation(call("a") + BAD + call("b"))))
+    episode = advance(made, start(made), TurnGenerated(generation(call("a") + BAD + call("b"))))
     assert isinstance(episode.command, CallTools)
     assert [c.name for c in episode.command.calls] == ["a", "b"]
     episode = advance(made, episode, replies(episode.command))
@@ -105,7 +107,7 @@ def test_the_last_turn_ends_the_episode_without_running_its_tools() -> None:
 def test_a_turn_cut_by_its_budget_ends_the_episode() -> None:
     made = rules()
     cut = generation("the answer is <tool_call>{", stop=StopReason.LENGTH)
-    episode = advance(made, start(made), Generated(cut))
+    episode = advance(made, start(made), TurnGenerated(cut))
     assert episode.command == Score("the answer is", EpisodeEnd.LENGTH)
 
 
@@ -119,7 +121,7 @@ def test_the_episode_budget_shrinks_the_last_turn() -> None:
 def test_replies_that_leave_no_room_end_the_episode() -> None:
     text = "so " + call("a")
     made = rules(max_tokens=2 + len(text) + 1 + 5)
-    episode = advance(made, start(made), Generated(generation(text)))
+    episode = advance(made, start(made), TurnGenerated(generation(text)))
     assert isinstance(episode.command, CallTools)
     episode = advance(made, episode, replies(episode.command, "0123456789"))
     assert episode.command == Score("so", EpisodeEnd.LENGTH)
@@ -151,7 +153,7 @@ SPAN = VersionSpan(0, 2, 0, 0)
 )
 def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
     made = rules()
-    episode = advance(made, start(made), Generated(wrong))
+    episode = advance(made, start(made), TurnGenerated(wrong))
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.ENGINE_ERROR
     assert episode.turns == ()
@@ -159,12 +161,12 @@ def test_an_unusable_generation_is_an_engine_error(wrong: Generation) -> None:
 
 def test_missing_or_swapped_replies_are_refused() -> None:
     made = rules()
-    episode = advance(made, start(made), Generated(generation(call("a") + call("b"))))
+    episode = advance(made, start(made), TurnGenerated(generation(call("a") + call("b"))))
     assert isinstance(episode.command, CallTools)
     good = replies(episode.command).replies
     for wrong in (good[:1], good[::-1], (), good + good[:1]):
         with pytest.raises(ProtocolError):
-            advance(made, episode, Replied(wrong))
+            advance(made, episode, ToolsReplied(wrong))
 
 
 def test_recorded_turns_that_do_not_fit_are_refused() -> None:
@@ -193,11 +195,11 @@ def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
     made = rules(max_bad_calls=3)
 
     def answered(episode: Episode, text: str, refused: bool) -> Episode:
-        episode = advance(made, episode, Generated(generation(text)))
+        episode = advance(made, episode, TurnGenerated(generation(text)))
         if not isinstance(episode.command, CallTools):
             return episode
         said = (ToolReply(c, "no", refused=refused) for c in episode.command.calls)
-        return advance(made, episode, Replied(tuple(said)))
+        return advance(made, episode, ToolsReplied(tuple(said)))
 
     episode = answered(answered(start(made), BAD, True), call("nope"), True)
     assert episode.bad_calls == 2
@@ -209,17 +211,17 @@ def test_refused_calls_in_a_row_end_the_episode_like_malformed_ones() -> None:
 def test_calls_that_the_environment_answers_are_limited_too() -> None:
     own = Opened(("",), own_tools=frozenset({"move"}))
     made = rules(environment=True, max_calls=1)
-    episode = advance(made, start(made, opened=own), Generated(generation(call("move"))))
+    episode = advance(made, start(made, opened=own), TurnGenerated(generation(call("move"))))
     episode = advance(made, episode, said("moved"))
     assert episode.tool_calls == 1
-    episode = advance(made, episode, Generated(generation(call("move"))))
+    episode = advance(made, episode, TurnGenerated(generation(call("move"))))
     assert episode.command == Score("", EpisodeEnd.MAX_CALLS)
 
 
 def test_what_an_environment_says_is_cut() -> None:
     made = rules(environment=True, max_reply_tokens=3)
     hello = Opened(messages=(Message("user", "guess"),))
-    episode = advance(made, start(made, opened=hello), Generated(generation("5")))
+    episode = advance(made, start(made, opened=hello), TurnGenerated(generation("5")))
     assert episode.turns[0].context == (*encode("qgue"), 2)
     thinking = Observation((Message("user", "higher", reasoning="because"),))
     episode = advance(made, episode, Observed(thinking))
@@ -236,7 +238,7 @@ def test_a_recorded_turn_that_is_too_long_by_now_is_refused() -> None:
 def test_replies_are_cut_before_anybody_reads_them() -> None:
     made = rules(max_reply_tokens=3)
     episode = start(made)
-    episode = advance(made, episode, Generated(generation(call("a") + BAD)))
+    episode = advance(made, episode, TurnGenerated(generation(call("a") + BAD)))
     assert isinstance(episode.command, CallTools)
     episode = advance(made, episode, replies(episode.command, "0123456789"))
     assert [reply.content for reply in episode.turns[0].replies] == ["012", "err"]
@@ -247,7 +249,9 @@ def test_replies_are_cut_before_anybody_reads_them() -> None:
 @pytest.mark.parametrize("text", ["so " + call("a"), "so " + BAD])
 def test_without_tools_nothing_is_a_call(text: str) -> None:
     made = rules()
-    episode = advance(made, start(made, opened=Opened()), Generated(generation("<think>hm</think>" + text)))
+    episode = advance(
+        made, start(made, opened=Opened()), TurnGenerated(generation("<think>hm</think>" + text))
+    )
     assert episode.command == Score(text, EpisodeEnd.ANSWERED)
 
 
@@ -260,15 +264,17 @@ WORLD = rules(environment=True, max_turns=3)
 
 def test_an_environment_answers_turns_without_calls() -> None:
     hello = Opened(("",), messages=(Message("user", "guess"),))
-    episode = advance(WORLD, start(WORLD, opened=hello), Generated(generation("5")))
+    episode = advance(WORLD, start(WORLD, opened=hello), TurnGenerated(generation("5")))
     assert episode.turns[0].context == (*encode("qguess"), 2)
     assert episode.command == Step(Message("assistant", "5"))
     episode = advance(WORLD, episode, said("higher", reward=0.25))
     assert isinstance(episode.command, Generate)
     assert episode.command.ids == episode.rows[0] + encode("higher") + (2,)
-    episode = advance(WORLD, advance(WORLD, episode, Generated(generation("7"))), said(reward=1.0, done=True))
+    episode = advance(
+        WORLD, advance(WORLD, episode, TurnGenerated(generation("7"))), said(reward=1.0, done=True)
+    )
     assert episode.command == Score("7", EpisodeEnd.DONE)
-    done = advance(WORLD, episode, Scored(Verdict(0.5))).command
+    done = advance(WORLD, episode, EpisodeScored(RewardResult(0.5))).command
     assert isinstance(done, Done)
     assert done.turn_rewards == (0.25, 1.5)
     assert resume(WORLD, sample(), hello, episode.turns) == episode
@@ -277,23 +283,25 @@ def test_an_environment_answers_turns_without_calls() -> None:
 def test_the_last_turn_still_meets_its_environment() -> None:
     episode = start(WORLD)
     for word in ("1", "2", "3"):
-        episode = advance(WORLD, advance(WORLD, episode, Generated(generation(word))), said("no", reward=0.1))
+        episode = advance(
+            WORLD, advance(WORLD, episode, TurnGenerated(generation(word))), said("no", reward=0.1)
+        )
     assert episode.command == Score("3", EpisodeEnd.MAX_TURNS)
     assert [turn.observation.reward for turn in episode.turns if turn.observation] == [0.1] * 3
 
 
 def test_an_environment_that_says_nothing_fails_the_episode() -> None:
-    episode = advance(WORLD, advance(WORLD, start(WORLD), Generated(generation("5"))), said())
+    episode = advance(WORLD, advance(WORLD, start(WORLD), TurnGenerated(generation("5"))), said())
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.ENVIRONMENT_ERROR
 
 
 def test_calls_that_the_environment_answers_go_to_it_and_others_to_tools() -> None:
     own = Opened(("",), own_tools=frozenset({"move"}))
-    episode = advance(WORLD, start(WORLD, opened=own), Generated(generation("so " + call("move"))))
+    episode = advance(WORLD, start(WORLD, opened=own), TurnGenerated(generation("so " + call("move"))))
     assert isinstance(episode.command, Step)
     assert [made.name for made in episode.command.message.tool_calls] == ["move"]
-    other = advance(WORLD, start(WORLD, opened=own), Generated(generation(call("look"))))
+    other = advance(WORLD, start(WORLD, opened=own), TurnGenerated(generation(call("look"))))
     assert isinstance(other.command, CallTools)
 
 
@@ -303,13 +311,13 @@ def forking(history: str = "fork", **limits: Any) -> Rules:
 
 def test_a_template_that_rewrites_fails_or_begins_a_row() -> None:
     made = forking("append")
-    episode = advance(made, advance(made, start(made), Generated(generation("5"))), said("higher"))
+    episode = advance(made, advance(made, start(made), TurnGenerated(generation("5"))), said("higher"))
     assert isinstance(episode.command, Fail)
     assert episode.command.reason is FailReason.MISALIGNED
     made = forking()
-    episode = advance(made, advance(made, start(made), Generated(generation("5"))), said("higher"))
+    episode = advance(made, advance(made, start(made), TurnGenerated(generation("5"))), said("higher"))
     assert episode.command == Generate((*encode("q5higher"), 2), 512, row=1)
-    episode = advance(made, episode, Generated(generation("7")))
+    episode = advance(made, episode, TurnGenerated(generation("7")))
     assert [turn.row for turn in episode.turns] == [0, 1]
     assert episode.rows == tuple(turn.context + turn.ids for turn in episode.turns)
     assert resume(made, sample(), OPENED, episode.turns) == episode
@@ -319,7 +327,7 @@ def test_rows_are_limited() -> None:
     made = forking(max_rows=2)
     episode = start(made)
     for word in ("1", "2"):
-        episode = advance(made, advance(made, episode, Generated(generation(word))), said("no"))
+        episode = advance(made, advance(made, episode, TurnGenerated(generation(word))), said("no"))
     assert episode.command == Score("2", EpisodeEnd.MAX_ROWS)
 
 
@@ -327,7 +335,7 @@ def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
     made = rules(history="fold", max_tokens=800, max_new_tokens=60, max_turns=9)
     episode = start(made)
     while isinstance(episode.command, Generate) and episode.command.row == 0:
-        episode = advance(made, episode, Generated(generation(call("a"))))
+        episode = advance(made, episode, TurnGenerated(generation(call("a"))))
         assert isinstance(episode.command, CallTools)
         episode = advance(made, episode, replies(episode.command, f"{'x' * 99} {len(episode.turns)}"))
     assert isinstance(episode.command, Generate)
@@ -343,7 +351,7 @@ def test_a_full_row_goes_on_without_the_oldest_replies() -> None:
 
 def test_a_row_that_nothing_can_be_dropped_from_ends_the_episode() -> None:
     made = rules(history="fold", max_tokens=100, max_new_tokens=60)
-    episode = advance(made, start(made), Generated(generation(call("a"))))
+    episode = advance(made, start(made), TurnGenerated(generation(call("a"))))
     assert isinstance(episode.command, CallTools)
     episode = advance(made, episode, replies(episode.command, "x" * 90))
     assert episode.command == Score("", EpisodeEnd.LENGTH)
@@ -407,7 +415,7 @@ def test_every_script_keeps_its_tokens_and_replies(made: Rules, script: list[str
         if not isinstance(episode.command, Generate):
             break
         before = newest(episode)
-        episode = advance(made, episode, Generated(scripted(episode, text, split)))
+        episode = advance(made, episode, TurnGenerated(scripted(episode, text, split)))
         check(episode)
         assert newest(episode)[: len(before)] == before
         if isinstance(episode.command, CallTools):
@@ -430,7 +438,7 @@ def test_folding_recorded_turns_gives_the_same_state(
     for text in script:
         if not isinstance(episode.command, Generate):
             break
-        episode = waiting = advance(made, episode, Generated(scripted(episode, text, split)))
+        episode = waiting = advance(made, episode, TurnGenerated(scripted(episode, text, split)))
         if isinstance(episode.command, CallTools):
             episode = advance(made, episode, replies(episode.command))
             if lose_replies:  # the worker died before they were durable
@@ -439,9 +447,9 @@ def test_folding_recorded_turns_gives_the_same_state(
 
 
 EVENTS = st.one_of(
-    st.builds(lambda text: Generated(generation(text)), TURN.map("".join)),
-    st.just(Scored(Verdict(1.0))),
-    st.just(Replied(())),
+    st.builds(lambda text: TurnGenerated(generation(text)), TURN.map("".join)),
+    st.just(EpisodeScored(RewardResult(1.0))),
+    st.just(ToolsReplied(())),
     st.just("replies"),
 )
 
@@ -454,11 +462,13 @@ def test_events_that_answer_nothing_change_nothing(made: Rules, events: list[obj
             if not isinstance(episode.command, CallTools):
                 continue
             event = replies(episode.command)
-        fits = {Generate: Generated, CallTools: Replied, Score: Scored}.get(type(episode.command))
+        fits = {Generate: TurnGenerated, CallTools: ToolsReplied, Score: EpisodeScored}.get(
+            type(episode.command)
+        )
         try:
             after = advance(made, episode, event)  # type: ignore[arg-type]
         except ProtocolError:
-            assert fits is not type(event) or event == Replied(())
+            assert fits is not type(event) or event == ToolsReplied(())
             continue
         assert fits is type(event)
         assert after != episode

@@ -14,18 +14,18 @@ from asyncrl.conversation.commands import (
     CallTools,
     Command,
     Done,
+    EpisodeScored,
     Event,
     Fail,
     Generate,
-    Generated,
     Observed,
     Open,
     Opened,
-    Replied,
     Rules,
     Score,
-    Scored,
     Step,
+    ToolsReplied,
+    TurnGenerated,
 )
 from asyncrl.conversation.episode import (
     DROPPED,
@@ -45,10 +45,10 @@ from asyncrl.types import (
     Generation,
     Message,
     Observation,
+    RewardResult,
     StopReason,
     ToolReply,
     Turn,
-    Verdict,
     VersionSpan,
 )
 from tests.fakes.chat import END, FakeChat, call, encode, rules, sample
@@ -56,17 +56,17 @@ from tests.fakes.chat import END, FakeChat, call, encode, rules, sample
 SAMPLE = sample()
 ANSWERS: dict[type, type] = {
     Open: Opened,
-    Generate: Generated,
-    CallTools: Replied,
+    Generate: TurnGenerated,
+    CallTools: ToolsReplied,
     Step: Observed,
-    Score: Scored,
+    Score: EpisodeScored,
 }
 WRONG: tuple[Event, ...] = (
     Opened(),
-    Generated(Generation((END,), (0.0,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)),
-    Replied(()),
+    TurnGenerated(Generation((END,), (0.0,), (VersionSpan(0, 1, 0, 0),), StopReason.STOP)),
+    ToolsReplied(()),
     Observed(Observation()),
-    Scored(Verdict(0.0)),
+    EpisodeScored(RewardResult(0.0)),
 )
 
 # -- what may happen -----------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ opened = st.builds(
 observations = st.builds(Observation, messages, rewards, st.sampled_from([False, False, False, True]))
 
 
-def generated(text: str, command: Generate) -> Generated:
+def generated(text: str, command: Generate) -> TurnGenerated:
     """What an honest engine returns: it stops, or runs out of its budget, in one or two versions' spans."""
     whole = (*encode(text), END)
     ids = whole[: command.max_new_tokens]
@@ -139,7 +139,7 @@ def generated(text: str, command: Generate) -> Generated:
     parts = [(0, middle, 3), (middle, len(ids), 5)] if middle else [(0, len(ids), 5)]
     spans = tuple(VersionSpan(start, end, version, 3) for start, end, version in parts)
     stop = StopReason.STOP if ids == whole else StopReason.LENGTH
-    return Generated(Generation(ids, tuple(-float(k) for k in range(len(ids))), spans, stop))
+    return TurnGenerated(Generation(ids, tuple(-float(k) for k in range(len(ids))), spans, stop))
 
 
 def answer(draw: st.DrawFn, command: Command) -> Event:
@@ -150,11 +150,13 @@ def answer(draw: st.DrawFn, command: Command) -> Event:
             return generated(draw(st.sampled_from(TEXTS)), command)
         case CallTools(calls=calls):
             text, reward = draw(said), draw(rewards)
-            return Replied(tuple(ToolReply(c, f"{k}{text}", reward=reward + k) for k, c in enumerate(calls)))
+            return ToolsReplied(
+                tuple(ToolReply(c, f"{k}{text}", reward=reward + k) for k, c in enumerate(calls))
+            )
         case Step():
             return Observed(draw(observations))
         case Score():
-            return Scored(Verdict(draw(rewards)))
+            return EpisodeScored(RewardResult(draw(rewards)))
         case _:
             raise AssertionError(command)
 
@@ -223,7 +225,7 @@ def rows_are_exactly_what_the_engine_read_and_wrote(play: Played) -> None:
     asked = [
         (state.command, event.generation)
         for state, event in zip(play.states, play.events, strict=False)
-        if isinstance(event, Generated) and isinstance(state.command, Generate)
+        if isinstance(event, TurnGenerated) and isinstance(state.command, Generate)
     ]
     assert len(play.last.turns) == len(asked)
     rows: dict[int, tuple[int, ...]] = {}
@@ -267,10 +269,10 @@ def calls_go_where_they_belong(play: Played) -> None:
 def no_reply_is_lost_and_the_next_turn_reads_it(play: Played) -> None:
     made = play.made
     for before, event, after in zip(play.states, play.events, play.states[1:], strict=False):
-        if not isinstance(event, Replied | Observed):
+        if not isinstance(event, ToolsReplied | Observed):
             continue
         turn = play.last.turns[len(after.turns) - 1]
-        if isinstance(event, Replied):
+        if isinstance(event, ToolsReplied):
             assert isinstance(before.command, CallTools)
             count = len(before.command.calls)
             assert [reply.call for reply in turn.replies[:count]] == list(before.command.calls)
@@ -319,7 +321,7 @@ def only_answers_are_taken(play: Played) -> None:
     for state in play.states:
         for event in WRONG:
             fits = ANSWERS.get(type(state.command)) is type(event)
-            if fits and not (isinstance(state.command, CallTools) and event == Replied(())):
+            if fits and not (isinstance(state.command, CallTools) and event == ToolsReplied(())):
                 continue
             with pytest.raises(ProtocolError):
                 advance(play.made, state, event)
@@ -333,7 +335,7 @@ def time_may_run_out_at_any_moment(play: Played) -> None:
         assert (after.turns, after.rows) == (state.turns, state.rows)
         if state.turns:
             assert isinstance(after.command, Score) and after.command.end is EpisodeEnd.TIMEOUT
-            assert isinstance(advance(play.made, after, Scored(Verdict(1.0))).command, Done)
+            assert isinstance(advance(play.made, after, EpisodeScored(RewardResult(1.0))).command, Done)
         else:
             assert isinstance(after.command, Fail) and after.command.reason is FailReason.DEADLINE
 
@@ -341,7 +343,7 @@ def time_may_run_out_at_any_moment(play: Played) -> None:
 def rewards_are_all_counted_once(play: Played) -> None:
     if not isinstance(done := play.last.command, Done):
         return
-    verdict = next(event.verdict for event in play.events if isinstance(event, Scored))
+    verdict = next(event.verdict for event in play.events if isinstance(event, EpisodeScored))
     earned = [reply.reward for turn in play.last.turns for reply in turn.replies]
     earned += [turn.observation.reward for turn in play.last.turns if turn.observation]
     assert done.reward == pytest.approx(verdict.score + sum(earned)) == pytest.approx(sum(done.turn_rewards))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.conversation.parsers import Parsed, guess, parsers
+from asyncrl.conversation.parsers import Parsed, detect, parsers
 from asyncrl.types import Message, ToolCall
 from tests.fakes.families import FAMILIES, TEMPLATES
 
@@ -30,7 +30,7 @@ def test_a_family_is_understood(name: str, count: int) -> None:
     calls = CALLS[: min(count, 1 if family.one_call else 2)]
     content = "" if calls and family.bare_calls else "I look."
     reasoning = "They ask for weather." if family.thinks else ""
-    parser = guess(template(name))
+    parser = detect(template(name))
     assert parser
     read = parsers.get(parser)(family.writes(Message("assistant", content, calls, reasoning=reasoning)))
     assert (read.content, read.reasoning, read.errors) == (content, reasoning, ())
@@ -57,7 +57,7 @@ def test_a_family_is_understood(name: str, count: int) -> None:
     ],
 )
 def test_guess(model: str, parser: str | None) -> None:
-    assert guess(model) == parser
+    assert detect(model) == parser
     assert parser is None or parser in parsers
 
 

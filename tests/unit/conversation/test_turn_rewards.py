@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.conversation.commands import CallTools, Done, Fail, Generated, Replied, Scored
+from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, Fail, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import Episode, advance
-from asyncrl.types import EpisodeEnd, FailReason, ToolReply, Verdict
+from asyncrl.types import EpisodeEnd, FailReason, RewardResult, ToolReply
 from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
 
@@ -20,15 +20,15 @@ def played(tool_rewards: list[list[float]]) -> Episode:
     made = rules(max_turns=99)
     episode = start(made)
     for rewards in tool_rewards:
-        episode = advance(made, episode, Generated(generation("".join(call("a") for _ in rewards))))
+        episode = advance(made, episode, TurnGenerated(generation("".join(call("a") for _ in rewards))))
         assert isinstance(episode.command, CallTools)
         replies = [ToolReply(c, "ok", reward=r) for c, r in zip(episode.command.calls, rewards, strict=True)]
-        episode = advance(made, episode, Replied(tuple(replies)))
-    return advance(made, episode, Generated(generation("42")))
+        episode = advance(made, episode, ToolsReplied(tuple(replies)))
+    return advance(made, episode, TurnGenerated(generation("42")))
 
 
-def done(episode: Episode, verdict: Verdict) -> Done:
-    command = advance(rules(), episode, Scored(verdict)).command
+def done(episode: Episode, verdict: RewardResult) -> Done:
+    command = advance(rules(), episode, EpisodeScored(verdict)).command
     assert isinstance(command, Done)
     return command
 
@@ -36,32 +36,34 @@ def done(episode: Episode, verdict: Verdict) -> Done:
 @pytest.mark.parametrize(
     ("verdict", "expected"),
     [
-        (Verdict(1.0), (0.75, 0.0, 1.0)),
-        (Verdict(1.0, (0.0, 2.0, 4.0)), (0.75, 2.0, 5.0)),
-        (Verdict(1.0, shaping=-0.5), (0.75, 0.0, 0.5)),
-        (Verdict(0.0, (-0.75, 0.0, 0.0), shaping=-1.0), (0.0, 0.0, -1.0)),
+        (RewardResult(1.0), (0.75, 0.0, 1.0)),
+        (RewardResult(1.0, (0.0, 2.0, 4.0)), (0.75, 2.0, 5.0)),
+        (RewardResult(1.0, shaping=-0.5), (0.75, 0.0, 0.5)),
+        (RewardResult(0.0, (-0.75, 0.0, 0.0), shaping=-1.0), (0.0, 0.0, -1.0)),
     ],
 )
-def test_every_turn_earns_its_own(verdict: Verdict, expected: tuple[float, ...]) -> None:
+def test_every_turn_earns_its_own(verdict: RewardResult, expected: tuple[float, ...]) -> None:
     found = done(played([[0.5, 0.25], [0.0]]), verdict)
     assert found.turn_rewards == expected
     assert (found.reward, found.end, found.shaping) == (sum(expected), EpisodeEnd.ANSWERED, verdict.shaping)
 
 
 def test_components_are_carried() -> None:
-    assert done(played([]), Verdict(1.0, components={"format": 0.5})).components == {"format": 0.5}
+    assert done(played([]), RewardResult(1.0, components={"format": 0.5})).components == {"format": 0.5}
 
 
 @pytest.mark.parametrize("turns", [(0.0,), (0.0, 0.0, 0.0)])
 def test_another_number_of_turns_is_a_reward_error(turns: tuple[float, ...]) -> None:
-    command = advance(rules(), played([[0.0]]), Scored(Verdict(1.0, turns))).command
+    command = advance(rules(), played([[0.0]]), EpisodeScored(RewardResult(1.0, turns))).command
     detail = f"the reward function gave {len(turns)} turn rewards to an episode of 2 turns"
     assert command == Fail(FailReason.REWARD_ERROR, detail)
 
 
 @pytest.mark.parametrize("earned", [math.nan, math.inf, 1e308])
 def test_rewards_that_add_up_to_no_number_are_a_reward_error(earned: float) -> None:
-    command = advance(rules(), played([[earned, 1e308]]), Scored(Verdict(0.0, (0.0, 1e308)))).command
+    command = advance(
+        rules(), played([[earned, 1e308]]), EpisodeScored(RewardResult(0.0, (0.0, 1e308)))
+    ).command
     assert isinstance(command, Fail) and command.reason is FailReason.REWARD_ERROR
 
 
@@ -72,7 +74,7 @@ numbers = st.floats(-1e3, 1e3)
 def test_turn_rewards_sum_to_the_reward(
     tool_rewards: list[list[float]], score: float, shaping: float
 ) -> None:
-    found = done(played(tool_rewards), Verdict(score, shaping=shaping))
+    found = done(played(tool_rewards), RewardResult(score, shaping=shaping))
     assert len(found.turn_rewards) == len(tool_rewards) + 1
     assert found.reward == math.fsum(found.turn_rewards)
     assert found.reward == pytest.approx(sum(map(sum, tool_rewards)) + score + shaping, abs=1e-9)

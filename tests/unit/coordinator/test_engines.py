@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.config import parse
-from asyncrl.coordinator.engines import EngineDesk
-from asyncrl.coordinator.state import Core
+from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.state import RunState
 from asyncrl.store.runstore import RunStore
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
@@ -44,7 +44,7 @@ class Desk:
         )
         buffer, batches = make(rows=1)
         self.sent = Sent()
-        self.core = Core(
+        self.core = RunState(
             config,
             run_dir,
             [],
@@ -55,7 +55,7 @@ class Desk:
             self.sent,  # type: ignore[arg-type]
             coordinator_epoch=1,
         )
-        self.desk = EngineDesk(self.core, 0.0)
+        self.desk = EngineHandler(self.core, 0.0)
         for index, peer in enumerate((A, B)):
             self.join(peer, index)
 

@@ -13,7 +13,7 @@ from asyncrl.algorithms.advantages import Advantage
 from asyncrl.buffer.zero_variance import Reads
 from asyncrl.config import parse
 from asyncrl.coordinator import state as module
-from asyncrl.coordinator.state import Core, build_core
+from asyncrl.coordinator.state import RunState, build_core
 from asyncrl.types import Message, Sample
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import land_group, run, train
@@ -28,7 +28,7 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "load_samples", lambda path: rows)
 
 
-def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> Core:
+def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> RunState:
     sizes = {"groups_per_batch": 1, "episodes_per_group": 2, "filter_zero_variance": False}
     config = parse(
         {
@@ -42,7 +42,7 @@ def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> Core:
     return build_core(config, run_dir, Sent())  # type: ignore[arg-type]
 
 
-def play(core: Core, groups: int) -> list[int]:
+def play(core: RunState, groups: int) -> list[int]:
     """Admit groups; every other one is solved by all of its members. The rows they got."""
     rows = []
     for _ in range(groups):

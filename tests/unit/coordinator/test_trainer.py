@@ -10,8 +10,8 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
-from asyncrl.coordinator.state import Core
-from asyncrl.coordinator.trainer import TrainerDesk
+from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.errors import ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.weights.manifest import WeightsRef
@@ -20,12 +20,12 @@ from asyncrl.wire.messages import (
     Committed,
     Confirm,
     Go,
-    Plan,
     Published,
     Take,
     TrainerBeat,
     TrainerHello,
     Welcome,
+    WorkPlan,
 )
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, land, make
@@ -37,7 +37,7 @@ class Desk:
     def __init__(self, run_dir: Path, buffer: ReplayBuffer, batches: Batches) -> None:
         config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 3})
         self.sent = Sent()
-        self.core = Core(
+        self.core = RunState(
             config,
             run_dir,
             [],
@@ -49,17 +49,17 @@ class Desk:
             1,  # type: ignore[arg-type]
         )
         self.commits: list[Commit] = []
-        self.desk = TrainerDesk(self.core, self.commits.append)
+        self.desk = TrainerHandler(self.core, self.commits.append)
 
     def hello(self, incarnation: str = "x", step: int = 0) -> None:
         for rank, peer in enumerate(PEERS):
             self.desk.hello(peer, TrainerHello(rank, 2, incarnation, step, pid=1), 0.0)
         self.core.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
-    def take(self, rank: int, step: int, micro: int) -> Plan | None:
+    def take(self, rank: int, step: int, micro: int) -> WorkPlan | None:
         self.desk.take(PEERS[rank], Take(self.core.trainer_epoch, step, micro, rank))
         self.desk.serve()
-        answers = [plan for peer, plan in self.sent.take(Plan) if peer == PEERS[rank]]
+        answers = [plan for peer, plan in self.sent.take(WorkPlan) if peer == PEERS[rank]]
         return answers[0] if answers else None
 
     def confirm(self, rank: int, step: int, micro: int) -> list[bytes]:
@@ -91,7 +91,7 @@ def test_nobody_goes_before_all_hold_their_plan_and_a_missed_word_is_repeated(wo
     assert world.confirm(0, 0, 0) == []
     assert world.confirm(1, 0, 0) == PEERS
     world.core.store.commit()
-    restarted = TrainerDesk(world.core, world.commits.append)  # a coordinator that was killed right then
+    restarted = TrainerHandler(world.core, world.commits.append)  # a coordinator that was killed right then
     restarted.ranks = world.desk.ranks
     world.desk = restarted
     assert world.confirm(1, 0, 0) == [PEERS[1]]
@@ -126,7 +126,7 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(world: Desk) -> 
     assert world.core.trainer_epoch == old_epoch + 1
     world.desk.take(PEERS[0], Take(old_epoch, 0, 0, 0))
     world.desk.serve()
-    assert world.sent.take(Plan) == []
+    assert world.sent.take(WorkPlan) == []
     again = world.take(0, 0, 0)
     assert plan is not None and again is not None and again.rows == plan.rows
 

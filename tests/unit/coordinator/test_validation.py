@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.coordinator.validation import Validation
-from asyncrl.coordinator.workers import Worker
+from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.types import EpisodeEnd, FailReason
 from asyncrl.weights import disk
 from asyncrl.wire.messages import Assign, Failed, Finished
@@ -40,7 +40,7 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     assert not validation.busy
 
 
-def validating(run_dir: Path) -> tuple[Desk, Worker, Validation]:
+def validating(run_dir: Path) -> tuple[Desk, WorkerRecord, Validation]:
     """A session of one sample, with a worker that is ready for it."""
     training, desk = Training(run_dir / "weights"), Desk(run_dir)
     training.publish(1)

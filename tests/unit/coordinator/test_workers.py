@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.ledger import VersionLedger
-from asyncrl.buffer.records import Episode, State
+from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import parse
-from asyncrl.coordinator.engines import EngineDesk
-from asyncrl.coordinator.state import Core
-from asyncrl.coordinator.workers import WorkerDesk
+from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeEnd, FailReason, Message, Sample
 from asyncrl.weights.manifest import WeightsRef
@@ -42,7 +42,7 @@ class Desk:
         buffer, batches = make(rows=1, greedy=greedy)
         admit(buffer, 1)
         self.sent = Sent()
-        self.core = Core(
+        self.core = RunState(
             config,
             run_dir,
             [SAMPLE],
@@ -53,9 +53,9 @@ class Desk:
             self.sent,  # type: ignore[arg-type]
             coordinator_epoch=1,
         )
-        self.landed: list[Episode] = []
-        self.engines = EngineDesk(self.core, 0.0)
-        self.desk = WorkerDesk(
+        self.landed: list[EpisodeRecord] = []
+        self.engines = EngineHandler(self.core, 0.0)
+        self.desk = WorkerHandler(
             self.core,
             self.engines,
             lambda episode, _: self.landed.append(episode),

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineLost
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.http import Server
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import EngineError
 from asyncrl.types import StopReason, VersionSpan
 from tests.fakes.sglang import DONE, Script, event, scripted
@@ -29,7 +29,7 @@ def run(test: Test, **terms: Any) -> None:
         async with asyncio.timeout(60), scripted() as script:
             script.says("/abort_request", 200)
             defaults: dict[str, Any] = {"vocabulary": 64, "max_len": 32, "silence": 30.0}
-            engine = SGLangEngine(Server(script.url), Terms(**defaults | terms), salt="mine")
+            engine = SGLangEngine(ServerApi(script.url), Terms(**defaults | terms), salt="mine")
             try:
                 await test(script, engine)
                 assert engine.running == 0

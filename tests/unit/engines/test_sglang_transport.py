@@ -8,19 +8,19 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from asyncrl.engines.base import EngineBusy
-from asyncrl.engines.sglang.http import KeyRejected, Server, ServerGone
+from asyncrl.engines.sglang.http import KeyRejected, ServerApi, ServerGone
 from asyncrl.engines.sglang.transport import Events
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import DONE, Script, event, scripted
 
-Test = Callable[[Script, Server], Awaitable[None]]
+Test = Callable[[Script, ServerApi], Awaitable[None]]
 
 
 def run(test: Test, *keys: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(60), scripted() as script:
-            server = Server(script.url, *keys)
+            server = ServerApi(script.url, *keys)
             try:
                 await test(script, server)
             finally:
@@ -29,7 +29,7 @@ def run(test: Test, *keys: str) -> None:
     asyncio.run(main())
 
 
-async def drained(server: Server, silence: float = 30.0) -> list[bytes]:
+async def drained(server: ServerApi, silence: float = 30.0) -> list[bytes]:
     async with server.generate({"input_ids": [1]}, silence) as events:
         return [payload async for payload in events]
 
@@ -49,7 +49,7 @@ async def drained(server: Server, silence: float = 30.0) -> list[bytes]:
     ],
 )
 def test_error_shapes(status: int, content: bytes, kind: type[AsyncrlError], text: str):
-    async def test(script: Script, server: Server) -> None:
+    async def test(script: Script, server: ServerApi) -> None:
         for path in ("/generate", "/model_info"):
             script.says(path, status, content)
         for call in (server.generate_whole({}), drained(server), server.model_info()):
@@ -61,7 +61,7 @@ def test_error_shapes(status: int, content: bytes, kind: type[AsyncrlError], tex
 
 
 def test_weight_endpoints_fail_with_weights_errors():
-    async def test(script: Script, server: Server) -> None:
+    async def test(script: Script, server: ServerApi) -> None:
         path = "/update_weights_from_disk"
         script.says(path, 400, b'{"success":false,"message":"Failed to get weights iterator"}')
         with pytest.raises(WeightsError, match="answered 400: Failed to get weights iterator"):
@@ -78,7 +78,7 @@ def test_weight_endpoints_fail_with_weights_errors():
 
 
 def test_each_route_gets_the_key_that_opens_it():
-    async def test(script: Script, server: Server) -> None:
+    async def test(script: Script, server: ServerApi) -> None:
         script.says("/model_info", 200, b'{"model_path":"m","weight_version":"default"}')
         for path in ("/generate", "/abort_request", "/flush_cache", "/continue_generation"):
             script.says(path, 200, b"{}")
@@ -93,7 +93,7 @@ def test_each_route_gets_the_key_that_opens_it():
 
 
 def test_servers_that_are_gone_silent_or_cut_the_line():
-    async def test(script: Script, server: Server) -> None:
+    async def test(script: Script, server: ServerApi) -> None:
         forever = asyncio.Event()
         script.streams(event([1], 1), then=forever)
         with pytest.raises(ServerGone, match=r"no answer within 0\.2 s"):
@@ -113,7 +113,7 @@ def test_servers_that_are_gone_silent_or_cut_the_line():
 def test_nobody_there_and_no_url():
     async def main() -> None:
         for url, kind in (("http://127.0.0.1:9", ServerGone), ("nonsense", ConfigError)):
-            server = Server(url)
+            server = ServerApi(url)
             with pytest.raises(kind):
                 await server.ready()
             await server.close()
@@ -122,7 +122,7 @@ def test_nobody_there_and_no_url():
 
 
 def test_ready_is_a_question_to_servers_of_this_kind_only():
-    async def test(script: Script, server: Server) -> None:
+    async def test(script: Script, server: ServerApi) -> None:
         for status, ready in ((200, True), (503, False)):
             script.says("/ready", status)
             assert await server.ready() is ready

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl.engines.sglang.http import Server
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.versions import Plain, Sessions, dialect_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import WeightsError
@@ -32,7 +32,7 @@ def test_versions_are_chosen_by_name_and_others_refused():
 def test_a_session_is_closed_whatever_happens_in_it():
     async def main() -> None:
         async with scripted() as script:
-            server = Server(script.url)
+            server = ServerApi(script.url)
             script.says("/begin_weight_update", 200, OK)
             script.says("/end_weight_update", 200, OK)
             async with Sessions().update(server):

@@ -15,7 +15,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.keeper import keeper as engine_keeper
 from asyncrl.keeper.keeper import LOAD_TRIES, Keeper
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import KeeperBeat, Loaded, Message
+from asyncrl.wire.messages import KeeperBeat, Loaded, WireMessage
 from asyncrl.wire.sockets import Endpoints
 
 REF = WeightsRef(1, 1, "somewhere")
@@ -27,9 +27,9 @@ class Control:
     """In place of the link: what was sent."""
 
     def __init__(self) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[WireMessage] = []
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: WireMessage) -> None:
         self.sent.append(message)
 
 
@@ -49,7 +49,7 @@ class Server:
         return found
 
 
-def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any) -> list[Message]:
+def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any) -> list[WireMessage]:
     """Run `act` on a keeper of a server that is up; returns what it told the coordinator."""
     engine = {"name": "sglang"}
     base: dict[str, Any] = {"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "engine": engine}

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl.config import LaunchConfig
-from asyncrl.launch.placement import Place, Unit
+from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import Order
 from asyncrl.launch.session import Session
-from asyncrl.launch.supervisor import Ending, Supervisor
+from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.messages import (
     ObserverHello,
     RunEnd,
@@ -50,7 +50,7 @@ class Play:
         self.hub = Hub(self.endpoints.control, ToCoordinatorControl)
         self.processes: dict[str, Process] = {}
         self.shown: list[tuple[Any, ...]] = []
-        units = [Unit(role, (Place(role, 0, 1, "t"),)) for role in ("coordinator", "rollout")]
+        units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout")]
         supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
         self.session = Session(
             LaunchConfig(**launch), run_dir, self.endpoints, supervisor, self, self.on_step
@@ -83,7 +83,7 @@ class Play:
             elif isinstance(received[1], kind):
                 return received[0], received[1]
 
-    def run(self, part: Any) -> Ending:
+    def run(self, part: Any) -> RunOutcome:
         errors: list[BaseException] = []
 
         def act() -> None:
@@ -116,7 +116,7 @@ def test_what_the_coordinator_tells_is_shown_and_its_end_is_the_end(play: Play) 
         play.processes["rollout-0"].code = 0
         play.processes["coordinator-0"].code = 0
 
-    assert play.run(part) == Ending(0)
+    assert play.run(part) == RunOutcome(0)
     assert play.shown == [("running", 1, 9, {"a": 1.0}, ("x waits for y",)), ("step", 1)]
     assert play.tracked == [1]
 
@@ -127,7 +127,7 @@ def test_a_failed_run_gives_the_coordinators_reason(play: Play) -> None:
         play.hub.send(peer, RunEnd("failed", "ProtocolError: nothing has moved"))
         play.processes["coordinator-0"].code = 1
 
-    assert play.run(part) == Ending(1, "ProtocolError: nothing has moved")
+    assert play.run(part) == RunOutcome(1, "ProtocolError: nothing has moved")
     assert play.processes["rollout-0"].code == -15
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.placement import Place, Unit
+from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import Order
 from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVING, Supervisor, describe_exit
 
@@ -35,9 +35,9 @@ class World:
         self.started: list[Fake] = []
         self.notes: list[str] = []
         units = [
-            Unit("coordinator", (Place("coordinator", 0, 1, "t"),)),
-            Unit("rollout", (Place("rollout", 0, 1, "t"),)),
-            Unit("trainer", (Place("trainer", 0, 1, "t"), Place("trainer", 1, 1, "t"))),
+            Unit("coordinator", (RolePlace("coordinator", 0, 1, "t"),)),
+            Unit("rollout", (RolePlace("rollout", 0, 1, "t"),)),
+            Unit("trainer", (RolePlace("trainer", 0, 1, "t"), RolePlace("trainer", 1, 1, "t"))),
         ]
         self.supervisor = Supervisor(
             units, self.spawn, run_dir, restarts, lambda unit, name: f"at-{name}", self.notes.append

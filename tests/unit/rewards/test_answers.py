@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, evaluate, load_rewards
 from asyncrl.rewards.answers import f1, final_number, gsm8k, regex
-from asyncrl.types import EpisodeEnd, Message, Sample, Verdict
+from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample
 
 
 def score(name: str, answer: str, truth: Any, **options: Any) -> float:
@@ -151,17 +151,17 @@ def test_format(answer: str, end: EpisodeEnd, tool: str, reward: float) -> None:
 @pytest.mark.parametrize(
     ("result", "verdict"),
     [
-        (0.5, Verdict(0.5)),
-        (0, Verdict(0.0)),
-        ({"score": 0.25, "components": {"tests": 3}}, Verdict(0.25, (), {"tests": 3.0})),
+        (0.5, RewardResult(0.5)),
+        (0, RewardResult(0.0)),
+        ({"score": 0.25, "components": {"tests": 3}}, RewardResult(0.25, (), {"tests": 3.0})),
         (None, "the agent returned no score"),
         ("done", "the reward is 'done', which is no number"),
     ],
 )
-def test_agent(result: Any, verdict: Verdict | str) -> None:
+def test_agent(result: Any, verdict: RewardResult | str) -> None:
     (reward,) = load_rewards("agent")
     given = RewardInput(Sample(0, "s", (), '""'), "", result=result)
-    if isinstance(verdict, Verdict):
+    if isinstance(verdict, RewardResult):
         assert asyncio.run(evaluate(reward.function, given)) == verdict
     else:
         with pytest.raises((TypeError, ValueError), match=verdict):

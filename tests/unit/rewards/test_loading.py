@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards import RewardInput, Source, evaluate, in_loop, load_rewards
-from asyncrl.types import Message, Sample, Verdict
+from asyncrl.rewards import RewardInput, RewardSource, evaluate, in_loop, load_rewards
+from asyncrl.types import Message, RewardResult, Sample
 
 GIVEN = RewardInput(Sample(0, "s", (Message("user", "?"),), '"5"'), "it is 5", turns=3)
 
@@ -88,8 +88,12 @@ def file(tmp_path: Path) -> Path:
 )
 def test_what_is_a_reward(file: Path, name: str, options: dict[str, Any], place: str, score: float) -> None:
     (reward,) = load_rewards({f"{file}:{name}": options})
-    assert (reward.name, reward.place, reward.source) == (name, place, Source(f"{file}:{name}", options))
-    assert asyncio.run(evaluate(reward.function, GIVEN)) == Verdict(score)
+    assert (reward.name, reward.place, reward.source) == (
+        name,
+        place,
+        RewardSource(f"{file}:{name}", options),
+    )
+    assert asyncio.run(evaluate(reward.function, GIVEN)) == RewardResult(score)
 
 
 @pytest.mark.parametrize(
@@ -134,5 +138,5 @@ def test_names_and_weights(tmp_path: Path) -> None:
 
 
 def test_a_function_at_hand() -> None:
-    assert asyncio.run(evaluate(in_loop(lambda given: given.turns).function, GIVEN)) == Verdict(3.0)
-    assert asyncio.run(evaluate(in_loop(lambda **_: 2).function, GIVEN)) == Verdict(2.0)
+    assert asyncio.run(evaluate(in_loop(lambda given: given.turns).function, GIVEN)) == RewardResult(3.0)
+    assert asyncio.run(evaluate(in_loop(lambda **_: 2).function, GIVEN)) == RewardResult(2.0)

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.rewards import RewardError, RewardInput, Source, load_rewards, process
+from asyncrl.rewards import RewardError, RewardInput, RewardSource, load_rewards, process
 from asyncrl.rewards.process import Pool
-from asyncrl.types import Message, Sample, ToolCall, Verdict
+from asyncrl.types import Message, RewardResult, Sample, ToolCall
 
 FILE = """
 import asyncio, os, signal, subprocess, sys, threading, time
@@ -113,7 +113,7 @@ def pooled(
     (tmp_path / "mine.py").write_text(FILE)
 
     async def run() -> Any:
-        pool = Pool(Source(f"{tmp_path}/mine.py:{name}"), size=1)
+        pool = Pool(RewardSource(f"{tmp_path}/mine.py:{name}"), size=1)
 
         async def ask(answer: str, seconds: float = 30.0) -> float | str:
             try:
@@ -139,10 +139,10 @@ def test_a_function_with_options_and_a_typed_one(tmp_path: Path) -> None:
     message = Message("assistant", "", (ToolCall("add", "{}"),))
 
     async def main() -> None:
-        pool, typed = Pool(reward.source), Pool(Source(f"{tmp_path}/mine.py:act"))
+        pool, typed = Pool(reward.source), Pool(RewardSource(f"{tmp_path}/mine.py:act"))
         try:
             found = await pool.call(RewardInput(SAMPLE, "2", turns=3), 30.0)
-            assert found == Verdict(2.5, (), {"turns": 3.0})
+            assert found == RewardResult(2.5, (), {"turns": 3.0})
             long = RewardInput(SAMPLE, "length", (message,), transcript="x" * 1_000_000)
             assert (await typed.call(long, 30.0)).score == 1_000_001
         finally:
@@ -232,7 +232,7 @@ def test_a_hundred_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> list[float]:
-        pool = Pool(Source(f"{tmp_path}/mine.py:compute_score"), size=2)
+        pool = Pool(RewardSource(f"{tmp_path}/mine.py:compute_score"), size=2)
         try:
             calls = (pool.call(RewardInput(SAMPLE, str(k)), 30.0) for k in range(100))
             scores = [verdict.score for verdict in await asyncio.gather(*calls)]
@@ -271,7 +271,7 @@ def test_processes_start_when_they_are_needed_and_end_with_the_pool(tmp_path: Pa
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> None:
-        pool = Pool(Source(f"{tmp_path}/mine.py:act"), size=4)
+        pool = Pool(RewardSource(f"{tmp_path}/mine.py:act"), size=4)
         assert not pool._all
         given = RewardInput(SAMPLE, "pid")
         pids = {(await pool.call(given, 30.0)).score for _ in range(5)}
@@ -286,7 +286,7 @@ def test_a_process_that_dies_between_calls_costs_nothing(tmp_path: Path) -> None
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> None:
-        pool = Pool(Source(f"{tmp_path}/mine.py:act"), size=1)
+        pool = Pool(RewardSource(f"{tmp_path}/mine.py:act"), size=1)
         given = RewardInput(SAMPLE, "pid")
         try:
             before = (await pool.call(given, 30.0)).score
@@ -304,7 +304,7 @@ def test_closing_ends_calls_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> None:
-        pool = Pool(Source(f"{tmp_path}/mine.py:act"), size=1)
+        pool = Pool(RewardSource(f"{tmp_path}/mine.py:act"), size=1)
         await pool.call(RewardInput(SAMPLE, "fine"), 30.0)
         hung, waiting = (asyncio.create_task(pool.call(RewardInput(SAMPLE, "hang"), 30.0)) for _ in range(2))
         await asyncio.sleep(0)

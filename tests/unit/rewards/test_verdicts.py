@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.rewards import RewardInput, combine, evaluate
 from asyncrl.rewards.verdicts import from_verl, plain, told, verdict_of
-from asyncrl.types import EpisodeEnd, Message, Sample, ToolCall, Verdict
+from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample, ToolCall
 
 SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')
 GIVEN = RewardInput(
@@ -33,7 +33,7 @@ def test_verls_arguments_and_what_the_episode_tells_of_itself() -> None:
         seen.append(arguments)
         return {"score": 0.5, "bonus": 1.0}
 
-    assert asyncio.run(evaluate(from_verl(compute_score), GIVEN)) == Verdict(0.5)
+    assert asyncio.run(evaluate(from_verl(compute_score), GIVEN)) == RewardResult(0.5)
     assert seen == [
         {
             "data_source": "chain_math",
@@ -68,17 +68,17 @@ def test_messages_have_openais_shape() -> None:
 @pytest.mark.parametrize(
     ("result", "verdict"),
     [
-        (1, Verdict(1.0)),
-        (True, Verdict(1.0)),
-        ("0.5", Verdict(0.5)),
-        (Verdict(0.5, (1.0,), {"a": 2.0}, shaping=9.0), Verdict(0.5, (1.0,), {"a": 2.0})),
+        (1, RewardResult(1.0)),
+        (True, RewardResult(1.0)),
+        ("0.5", RewardResult(0.5)),
+        (RewardResult(0.5, (1.0,), {"a": 2.0}, shaping=9.0), RewardResult(0.5, (1.0,), {"a": 2.0})),
         (
             {"score": 1, "turns": [0, 0.5], "components": {"format": True, "right": 0.5}, "acc": "ignored"},
-            Verdict(1.0, (0.0, 0.5), {"format": 1.0, "right": 0.5}),
+            RewardResult(1.0, (0.0, 0.5), {"format": 1.0, "right": 0.5}),
         ),
     ],
 )
-def test_results(result: Any, verdict: Verdict) -> None:
+def test_results(result: Any, verdict: RewardResult) -> None:
     assert verdict_of(result) == verdict
 
 
@@ -92,7 +92,7 @@ def test_results(result: Any, verdict: Verdict) -> None:
         ({"score": 1, "turns": 3}, "'turns' of the reward is a int"),
         ({"score": 1, "components": {"format": float("inf")}}, "component 'format' of the reward is inf"),
         ({"score": 1, "components": [1]}, "'components' of the reward is a list"),
-        (Verdict(float("nan")), "the reward is nan"),
+        (RewardResult(float("nan")), "the reward is nan"),
         ("much", "the reward is 'much'"),
         (None, "the reward is None"),
         (float("-inf"), "no finite number"),
@@ -107,24 +107,27 @@ def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "verdict"),
     [
-        ([("a", 1.0, Verdict(0.5, (), {"x": 1.0}))], Verdict(0.5, (), {"x": 1.0})),
-        ([("a", 2.0, Verdict(0.5, (1.0, 0.0)))], Verdict(1.0, (2.0, 0.0))),
+        ([("a", 1.0, RewardResult(0.5, (), {"x": 1.0}))], RewardResult(0.5, (), {"x": 1.0})),
+        ([("a", 2.0, RewardResult(0.5, (1.0, 0.0)))], RewardResult(1.0, (2.0, 0.0))),
         (
-            [("right", 1.0, Verdict(1.0)), ("format", -0.5, Verdict(0.5, (), {"tags": 1.0}))],
-            Verdict(0.75, (), {"right": 1.0, "format": 0.5, "format/tags": 1.0}),
+            [("right", 1.0, RewardResult(1.0)), ("format", -0.5, RewardResult(0.5, (), {"tags": 1.0}))],
+            RewardResult(0.75, (), {"right": 1.0, "format": 0.5, "format/tags": 1.0}),
         ),
         (
             [
-                ("a", 1.0, Verdict(0.0, (1.0, 2.0))),
-                ("b", 0.5, Verdict(0.0, (2.0, 4.0))),
-                ("c", 1.0, Verdict(0.0)),
+                ("a", 1.0, RewardResult(0.0, (1.0, 2.0))),
+                ("b", 0.5, RewardResult(0.0, (2.0, 4.0))),
+                ("c", 1.0, RewardResult(0.0)),
             ],
-            Verdict(0.0, (2.0, 4.0), {"a": 0.0, "b": 0.0, "c": 0.0}),
+            RewardResult(0.0, (2.0, 4.0), {"a": 0.0, "b": 0.0, "c": 0.0}),
         ),
-        ([("a", 0.0, Verdict(1.0)), ("b", 1.0, Verdict(2.0))], Verdict(2.0, (), {"a": 1.0, "b": 2.0})),
+        (
+            [("a", 0.0, RewardResult(1.0)), ("b", 1.0, RewardResult(2.0))],
+            RewardResult(2.0, (), {"a": 1.0, "b": 2.0}),
+        ),
     ],
 )
-def test_a_weighted_sum(parts: list[tuple[str, float, Verdict]], verdict: Verdict) -> None:
+def test_a_weighted_sum(parts: list[tuple[str, float, RewardResult]], verdict: RewardResult) -> None:
     assert combine(parts) == verdict
 
 
@@ -148,9 +151,9 @@ def test_a_verdict_is_finite_whatever_the_function_gave(result: Any) -> None:
 
 def test_sums_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="different lengths"):
-        combine([("a", 1.0, Verdict(0.0, (1.0,))), ("b", 1.0, Verdict(0.0, (1.0, 2.0)))])
+        combine([("a", 1.0, RewardResult(0.0, (1.0,))), ("b", 1.0, RewardResult(0.0, (1.0, 2.0)))])
     with pytest.raises(ValueError, match="no finite number"):
-        combine([("a", 1e308, Verdict(1e308))])
+        combine([("a", 1e308, RewardResult(1e308))])
 
 
 def test_an_error_tells_where_it_came_from() -> None:

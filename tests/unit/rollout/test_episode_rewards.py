@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.buffer.records import Episode
+from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import Rewarded, Tool, tool
@@ -126,7 +126,7 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
 
 def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    episodes: list[Episode] = list(desk.core.buffer.episodes.values())
+    episodes: list[EpisodeRecord] = list(desk.core.buffer.episodes.values())
     episodes[-1].greedy = True
     desk.join(A)
     desk.engines.tick(0.0, 0.0)

@@ -13,15 +13,15 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
 from asyncrl.rewards import in_loop
-from asyncrl.rollout.context import Desk, generated, turns_of
+from asyncrl.rollout.context import EpisodeContext, generated, turns_of
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.rollout.samplers import OwnLane
+from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.turn_player import TurnPlayer, World
-from asyncrl.runtime.busy_timer import Meter
+from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, tool
-from asyncrl.types import EpisodeEnd, FailReason, Heard, Turn
+from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
 from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.wire.outbox import Outbox, Record
 from tests.fakes.chat import call, rules, sample
@@ -47,14 +47,16 @@ class Bench:
         self.auto_ack = True
         self.waits, self.oldest = Waits(), 0
         self.engine = ScriptedEngine(self.script)
-        self.lane = OwnLane("train", lambda: self.engine, self.waits, Meter(Intervals()), Intervals(), 60.0)
+        self.lane = LocalSampler(
+            "train", lambda: self.engine, self.waits, BusyTimer(Intervals()), Intervals(), 60.0
+        )
         self.lane.engine = self.engine
         self.outbox = Outbox(self.send)
         config = RolloutConfig(**{"episode_timeout": 60.0, "reward_timeout": 60.0, **options})
         self.tools = {"look": self.looker()}
         scorer = Scorer([in_loop(reward)], config.reward_timeout)
         made = rules(environment=environment is not None)
-        desk = Desk(config, made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
+        desk = EpisodeContext(config, made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
         self.runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, self.world(config, environment)))
 
     def world(self, config: RolloutConfig, environment: Any) -> World:
@@ -114,7 +116,7 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     assert sorted(bench.calls) == ["left", "right"]
     turn = msgspec.msgpack.decode(bench.frames[0][0], type=Turn)
     assert turn.replies == ()
-    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert [reply.content for reply in heard.replies] == ["saw left", "saw right"]
     first = bench.sent[0]
     assert isinstance(first, Generated)
@@ -208,7 +210,7 @@ def test_malformed_calls_and_unknown_tools_are_answered() -> None:
     assert [type(record) for record in bench.sent] == [
         Generated, Replied, Generated, Replied, Generated, Finished
     ]  # fmt: skip
-    heard = msgspec.msgpack.decode(bench.frames[3][0], type=Heard)
+    heard = msgspec.msgpack.decode(bench.frames[3][0], type=TurnReply)
     assert "unknown tool" in heard.replies[0].content
 
 

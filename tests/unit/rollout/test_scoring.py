@@ -12,14 +12,14 @@ import pytest
 
 from asyncrl.rewards import Reward, RewardInput, in_loop, load_rewards
 from asyncrl.rollout.scoring import RewardError, Scorer
-from asyncrl.types import EpisodeEnd, Verdict
+from asyncrl.types import EpisodeEnd, RewardResult
 from tests.fakes.chat import sample
 
 GIVEN = RewardInput(sample(), "42", turns=2, end=EpisodeEnd.ANSWERED)
 
 
-def verdict(rewards: list[Reward], timeout: float = 60.0) -> Verdict:
-    async def main() -> Verdict:
+def verdict(rewards: list[Reward], timeout: float = 60.0) -> RewardResult:
+    async def main() -> RewardResult:
         scorer = Scorer(rewards, timeout)
         try:
             return await scorer.score(GIVEN)
@@ -34,7 +34,7 @@ def test_async_rewards_run_in_the_loop() -> None:
         assert threading.current_thread() is threading.main_thread()
         return float(solution_str) + extra_info["num_turns"] + (ground_truth == 42)
 
-    assert verdict([in_loop(reward)]) == Verdict(45.0)
+    assert verdict([in_loop(reward)]) == RewardResult(45.0)
 
 
 @pytest.mark.parametrize("result", [float("nan"), "text", None, {}])
@@ -136,7 +136,7 @@ def test_parts_run_side_by_side_and_add_up() -> None:
         Reward("one", one, "loop", in_loop(one).source),
         Reward("other", other, "loop", in_loop(other).source, weight=-2.0),
     ]
-    assert verdict(parts) == Verdict(0.0, (), {"one": 1.0, "other": 0.5})
+    assert verdict(parts) == RewardResult(0.0, (), {"one": 1.0, "other": 0.5})
 
 
 def test_a_part_that_fails_is_named_and_the_others_are_waited_for() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.conversation.commands import Done
 from asyncrl.environments import Environment
-from asyncrl.rollout.context import Ended, Job
-from asyncrl.types import EpisodeEnd, FailReason, Heard, Message, Observation, Sample, ToolCall
+from asyncrl.rollout.context import Ended, EpisodeRun
+from asyncrl.types import EpisodeEnd, FailReason, Message, Observation, Sample, ToolCall, TurnReply
 from asyncrl.wire.messages import Failed, Finished, Generated, Replied
 from tests.fakes.chat import call
 from tests.fakes.loop import settle
@@ -59,7 +59,7 @@ def test_what_an_environment_says_is_recorded_and_rewarded() -> None:
     assert isinstance(end, Finished)
     assert (end.end, end.reward, end.turn_rewards) == (EpisodeEnd.DONE, 1.25, (0.25, 1.0))
     assert [type(record) for record in bench.sent] == [Generated, Replied, Generated, Replied, Finished]
-    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert heard.observation is not None
     assert heard.observation.messages == (Message("user", "higher"),)
     assert Game.log == ["reset", "7", "42", "close"]
@@ -270,7 +270,7 @@ def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     end = bench.play()
     assert isinstance(end, Finished)
     assert (end.end, end.reward) == (EpisodeEnd.DONE, 0.5)
-    heard = msgspec.msgpack.decode(bench.frames[1][0], type=Heard)
+    heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert heard.observation is not None
     mended = "half a pair: ?"
     expected = Message("user", mended, name=mended, tool_call_id=mended, reasoning=mended)
@@ -282,7 +282,7 @@ def out_of_time(bench: Bench, busy: asyncio.Event) -> Ended:
 
     async def main() -> Ended:
         service = asyncio.create_task(bench.outbox.run())
-        player = bench.runner.lead(Job(bench.runner.desk, bench.assign(), bench.lane, 0.0))
+        player = bench.runner.lead(EpisodeRun(bench.runner.desk, bench.assign(), bench.lane, 0.0))
         play = asyncio.create_task(player.play(()))
         async with asyncio.timeout(60):
             await busy.wait()

@@ -11,9 +11,9 @@ import torch
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import EngineError
-from asyncrl.rollout.samplers import BROKEN, OwnLane
-from asyncrl.runtime.busy_timer import Meter
-from asyncrl.runtime.contact import Contact, Lease
+from asyncrl.rollout.samplers import BROKEN, LocalSampler
+from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import Probe, WeightsRef
@@ -35,22 +35,28 @@ class Clock:
 
 
 def test_a_lease_grows_quiet_expires_and_ends() -> None:
-    lease = Lease(10.0, give_up=30.0, now=0.0)
-    assert lease.tick(1.0) is Contact.QUIET  # not welcomed yet
+    lease = Contact(10.0, give_up=30.0, now=0.0)
+    assert lease.tick(1.0) is ContactState.QUIET  # not welcomed yet
     lease.welcomed = True
     lease.heard(1.0)
-    expected = {6: Contact.FINE, 7: Contact.QUIET, 11: Contact.QUIET, 12: Contact.EXPIRED, 32: Contact.GONE}
+    expected = {
+        6: ContactState.FINE,
+        7: ContactState.QUIET,
+        11: ContactState.QUIET,
+        12: ContactState.EXPIRED,
+        32: ContactState.GONE,
+    }
     seen = {now: lease.tick(float(now)) for now in range(2, 33)}
     assert {now: seen[now] for now in expected} == expected
     lease.heard(32.5)
-    assert lease.tick(33.0) is Contact.FINE
+    assert lease.tick(33.0) is ContactState.FINE
 
 
 def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
-    lease = Lease(10.0, give_up=30.0, now=0.0)
+    lease = Contact(10.0, give_up=30.0, now=0.0)
     lease.welcomed = True
-    assert lease.tick(100.0) is Contact.FINE  # nobody read the mail for 100 s
-    assert lease.tick(101.0) is Contact.FINE
+    assert lease.tick(100.0) is ContactState.FINE  # nobody read the mail for 100 s
+    assert lease.tick(101.0) is ContactState.FINE
 
 
 # -- waits and meter ---------------------------------------------------------------------------------
@@ -70,7 +76,7 @@ def test_the_oldest_wait_is_told_once_it_lasts() -> None:
 
 def test_overlapping_turns_are_one_busy_interval() -> None:
     clock, timeline = Clock(), Intervals()
-    meter = Meter(timeline, clock)
+    meter = BusyTimer(timeline, clock)
     clock.now = 1.0
     with meter.turn():
         clock.now = 2.0
@@ -99,8 +105,8 @@ class Fixture:
         self.builds = 0
         timeline = Intervals()
         first = None if pinned else self.engine
-        self.lane = OwnLane(
-            "lane", self.build, self.waits, Meter(timeline), timeline, 60.0, pinned=pinned, engine=first
+        self.lane = LocalSampler(
+            "lane", self.build, self.waits, BusyTimer(timeline), timeline, 60.0, pinned=pinned, engine=first
         )
         self.task = asyncio.create_task(self.lane.run(self.report))
 

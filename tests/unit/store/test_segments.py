@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.store.segments import Place, Segments, StoreError
+from asyncrl.store.segments import FramePlace, Segments, StoreError
 
 
 def test_records_come_back_and_survive_reopening(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="damaged record at 0"):
         segments.read(place)
     with pytest.raises(StoreError, match="damaged"):
-        segments.read(Place(place.segment, 4000))
+        segments.read(FramePlace(place.segment, 4000))
 
 
 def test_old_segments_go_and_the_current_one_stays(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.tools import Session, Toolbox, tool
+from asyncrl.tools import Toolbox, ToolSession, tool
 from asyncrl.types import Sample, ToolCall
 
 
@@ -35,7 +35,7 @@ def simulate(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
-def paced(begun: list[float]) -> Session:
+def paced(begun: list[float]) -> ToolSession:
     @tool(rate=10, timeout=1.0)
     async def slow() -> str:
         begun.append(asyncio.get_running_loop().time())

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Session, Toolbox, load_tool, load_tools, process, tool
+from asyncrl.tools import Toolbox, ToolSession, load_tool, load_tools, process, tool
 from asyncrl.tools.process import Answer, Pool, Start, _encode
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -66,7 +66,7 @@ def test_processes_are_kept_for_further_calls() -> None:
     assert [reply.reward for reply in second] == [0.5] * 3
 
 
-def with_deadlines(play: Callable[[Toolbox, Session], Awaitable[None]]) -> None:
+def with_deadlines(play: Callable[[Toolbox, ToolSession], Awaitable[None]]) -> None:
     """In an episode whose tool has the deadline of its toolbox."""
 
     async def main() -> None:
@@ -83,7 +83,7 @@ def with_deadlines(play: Callable[[Toolbox, Session], Awaitable[None]]) -> None:
 
 
 def test_what_runs_past_its_deadline_is_killed_with_its_children() -> None:
-    async def play(box: Toolbox, session: Session) -> None:
+    async def play(box: Toolbox, session: ToolSession) -> None:
         child = await session.call(call("child"))
         box.timeout = 0.1
         assert (await session.call(call("hang"))).error == "no reply within 0.1 s"
@@ -131,7 +131,7 @@ def starts_of(box: Toolbox) -> list[asyncio.Task[Any]]:
 def test_a_start_counts_and_goes_on_for_the_next_call(gate: int, spawned: list[int], before: bool) -> None:
     """Whether it ends before that call or during it."""
 
-    async def play(box: Toolbox, session: Session) -> None:
+    async def play(box: Toolbox, session: ToolSession) -> None:
         box.timeout = 0.05
         for _ in range(3):
             assert (await session.call(call("a"))).error == "no reply within 0.05 s"
@@ -157,7 +157,7 @@ def test_a_process_that_comes_after_the_end_ends_too(
 
     monkeypatch.setattr(process, "_spawn", late)
 
-    async def play(box: Toolbox, session: Session) -> None:
+    async def play(box: Toolbox, session: ToolSession) -> None:
         box.timeout = 0.05
         await session.call(call("a"))
         starts = starts_of(box)

@@ -8,15 +8,15 @@ import torch
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.batch import assemble, collate, example, token_rewards, with_said
-from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
-from asyncrl.wire.messages import Row
+from asyncrl.types import EpisodeEnd, GroupMember, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages import PlannedTrajectory
 
-ROW = Row(
+ROW = PlannedTrajectory(
     uid="u",
     group="g",
     frames=2,
-    own=Member(0, 1.0, 5, (0.25, 0.75)),
-    siblings=(Member(0, 1.0, 5, (0.25, 0.75)), Member(1, 0.0, 7, (0.0,))),
+    own=GroupMember(0, 1.0, 5, (0.25, 0.75)),
+    siblings=(GroupMember(0, 1.0, 5, (0.25, 0.75)), GroupMember(1, 0.0, 7, (0.0,))),
     end=EpisodeEnd.MAX_TURNS,
     temperature=0.5,
     tokens=10,
@@ -137,7 +137,7 @@ def test_a_row_without_model_tokens_is_legal() -> None:
 def test_rewards_fall_on_the_last_token_of_their_turn(
     by_turn: tuple[float, ...], turn: list[int], wanted: list[float]
 ) -> None:
-    own = Member(0, 8.0, len(turn), by_turn)
+    own = GroupMember(0, 8.0, len(turn), by_turn)
     assert token_rewards(own, np.array(turn, dtype=np.int64)).tolist() == wanted
 
 

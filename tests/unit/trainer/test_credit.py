@@ -11,8 +11,8 @@ from asyncrl.trainer import world as ranks
 from asyncrl.trainer.batch import Example, example
 from asyncrl.trainer.credit import Packed, share, share_traces
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeEnd, Member, StopReason, Turn, VersionSpan
-from asyncrl.wire.messages import Row
+from asyncrl.types import EpisodeEnd, GroupMember, StopReason, Turn, VersionSpan
+from asyncrl.wire.messages import PlannedTrajectory
 from tests.fakes.ranks import run_ranks
 
 THIRD = 1 / 3  # no float32
@@ -21,8 +21,8 @@ THIRD = 1 / 3  # no float32
 def one(number: int) -> Example:
     """An episode of number + 2 tokens."""
     n = number + 2
-    own = Member(number, THIRD, n)
-    row = Row(f"u{number}", f"g{number // 2}", 1, own, (own,), EpisodeEnd.ANSWERED, 1.0, n + 1)
+    own = GroupMember(number, THIRD, n)
+    row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), EpisodeEnd.ANSWERED, 1.0, n + 1)
     turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
     made = example(row, [turn], 0, 4, aggregations.get("token_mean"))
     return replace(made, prox=-np.arange(n) / 3, collision=np.full(n, THIRD))

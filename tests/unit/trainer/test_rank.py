@@ -12,7 +12,7 @@ from asyncrl.config import parse
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, performance
 from asyncrl.trainer.stopwatch import Stopwatch
-from asyncrl.wire.messages import Message, TrainerBeat
+from asyncrl.wire.messages import TrainerBeat, WireMessage
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -30,9 +30,9 @@ class FakeLearner:
 
 class FakeLink:
     def __init__(self, *about: Any) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[WireMessage] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         self.sent.append(message)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.trainer.batch import example
-from asyncrl.trainer.metric_sums import Tally
+from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
@@ -17,7 +17,7 @@ numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
 
 @given(numbers, st.integers(0, 20))
 def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None:
-    parts = [Tally(), Tally()]
+    parts = [MetricSums(), MetricSums()]
     for i, value in enumerate(values):
         parts[i >= cut].summary("x", [value])
         parts[i >= cut].total("n", 1)
@@ -31,13 +31,13 @@ def test_a_tally_does_not_depend_on_the_cut(values: list[int], cut: int) -> None
 
 
 def test_a_ratio_over_nothing_is_left_out() -> None:
-    tally = Tally()
+    tally = MetricSums()
     tally.ratio("x", 0.0, 0.0)
     assert tally.metrics() == {}
 
 
 def test_episode_metrics() -> None:
-    tally = Tally()
+    tally = MetricSums()
     examples = [example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
     tally_examples(tally, examples)
     tally_credit(tally, [replace(e, advantage=np.full(e.tokens, 0.5)) for e in examples])

@@ -5,7 +5,7 @@ from typing import Any
 
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer import world as ranks
-from asyncrl.trainer.metric_sums import Tally
+from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 
@@ -15,8 +15,8 @@ def test_a_rank_alone_exchanges_nothing(world: World) -> None:
     assert world.gather(value, object) == [value]
 
 
-def tally(rank: int) -> Tally:
-    told = Tally()
+def tally(rank: int) -> MetricSums:
+    told = MetricSums()
     told.ratio("a", 0.1, 3)
     told.total("n", rank)
     told.summary("x", [float("inf"), 1])
@@ -39,7 +39,7 @@ def exchange(world: World, folder: Path) -> dict[str, Any]:
         # Encoded: 1 + 9n bytes, so one part, two full ones, and more with a rest.
         "lengths": world.gather("abcdefghi" * world.rank, str),
         "bytes": world.gather(bytes(range(100 * world.rank)), bytes),
-        "tallies": world.gather(tally(world.rank), Tally),
+        "tallies": world.gather(tally(world.rank), MetricSums),
         "kind": refusal(world, "three" if world.rank else 3, int),
     }
     ranks.MAX_BYTES = 8

@@ -25,7 +25,7 @@ from asyncrl.weights import collective, disk
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective import Receiver, Sender
 from asyncrl.weights.collective_messages import Next, Want, ask
-from asyncrl.weights.group import Group
+from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from asyncrl.weights.snapshot import Snapshot, whole
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
@@ -233,16 +233,16 @@ def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
 
 def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     """However long it takes rank 0 to get there."""
-    make, there = Group._make, []
+    make, there = ServerGroup._make, []
 
-    def slowly(group: Group) -> Any:
+    def slowly(group: ServerGroup) -> Any:
         deadline = time.monotonic() + 0.5
         while time.monotonic() < deadline and not server.calls:
             time.sleep(0.01)
         there.append(bool(server.calls))
         return make(group)
 
-    monkeypatch.setattr(Group, "_make", slowly)
+    monkeypatch.setattr(ServerGroup, "_make", slowly)
     server = spawn()
 
     async def main() -> None:
