@@ -69,7 +69,7 @@ corrections: Registry[Rule] = Registry("correction", Rule)
 def correction(
     name: str, *, kind: Literal["weight", "mask", "scale"]
 ) -> Callable[[Callable[..., CorrectionMask]], Rule]:
-    """Register a function `(given: CorrectionInput, *, options…) -> Verdict` under `name`."""
+    """Register a function `(given: CorrectionInput, *, options…) -> CorrectionMask` under `name`."""
     return lambda function: corrections.register(name)(Rule(function, kind))
 
 

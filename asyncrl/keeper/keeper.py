@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from asyncrl.config import RunConfig
+from asyncrl.engines.sglang.connect import connect
 from asyncrl.engines.sglang.engine import SGLangEngine
-from asyncrl.engines.sglang.engine.connect import connect
 from asyncrl.engines.sglang.process import ServerProcess, free_port, keys
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline

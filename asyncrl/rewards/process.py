@@ -2,7 +2,7 @@
 
     worker: Pool.call ──frame──► stdin  ┌───────────────┐
                                         │ serve(): load │  one function, one call at a time
-    worker: Verdict   ◄──frame── stdout └───────────────┘  prints go to stderr, the worker's log
+    worker: RewardResult   ◄──frame── stdout └───────────────┘  prints go to stderr, the worker's log
 
 A frame is four bytes of length and msgpack, decoded to a type and bounded both ways. A process that is past
 its deadline, broke the protocol or died is killed with its group; the next call starts another one.

@@ -1,4 +1,4 @@
-"""From what a reward function gives back to a Verdict, and from several of these to one."""
+"""From what a reward function gives back to a RewardResult, and from several of these to one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def verdict_of(result: Any) -> RewardResult:
-    """Of a number, a dict with `score`, or a Verdict. TypeError or ValueError names what is wrong."""
+    """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong."""
     if isinstance(result, RewardResult):
         result = {"score": result.score, "turns": result.turns, "components": result.components}
     if not isinstance(result, Mapping):

@@ -1,9 +1,9 @@
 """The reward of one episode: all its parts at once, each with a deadline, and its shaping.
 
     RewardInput ──┬─► in the loop (async, or quick) ─────┐
-                  └─► Pool: child processes (sync) ──────┴──► combine ──► Verdict
+                  └─► Pool: child processes (sync) ──────┴──► combine ──► RewardResult
 
-Foreign code ends here: whatever it does becomes a Verdict or a RewardError of one line.
+Foreign code ends here: whatever it does becomes a RewardResult or a RewardError of one line.
 """
 
 from __future__ import annotations

@@ -73,10 +73,10 @@ def engine_factory(config: RunConfig) -> Callable[[], Engine]:
 
 def connector(config: RunConfig) -> Callable[[EngineEntry], Client]:
     """See `Parts.connect`."""
+    from asyncrl.engines.sglang.connect import terms_of
     from asyncrl.engines.sglang.engine import SGLangEngine
-    from asyncrl.engines.sglang.engine.connect import terms_of
-    from asyncrl.engines.sglang.engine.process import keys
     from asyncrl.engines.sglang.http import ServerApi
+    from asyncrl.engines.sglang.process import keys
 
     terms, secrets = terms_of(config), keys(config.engine)
     return lambda entry: SGLangEngine(ServerApi(entry.url, *secrets), terms, salt=entry.incarnation)

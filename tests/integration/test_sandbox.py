@@ -20,12 +20,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.isolation.sandbox.box import Ending, Limits, Result, Sandbox, SandboxError
+from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox, SandboxError, SandboxLimits
 
-SMALL = Limits(memory=200, processes=8, file=2, disk=4, output=2000)
+SMALL = SandboxLimits(memory=200, processes=8, file=2, disk=4, output=2000)
 
 
-def in_box(body: Callable[[Sandbox], Awaitable[object]], needs: str = "", limits: Limits = SMALL) -> None:
+def in_box(
+    body: Callable[[Sandbox], Awaitable[object]], needs: str = "", limits: SandboxLimits = SMALL
+) -> None:
     async def main() -> None:
         async with Sandbox(limits, require=()) as box:
             if needs and needs not in box.holds:
@@ -596,7 +598,7 @@ KINDS = {
 }
 TRY = '''
 import asyncio
-from asyncrl.isolation.sandbox.box import Limits, Sandbox
+from asyncrl.isolation.sandbox.box import SandboxLimits, Sandbox
 COUNT = """
 import glob, os
 def read(path):
@@ -606,7 +608,7 @@ print(sum(read(path).split(bytes(1))[:2] == [b"sleep", b"987"] for path in glob.
 print(os.environ["HOME"] == os.getcwd())
 """
 async def main():
-    async with Sandbox(Limits(processes=8), require=()) as box:
+    async with Sandbox(SandboxLimits(processes=8), require=()) as box:
         print(sorted(box.holds))
         print((await box.cell("n = 7", 5)).ending)
         late = await box.cell("while True: pass", 0.2)

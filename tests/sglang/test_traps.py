@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from asyncrl.engines.sglang.engine.connect import connect
-from asyncrl.engines.sglang.engine.stream import decode
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
+from asyncrl.engines.sglang.connect import connect
 from asyncrl.engines.sglang.engine import SGLangEngine
 from asyncrl.engines.sglang.http import DISOWNED, PauseMode
+from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.versions import Sessions, dialect_of
 from asyncrl.errors import EngineError
 from asyncrl.launch.preflight import check_urls

@@ -21,12 +21,12 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import torch
-from asyncrl.engines.sglang.engine.versions import dialect_of
 from common import table
 from routing import save_model, servers
 from safetensors.torch import load_file
 
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Receiver, Sender
 from asyncrl.weights.snapshot import Snapshot, whole

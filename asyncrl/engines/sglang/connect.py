@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.sglang.engine import SGLangEngine, Terms
-from asyncrl.engines.sglang.engine.model import shapes_of
-from asyncrl.engines.sglang.engine.versions import dialect_of
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
 from asyncrl.engines.sglang.loader import Loader
+from asyncrl.engines.sglang.model import shapes_of
+from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.collective import Receiver
 from asyncrl.weights.disk import cache_directory

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.torch.engine.sampler import sample
 from asyncrl.engines.torch.plan import Chunk, DecodePlan, Knobs, build
+from asyncrl.engines.torch.sampler import sample
 from asyncrl.engines.torch.sessions import Slot, Slots
 from asyncrl.engines.torch.slots import Board, reach
 from asyncrl.errors import EngineError

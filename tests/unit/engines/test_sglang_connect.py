@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from asyncrl.engines.sglang.engine.connect import check, terms_of
 from transformers import LlamaConfig, Qwen2Config
 
 from asyncrl.config import RunConfig, parse
+from asyncrl.engines.sglang.connect import check, terms_of
 from asyncrl.engines.sglang.http import ModelInfo, ServerInfo
 from asyncrl.errors import ConfigError
 

@@ -60,7 +60,7 @@ def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any
         keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i")
         keeper._control = control  # type: ignore[assignment]
         keeper._engine, keeper._healthy = Server(), True  # type: ignore[assignment]
-        keeper._loads = engine_keeper.Loads("train", keeper._timeline, 60.0, keeper._ready)
+        keeper._loads = engine_keeper.WeightLoader("train", keeper._timeline, 60.0, keeper._ready)
         await act(keeper)
 
     asyncio.run(main())

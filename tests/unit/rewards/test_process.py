@@ -320,12 +320,12 @@ def test_closing_ends_calls_and_starts_nothing(tmp_path: Path) -> None:
 
 WORKER = """
 import asyncio, os, sys
-from asyncrl.rewards import RewardInput, Source
+from asyncrl.rewards import RewardInput, RewardSource
 from asyncrl.rewards.process import Pool
 from asyncrl.types import Sample
 
 async def main():
-    pool = Pool(Source(sys.argv[1]), size=1)
+    pool = Pool(RewardSource(sys.argv[1]), size=1)
     given = RewardInput(Sample(0, "s", (), '""'), "pid")
     print(int((await pool.call(given, 30.0)).score), flush=True)
     await pool.call(RewardInput(given.sample, "deaf"), 30.0)
