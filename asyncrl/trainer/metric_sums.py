@@ -49,3 +49,11 @@ class MetricSums(msgspec.Struct):
         """One number per name. A ratio over nothing is unknown, and left out."""
         means = {name: a / b for name, (a, b) in self.ratios.items() if b}
         return {**means, **self.totals, **self.highest, **self.lowest}
+
+
+def merged(parts: Iterable[MetricSums]) -> MetricSums:
+    """Those of all parts as one, added in order."""
+    whole = MetricSums()
+    for part in parts:
+        whole.merge(part)
+    return whole

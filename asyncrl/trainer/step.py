@@ -13,22 +13,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from asyncrl.algorithms.diagnostics import token_sums
 from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
 from asyncrl.algorithms.recipe import compose
+from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig
-from asyncrl.trainer.barrier import train_held
+from asyncrl.trainer.barrier import compared, deal, prepared
 from asyncrl.trainer.batch import Example, collate, example, with_said
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
-from asyncrl.trainer.metric_sums import MetricSums
+from asyncrl.trainer.metric_sums import MetricSums, merged
 from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.objective import evaluate
-from asyncrl.trainer.optimizer import make_adamw
+from asyncrl.trainer.optimizer import make_adamw, take_step
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples, tally_terms, tally_tokens
 from asyncrl.trainer.schedule import learning_rate
@@ -45,8 +45,8 @@ class Learner:
     """One rank of the trainer. `step` is V: the number of completed optimizer batches.
 
     Methods are collectives: all ranks call the same ones in the same order. Where the recipe has a barrier
-    the rows wait for `finish` (see barrier.py). `state`: the numbers that belong to a checkpoint beside
-    models and optimizers; they are frozen within a batch.
+    the episodes wait for `finish`, which compares the whole batch (see barrier.py). `state`: the numbers that
+    belong to a checkpoint beside models and optimizers; they are frozen within a batch.
     """
 
     def __init__(self, config: RunConfig, world: World, policy: Policy | None = None) -> None:
@@ -96,7 +96,7 @@ class Learner:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
         if self.waits:
             tally = merged(self.world.gather(self._tally, MetricSums))
-            tally.merge(train_held(self, self._held))
+            tally.merge(self._train_held())
         else:
             tally = self.apply(self._tally)
         self._held, self._tally = [], MetricSums()
@@ -116,6 +116,65 @@ class Learner:
             )
         if self.recipe.scale == "whiten_running":
             self.state |= Whitening.updated(self.whitening, AdvantageSums.from_totals(tally.totals)).state()
+
+    # -- behind the barrier ----------------------------------------------------------------------------
+
+    def _train_held(self) -> MetricSums:
+        """Score, compare and prepare the held batch, then take its optimizer steps: `epochs` passes over
+        `steps_per_batch` mini-batches. The tally is that of all ranks.
+
+        Mini-batches are of whole groups, each with its own denominator. The lag was checked once, at the
+        start of the batch; what the policy drifts inside it shows as `actor/ppo_kl`.
+        """
+        steps, coef = self.config.algorithm.steps_per_batch, self.state["kl_coef"]
+        scored = self._scored(self._held)
+        with self.watch.phase("adv"):
+            penalty = coef if self.config.kl.where == "reward" else None
+            held, whole = compared(self.world, scored, self.recipe, penalty, self.whitening)
+        held = prepared(self.world, held, self.recipe.loss)
+        groups = set().union(*self.world.gather({e.group for e in held}, set[str]))
+        for index in range(self.recipe.optimizer_steps):
+            epoch, k = divmod(index, steps)
+            part_of = deal(groups, steps, f"{self.config.seed}/{self.step}/{epoch}")
+            tally = MetricSums()
+            for micro in self._micro_batches([e for e in held if part_of[e.group] == k]):
+                self.backward(micro, tally, progress=index / self.recipe.optimizer_steps)
+            whole.merge(self.apply(tally))
+        return whole
+
+    def _scored(self, held: Sequence[Example]) -> list[Example]:
+        """The examples with what the models say of them as they are now, where the recipe asks."""
+        recipe, done = self.recipe, list[Example]()
+        of_policy = recipe.prox == "recompute" or recipe.shared_critic
+        if not (of_policy or recipe.critic or recipe.reference):
+            return list(held)
+        for part in self._micro_batches(held):
+            tokens = collate(part, self.dtype).to(self.world.device).selected
+            said: dict[str, Tensor | None] = {}
+            with torch.no_grad():
+                if of_policy:
+                    scores = self.policy(tokens, collision=recipe.advantage.whole_group)
+                    said |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
+                if self.critic is not None:
+                    with self.watch.phase("values"):
+                        said["value"] = self.critic(tokens)
+            if self.reference is not None:
+                with self.watch.phase("ref"):
+                    said["reference"] = self.reference.logp(tokens)
+            for name, values in said.items():
+                if values is not None and not (name == "prox" and recipe.prox != "recompute"):
+                    part = with_said(part, name, values)
+            done += part
+            self.pulse()
+        return done
+
+    def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
+        budget = self.config.trainer.micro_batch_tokens
+        packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
+        count = max(self.world.gather(len(packed), int))
+        cut = [[examples[i] for i in part] for part in packed]
+        return cut + [[] for _ in range(count - len(cut))]
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
@@ -195,7 +254,8 @@ class Learner:
         lr = self._rate() * self._ess_factor(whole)
         norm = None
         if learns and (recipe.shared_critic or not warming):
-            norm = self._step(self.policy, self.optimizer, lr, scale * self._end_factor(whole))
+            factor = scale * self._end_factor(whole)
+            norm = take_step(self.policy, self.optimizer, lr, factor, config.trainer.grad_clip)
         if not warming:
             whole.high("actor/lr", lr)
             whole.total("actor/skipped_steps", float(norm is None))
@@ -205,31 +265,14 @@ class Learner:
     def _apply_critic(self, critic: Critic, whole: MetricSums, scale: float) -> None:
         lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
         whole.high("critic/lr", lr)
-        norm = self._step(critic, critic.optimizer, lr, scale) if whole.totals.get("_fresh") else None
+        norm = None
+        if whole.totals.get("_fresh"):
+            norm = take_step(critic, critic.optimizer, lr, scale, self.config.trainer.grad_clip)
         if norm is not None:
             whole.high("critic/grad_norm", norm)
 
     def _rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
-
-    def _step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, scale: float
-    ) -> float | None:
-        """Make the gradients those of the batch's loss, clip, step. The norm before clipping; None: nothing
-        was done, because it is not finite."""
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        for grad in grads:
-            grad.mul_(scale)
-        total = torch.nn.utils.get_total_norm(grads)
-        total = total.full_tensor() if isinstance(total, DTensor) else total
-        if self.config.trainer.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(trainable(model), self.config.trainer.grad_clip, total)
-        if not math.isfinite(norm := float(total)):
-            return None
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        return norm
 
     def _end_factor(self, whole: MetricSums) -> float:
         """What divides the gradient by the batch: 1/std of advantages, 1/mean weight. Behind a barrier the
@@ -254,15 +297,3 @@ class Learner:
         for parameter in self.policy.parameters():
             if id(parameter) not in head:
                 parameter.grad = None
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def merged(tallies: Iterable[MetricSums]) -> MetricSums:
-    """All ranks' tallies as one, added in rank order."""
-    whole = MetricSums()
-    for tally in tallies:
-        whole.merge(tally)
-    return whole
