@@ -3,8 +3,8 @@
     compute_score(data_source, solution_str, ground_truth, extra_info, *, options…)
     reward(given: RewardInput, *, options…)
 
-Both give a number, a dict with `score`, or a `RewardResult`. A class whose instances are called like one of the
-two is a reward as well: its constructor takes the options, and refuses them with ConfigError.
+Both give a number, a dict with `score`, or a `RewardResult`. A class whose instances are called like one of
+the two is a reward as well: its constructor takes the options, and refuses them with ConfigError.
 """
 
 from __future__ import annotations
