@@ -15,6 +15,14 @@ class ConfigError(AsyncrlError):
     """Bad input found before anything was started: a key, a file, a name. Exit code 2."""
 
 
+class MissingKeyError(ConfigError):
+    """A configuration key without a default has no value."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"configuration: {key} has no value; give {key}=…")
+        self.key = key
+
+
 class ProtocolError(AsyncrlError):
     """A peer broke the protocol: unknown message, wrong order, wrong hash."""
 

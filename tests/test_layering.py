@@ -17,7 +17,8 @@ LEVELS = (
     ("engines", "data"),
     ("tools", "rewards", "environments", "gateway", "runtime"),
     ("coordinator", "rollout", "trainer", "keeper"),  # processes: none imports another
-    ("launch", "commands"),
+    ("launch",),
+    ("commands",),
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

@@ -1,10 +1,13 @@
-"""`asyncrl tools`: what tools there are, and one call of one of them."""
+"""`asyncrl tools list | call`."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import inspect
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,30 @@ from asyncrl.tools.toolbox import call_tool
 from asyncrl.types import Sample, ToolCall
 
 SHOWN = ("timeout", "retries", "concurrency", "rate", "replay", "max_chars", "blocking", "process")
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments and run the action."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl tools",
+        description="list [SPEC...]: name, parameters, description and options of tools. call SPEC [JSON]: "
+        "open a tool, call it once with these arguments, print the reply. SPEC: a name, module:attribute, "
+        "file.py:attribute or folder, as in rollout.tools.",
+    )
+    parser.add_argument("action", choices=("list", "call"))
+    parser.add_argument("given", nargs="*", metavar="SPEC", help="list: all there are by default")
+    parser.add_argument("--name", default="", help="call: the tool, where SPEC gives several")
+    parser.add_argument("--sample", type=Path, help="call: JSON file of a data row the tool is opened with")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
+    options = parser.parse_intermixed_args(argv)
+    sys.path.insert(0, os.getcwd())  # tools named module:function may lie here
+    arguments = _arguments(options.option)
+    if options.action == "list":
+        return list_tools(options.given, arguments)
+    if len(options.given) not in (1, 2):
+        parser.error("call takes a SPEC and, as one word, a JSON object")
+    spec, text = (*options.given, "{}")[:2]
+    return call(spec, text, arguments, options.name, options.sample)
 
 
 def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
@@ -53,7 +80,7 @@ def call(spec: str, text: str, options: Mapping[str, Any], name: str = "", sampl
     return 1 if reply.error else 0
 
 
-def options_of(pairs: Sequence[str]) -> dict[str, Any]:
+def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
     """`key=value` of the command line; values are JSON where they can be read as such."""
     given: dict[str, Any] = {}
     for pair in pairs:

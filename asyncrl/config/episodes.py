@@ -19,9 +19,9 @@ class RolloutConfig(Section, frozen=True):
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     """Sampling temperature of training episodes. Top-p and top-k are off in training, so that the
     recorded log-probs are those of the distribution sampled from."""
-    max_new_tokens: Positive = 128
+    max_new_tokens: Positive = 1024
     """Token limit of one turn."""
-    max_tokens: Positive = 1024
+    max_tokens: Positive = 4096
     """Token limit of a row, prompt and tool replies included. An episode has one row, unless its history is
     rewritten or branches."""
     max_turns: Positive = 16

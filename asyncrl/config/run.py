@@ -26,8 +26,9 @@ class ModelConfig(Section, frozen=True):
 
     path: Text
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter and compute type of the trainer and the embedded engine."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
+    weights and of the embedded engine."""
     fp32_head: bool = False
     """Compute logits in float32 under bfloat16 (in trainer)."""
     lora_rank: Count = 0

@@ -12,7 +12,7 @@ from asyncrl.config.base import Count, Fraction, Options, Positive, Seconds, Sec
 class BufferConfig(Section, frozen=True):
     """The replay buffer: batches, groups, staleness."""
 
-    groups_per_batch: Positive = 16
+    groups_per_batch: Positive = 32
     """Groups (samples) per optimizer batch."""
     episodes_per_group: Positive = 8
     """Episodes per sample."""

@@ -65,9 +65,8 @@ def save_tiny_qwen(path: Path, *, tied: bool = True) -> str:
 def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
     """A run on that model; keyword arguments are sections of the config."""
     trainer = {"lr": 1e-2, "grad_clip": 0.0, "micro_batch_tokens": 2048, **sections.pop("trainer", {})}
-    return parse(
-        {"name": "t", "model": {"path": path}, "data": {"train": "x"}, "trainer": trainer, **sections}
-    )
+    model = {"path": path, "dtype": "float32", **sections.pop("model", {})}
+    return parse({"name": "t", "model": model, "data": {"train": "x"}, "trainer": trainer, **sections})
 
 
 def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Learner:

@@ -70,7 +70,7 @@ def config(model_path: str, run_dir: Path, **sections: dict[str, Any]) -> RunCon
         {
             "name": "t",
             "run_dir": str(run_dir),
-            "model": {"path": model_path},
+            "model": {"path": model_path, "dtype": "float32"},
             "data": {"train": "unused"},
             "rollout": rollout,
             "launch": launch,

@@ -39,13 +39,15 @@ SMALL = [
 class Run:
     """One launch. Use as a context: whatever is left at the end is killed, by pid."""
 
-    def __init__(self, run_dir: Path, *overrides: str, name: str = "run") -> None:
+    def __init__(
+        self, run_dir: Path, *overrides: str, name: str = "run", experiment: str = "calculator"
+    ) -> None:
         self.path = run_dir / name
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
-        command = [sys.executable, "-m", "asyncrl.cli", "train", f"name={name}", f"run_dir={run_dir}"]
+        command = [sys.executable, "-m", "asyncrl.cli", "train", f"experiment={experiment}"]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
-                [*command, *SMALL, *overrides],
+                [*command, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides],
                 cwd=ROOT,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -40,7 +40,7 @@ class Inputs:
         self.folder, self.model = folder, folder / "model"
         shutil.copytree(model, self.model)
         self.train = folder / "train.parquet"
-        self.write(rows(20))
+        self.write(rows(40))
         self.runs = folder / "runs"
 
     def write(self, table: list[dict[str, object]]) -> None:
@@ -53,7 +53,7 @@ class Inputs:
     @property
     def overrides(self) -> list[str]:
         return [
-            *("experiment=none", "name=x", f"run_dir={self.runs}", f"model.path={self.model}"),
+            *("name=x", f"run_dir={self.runs}", f"model.path={self.model}"),
             *(f"data.train={self.train}", "rollout.max_tokens=300", "rollout.max_new_tokens=16"),
         ]
 
@@ -210,7 +210,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "bad combination": (setting("algorithm.correction={}"), ("max_staleness=0",)),
     "unknown choice": (setting("algorithm=drgpo"), ("algorithm", "dr_grpo")),
     "bad syntax": (setting("rollout.tools=[calculator"), ("rollout.tools",)),
-    "missing value": (setting("model.path=???"), ("model.path",)),
+    "missing value": (setting("data.train=???"), ("data.train has no value",)),
     "no model": (setting("model.path=nowhere"), ("$.model.path", "nowhere")),
     "no config": (removing("config.json"), ("config.json",)),
     "broken config": (broken_config, ("config.json", "JSON")),
@@ -221,13 +221,13 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no data": (setting("data.train=nowhere.parquet"), ("nowhere.parquet",)),
     "malformed data": (garbage, ("train.parquet", "not readable as parquet")),
     "missing column": (data([{"data_source": "d", "text": "q"}]), ("no column prompt, reward_model",)),
-    "plain prompt": (data(rows(20, prompt="1 + 1?")), ("row 0", "prompt")),
+    "plain prompt": (data(rows(40, prompt="1 + 1?")), ("row 0", "prompt")),
     "empty data": (empty, ("empty",)),
     "a tool that is not there": (
-        data(rows(20, extra_info={"tools": ["weather"]})),
+        data(rows(40, extra_info={"tools": ["weather"]})),
         ("row 0", "'weather'", "rollout.tools"),
     ),
-    "less than a batch": (data(rows(15)), ("15 samples", "groups_per_batch (16)")),
+    "less than a batch": (data(rows(31)), ("31 samples", "groups_per_batch (32)")),
     "no test data": (setting("data.test=nowhere.parquet"), ("nowhere.parquet",)),
     "unknown tool": (setting("rollout.tools=[calculatr]"), ("unknown tool", "calculator")),
     "unknown tool argument": (

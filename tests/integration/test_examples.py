@@ -20,7 +20,7 @@ CODE = 100  # lines that an example may have
 def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
     name = folder.name
     few = ["total_steps=2", "validation.final_samples=0", "buffer.filter_zero_variance=false"]
-    with Run(tmp_path, "--config-dir", str(folder), f"experiment={name}", *few, name=name) as run:
+    with Run(tmp_path, "--config-dir", str(folder), *few, name=name, experiment=name) as run:
         summary = run.completed(2)
     flow = summary["flow"]
     assert flow["trained"] == 2 * 16, summary.get("reasons")

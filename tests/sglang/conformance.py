@@ -45,7 +45,9 @@ class Versions:
     def __init__(self, family: str, directory: Path, world: World, count: int = 4) -> None:
         self.directory, self.world = directory / "published", world
         self.paths = [build(family, directory / str(version), seed=version) for version in range(count)]
-        self.policies = [load_policy(ModelConfig(path=str(path)), world) for path in self.paths]
+        self.policies = [
+            load_policy(ModelConfig(path=str(path), dtype="float32"), world) for path in self.paths
+        ]
         self.refs = [self.publish(full_state(policy), at) for at, policy in enumerate(self.policies)]
 
     def tensors(self, version: int) -> dict[str, Tensor]:

@@ -233,7 +233,7 @@ def attached(server: SGLangServer, model: Path, directory: Path) -> RunConfig:
             "run_dir": str(directory / "runs"),
             "model": {"path": str(model)},
             "data": {"train": "t.parquet"},
-            "rollout": {"max_tokens": MAX_LEN},
+            "rollout": {"max_tokens": MAX_LEN, "max_new_tokens": MAX_LEN},
             "engine": {"name": "sglang", "urls": [server.url]},
             "weights": {"directory": "run"},
         }

@@ -39,7 +39,7 @@ def sections(kind: type[msgspec.Struct] = RunConfig, prefix: str = "") -> dict[s
 def test_defaults_are_valid_and_frozen() -> None:
     config = parse(MINIMUM)
     assert (
-        config.buffer.batch_size == 128 and config.buffer.target == 1 and config.buffer.max_live_groups == 32
+        config.buffer.batch_size == 256 and config.buffer.target == 1 and config.buffer.max_live_groups == 64
     )
     with pytest.raises(AttributeError):
         config.name = "y"  # type: ignore[misc]
@@ -66,10 +66,10 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"buffer__min_group": 9}, "min_group"),
         ({"algorithm__correction": {"mask": {"low": [1]}}}, r"\$\.algorithm\.correction"),
         (
-            {"algorithm__loss": "decoupled_ppo", "algorithm__steps_per_batch": 17},
+            {"algorithm__loss": "decoupled_ppo", "algorithm__steps_per_batch": 33},
             "a step would have no group",
         ),
-        ({"rollout__max_new_tokens": 2000}, "exceeds max_tokens"),
+        ({"rollout__max_new_tokens": 5000}, "exceeds max_tokens"),
         ({"trainer__micro_batch_tokens": 100}, "would not fit"),
         ({"weights__transport": "collective"}, "needs servers"),
         ({"rollout__agent": "a.py:f", "rollout__tools": ["calculator"]}, "leads episodes itself"),

@@ -61,7 +61,7 @@ OUTSIDE: dict[str, dict[str, object]] = {
 
 @cache
 def configured(preset: str, model: str = "m", *overrides: str) -> RunConfig:
-    base = ["experiment=none", "name=p", f"model.path={model}", "data.train=t"]
+    base = ["name=p", f"model.path={model}", "model.dtype=float32", "data.train=t"]
     return cli.compose([*base, f"algorithm={preset}", *overrides])
 
 

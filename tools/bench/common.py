@@ -21,11 +21,11 @@ SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def start(name: str, run_dir: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
-    """`asyncrl train` of the default experiment, output to `<run_dir>/<name>.out`."""
+    """`asyncrl train` of the calculator demo, output to `<run_dir>/<name>.out`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "asyncrl.cli", "train", f"name={name}", f"run_dir={run_dir}"),
-        *("observe.console=plain", *overrides),
+        *(sys.executable, "-m", "asyncrl.cli", "train", "experiment=calculator"),
+        *(f"name={name}", f"run_dir={run_dir}", "observe.console=plain", *overrides),
     ]
     out = (run_dir / f"{name}.out").open("wb")
     return subprocess.Popen(

@@ -90,7 +90,7 @@ class Bench:
     """One model, published three ways after every step: whole, as a delta, and into a reader's cache."""
 
     def __init__(self, model: str, dtype: str, rate: float, world: World, place: Path) -> None:
-        self.policy = load_policy(ModelConfig(path=model), world)
+        self.policy = load_policy(ModelConfig(path=model, dtype="float32"), world)
         self.policy.export_dtype = getattr(torch, dtype)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0

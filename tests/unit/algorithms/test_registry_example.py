@@ -110,7 +110,7 @@ def test_the_commands_of_its_readme(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rule_alone_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FOLDER)
     (override,) = re.findall(r"`'(algorithm.correction={.*?)'`", (FOLDER / "README.md").read_text())
-    (rule,) = compose(cli.compose([override])).rules
+    (rule,) = compose(cli.compose(["experiment=calculator", override])).rules
     assert rule.of.func.__name__ == "soft_cap" and rule.kind == "weight"
 
 

@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> RunConfig:
             "name": "x",
             "model": {"path": model(tmp_path / "own")},
             "data": {"train": "t.parquet"},
-            "rollout": {"max_tokens": 256},
+            "rollout": {"max_tokens": 256, "max_new_tokens": 64},
         }
     )
 

@@ -88,7 +88,7 @@ def begun(tmp_path: Path) -> None:
         ("data.shuffle", True, False),
         ("seed", 0, 1),
         ("model.path", "m", "other"),
-        ("buffer.groups_per_batch", 16, 8),
+        ("buffer.groups_per_batch", 32, 8),
         ("buffer.episodes_per_group", 8, 4),
         ("algorithm.steps_per_batch", 1, 2),
         ("model.lora_rank", 0, 8),
@@ -155,7 +155,7 @@ def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
 
 
 def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
-    rollout = {"slots": 1, "max_tokens": 1000, "history": "fork", "max_rows": 8}
+    rollout = {"slots": 1, "max_tokens": 1024, "history": "fork", "max_rows": 8}
     assert not preflight.warnings(config(tmp_path, rollout=rollout))
     (line,) = preflight.warnings(config(tmp_path, rollout=rollout | {"max_rows": 9}))
     assert "an episode of 9 rows" in line and "micro_batch_tokens (8192)" in line

@@ -1,12 +1,24 @@
-"""`asyncrl runs`: what the run directories say."""
+"""`asyncrl runs list | show`: the runs in a directory, and the summary of one."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.console import print_summary
 from asyncrl.observe.files import read_summary
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments and run the action."""
+    parser = argparse.ArgumentParser(prog="asyncrl runs", description="List runs, or show one's summary.")
+    parser.add_argument("action", choices=("list", "show"))
+    parser.add_argument("name", nargs="?", default="", help="run to show; the newest one by default")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_intermixed_args(argv)
+    if options.action == "list":
+        return list_runs(options.run_dir)
+    return show(options.run_dir, options.name)
 
 
 def list_runs(directory: Path) -> int:
@@ -30,6 +42,8 @@ def show(directory: Path, name: str) -> int:
     found = read_summary(path)
     if not found:
         raise ConfigError(f"{path}: has no summary.json: it is running, or was killed")
+    from asyncrl.observe.console import print_summary
+
     print_summary(found, path)
     return 0
 

@@ -1,0 +1,69 @@
+"""`asyncrl train`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import MissingKeyError
+
+HELP = """\
+Train a run. OVERRIDES are Hydra's: key=value, or group=choice for a file in configs/.
+
+  asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults fit 0.5 to 8B parameters
+  asyncrl train experiment=calculator                    a small model learns to use a calculator, on a CPU
+  asyncrl train experiment=calculator --dry-run          check everything; print the resolved plan
+  asyncrl train experiment=calculator name=first total_steps=20                a short run in runs/first
+  asyncrl train experiment=calculator name=first total_steps=40 resume=auto    go on with it
+  asyncrl train --config-dir mine experiment=maze        mine/experiment/maze.yaml
+
+Add to any of these:
+  buffer.max_staleness=0                                 synchronous
+  algorithm=rloo rollout.workers=2 trainer.ranks=2
+  launch=ray launch.ray_address=auto                     roles as Ray actors
+
+Often wanted keys (all of them, with bounds and meaning: docs/configuration.md):
+  name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
+  total_steps, seed            optimizer batches; seed of data order and sampling
+  model.path, data.train       a Hugging Face model directory; parquet with verl's columns
+  rollout.tools, rollout.reward        names, module:function or file.py:function
+  buffer.max_staleness         bound on the lag of every trained token; 0 is synchronous
+  trainer.lr, trainer.ranks, rollout.workers, rollout.slots
+"""
+
+BEGIN = """\
+asyncrl: model.path has no value. Three ways to begin:
+
+  the demo, on a CPU           make demo, or: asyncrl train experiment=calculator
+  your own model and data      asyncrl train model.path=DIR data.train=FILE.parquet
+  an example to start from     asyncrl train --config-dir examples/multiturn/search_qa experiment=search_qa
+
+docs/configuration.md lists all keys, examples/multiturn/README.md all examples."""
+
+
+def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]) -> int:
+    """Parse the arguments, compose the configuration and train. Exit code 2 without a model."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl train", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and print the plan; start nothing"
+    )
+    parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
+    options = parser.parse_intermixed_args(argv)
+    try:
+        config = compose(options.overrides, options.config_dir)
+    except MissingKeyError as error:
+        if error.key != "model.path":
+            raise
+        print(BEGIN, file=sys.stderr)
+        return 2
+    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
+    from asyncrl.launch.start import train
+
+    return train(config, dry_run=options.dry_run)
