@@ -1,9 +1,9 @@
 """Sync is a special case: with max_staleness=0 the gradients are those of a plain synchronous loop.
 
-The loop below knows nothing of versions, ratios, micro-batches or ranks: it samples with the current
-weights, takes the policy gradient of the whole batch, steps. Its recorded trajectories then go through
-the learner on 1, 2 and 4 ranks, cut at random. Compared are gradients, in float64 and before Adam,
-which would hide a wrong scale.
+The loop is that of examples/plain_loop, which knows nothing of versions, ratios, micro-batches or ranks:
+advantages by group, the policy loss of the whole batch, a step. Its trajectories then go through the learner
+on 1, 2 and 4 ranks, cut at random. Compared are gradients, in float64 and before Adam, which would hide a
+wrong scale.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainer.world import World
+from tests.fakes.plain_loop import as_plain, plain_loop
 from tests.fakes.ranks import run_ranks
-from tests.fakes.reference import advantage, rewards, token_log_probs
 from tests.fakes.training import (
     Episode,
     Recorder,
@@ -31,21 +31,22 @@ from tests.fakes.training import (
 )
 
 STEPS, LR, CUTS, TOLERANCE = 3, 0.3, 3, 1e-8
+MEMBERS, TEMPERATURE = 4, 0.8
 Gradients = dict[str, Tensor]
 
 
 def synchronous_loop(path: str) -> tuple[list[list[Episode]], list[Gradients]]:
     """Sample, train, repeat. Returns each step's trajectories and gradients."""
-    model, batches, gradients = plain_model(path), [], []
+    loop, model, batches, gradients = plain_loop(), plain_model(path), [], []
     for step in range(STEPS):
-        batch = Recorder(model, seed=step, temperature=0.8).groups(4, 4, [step])
-        scores = [
-            (advantage("dr_grpo", e[0].own.reward, rewards(e[0])), token_log_probs(model, e)) for e in batch
+        batch = Recorder(model, seed=step, temperature=TEMPERATURE).groups(4, MEMBERS, [step])
+        episodes = [as_plain(turns) for _, turns in batch]
+        rewards = [row.own.reward for row, _ in batch]
+        weights = [
+            a for g in range(0, len(batch), MEMBERS) for a in loop.advantages(rewards[g : g + MEMBERS])
         ]
-        tokens = sum(len(log_probs) for _, log_probs in scores)
-        loss = -sum((a * logp for a, log_probs in scores for logp, *_ in log_probs), torch.zeros(())) / tokens
         model.zero_grad()
-        loss.backward()
+        loop.policy_loss(model, episodes, weights, TEMPERATURE).backward()
         batches.append(batch)
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         with torch.no_grad():
