@@ -3,7 +3,7 @@
     sample ──► call tools ──► reward ──► advantage ──► loss ──► optimizer step ──► sample …
 
 asyncrl runs the same algorithm with these arrows in different processes that do not wait for each other.
-With `buffer.max_staleness=0` it computes the gradients of this file (tests/integration/test_sync_equality.py).
+With `buffer.max_staleness=0` its gradients are those of this file (tests/integration/test_sync_equality.py).
 
     python examples/plain_loop/plain_loop.py --steps 60
 """
