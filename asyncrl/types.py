@@ -182,20 +182,21 @@ class RewardResult(msgspec.Struct, frozen=True):
     shaping: float = 0.0
 
 
-class GroupMember(msgspec.Struct, frozen=True):
-    """What one landed episode earned, as the baseline of its group sees it.
+class EpisodeResult(msgspec.Struct, frozen=True):
+    """What an episode earned, and how it ended. It travels unchanged inside other structs: from the episode
+    to the worker's last record, into the buffer and the store, and as a part of the baseline to the trainer.
 
     `reward` is all of it; `turn_rewards` say what fell on which turn and sum to it (empty: everything on
     the last turn); `components` are its named parts, as the reward function reports them. `tokens` counts
     model tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
     """
 
-    number: int  # within the group
     reward: float
     tokens: int = 0
     turn_rewards: tuple[float, ...] = ()
     components: dict[str, float] = {}
     shaping: float = 0.0
+    end: EpisodeEnd = EpisodeEnd.ANSWERED
 
     @property
     def score(self) -> float:
@@ -203,8 +204,20 @@ class GroupMember(msgspec.Struct, frozen=True):
         return self.reward - self.shaping
 
 
+class EpisodeStats(msgspec.Struct, frozen=True):
+    """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
+    `longest_row`: tokens."""
+
+    turns: int
+    tool_calls: int = 0
+    rows: int = 1
+    longest_row: int = 0
+    seconds: float = 0.0
+    tool_s: float = 0.0
+
+
 class Trajectory(msgspec.Struct, frozen=True):
-    """A finished episode, ready to train on. `rows` hold all its tokens.
+    """The tokens of a finished episode, ready to train on. `rows` hold all of them.
 
     All else is per model token, in the order they were sampled: the row it is in, its position there, the
     engine's log-prob (behaviour policy mu). `spans` are relative to these, in order and without gaps.
@@ -216,9 +229,3 @@ class Trajectory(msgspec.Struct, frozen=True):
     position: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
-    reward: float
-    end: EpisodeEnd
-    turns: int
-    tool_calls: int
-    temperature: float
-    seconds: float = 0.0

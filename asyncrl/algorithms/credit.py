@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.registry import Registry, bind
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
 EPSILON = 1e-6  # added to every std that divides
 Scale = Literal["none", "batch_std", "nonzero", "whiten", "whiten_running"]
@@ -21,7 +21,7 @@ class Trace:
     `collision`: Σ π² over the vocabulary there."""
 
     group: str
-    own: GroupMember
+    own: EpisodeResult
     rewards: np.ndarray
     logp: np.ndarray
     collision: np.ndarray
@@ -31,24 +31,25 @@ class Trace:
 class CreditInput:
     """One episode and the siblings that its baseline is made of.
 
-    `siblings` contains `own` (by number) unless it landed after the deadline of a partial group. Arrays are
+    `siblings[place]` is `own`; `place` is -1 when it landed after the deadline of a partial group. Arrays are
     per model token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
     turn, `values` the critic's V, where there is one. `greedy`: reward of the sample's greedy episode.
     `traces`: the group's episodes, own included, for advantages registered with `whole_group`.
     """
 
-    own: GroupMember
-    siblings: Sequence[GroupMember]
+    own: EpisodeResult
+    siblings: Sequence[EpisodeResult]
     rewards: np.ndarray
     turn: np.ndarray
+    place: int = -1
     values: np.ndarray | None = None
     greedy: float | None = None
     traces: Sequence[Trace] = ()
 
     @property
-    def others(self) -> list[GroupMember]:
+    def others(self) -> list[EpisodeResult]:
         """The siblings without the episode itself."""
-        return [member for member in self.siblings if member.number != self.own.number]
+        return [sibling for place, sibling in enumerate(self.siblings) if place != self.place]
 
 
 Credit = float | np.ndarray

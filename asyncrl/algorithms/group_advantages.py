@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from asyncrl.algorithms.credit import EPSILON, Credit, CreditInput, advantage
 from asyncrl.errors import ConfigError
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
 WEIGHT = r"[^:,]+:-?\d+(\.\d+)?"  # name:weight
 Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
@@ -125,7 +125,7 @@ def _weights(given: CreditInput, weights: str) -> dict[str, float]:
     return weight
 
 
-def rewards(members: Sequence[GroupMember]) -> list[float]:
+def rewards(members: Sequence[EpisodeResult]) -> list[float]:
     return [member.reward for member in members]
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from asyncrl.algorithms.credit import Credit, CreditInput, Trace, advantage
 from asyncrl.algorithms.group_advantages import centred, standardised
 from asyncrl.errors import ProtocolError
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
 Factor = Annotated[float, Meta(ge=0, le=1)]
 
@@ -38,9 +38,7 @@ def remax(given: CreditInput) -> Credit:
     Use: small groups, down to one; costs one more episode per sample. Any staleness.
     """
     if given.greedy is None:
-        raise ProtocolError(
-            f"advantage remax: member {given.own.number} came without the reward of a greedy episode"
-        )
+        raise ProtocolError("advantage remax: an episode came without the reward of a greedy episode")
     return to_go(given.rewards) - given.greedy
 
 
@@ -54,7 +52,7 @@ def gae(given: CreditInput, *, gamma: Factor = 1.0, lam: Factor = 1.0, turn_gamm
     training, the rewards that followed are those of the policy that acted.
     """
     if given.values is None:
-        raise ProtocolError(f"advantage gae: member {given.own.number} came without values of the critic")
+        raise ProtocolError("advantage gae: an episode came without values of the critic")
     discount = _discounts(given.turn, gamma, turn_gamma)
     following = np.append(given.values[1:], 0.0)[: len(given.values)]
     return returns(given.rewards + discount * following - given.values, lam * discount)
@@ -99,9 +97,7 @@ def optimal_token_baseline(given: CreditInput) -> Credit:
         plain[:n] += lead
         members[:n] += 1
     if not members.all():
-        raise ProtocolError(
-            f"advantage optimal_token_baseline: member {given.own.number} came without traces of its group"
-        )
+        raise ProtocolError("advantage optimal_token_baseline: an episode came without traces of its group")
     used = weight > 0
     return np.where(used, weighted, plain) / np.where(used, weight, members)
 
@@ -125,7 +121,7 @@ def to_go(rewards: np.ndarray) -> np.ndarray:
     return np.cumsum(rewards[::-1], dtype=np.float64)[::-1]
 
 
-def turn_returns(member: GroupMember, turn_gamma: float, turns: int = 1) -> list[float]:
+def turn_returns(member: EpisodeResult, turn_gamma: float, turns: int = 1) -> list[float]:
     """G by turn. Without turn rewards all of it falls on the last of `turns`."""
     rewards = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
     return list(accumulate(reversed(rewards), lambda after, reward: reward + turn_gamma * after))[::-1]
@@ -136,8 +132,7 @@ def _turns(given: CreditInput) -> int:
     seen = int(given.turn.max(initial=0)) + 1
     if given.own.turn_rewards and seen > len(given.own.turn_rewards):
         raise ProtocolError(
-            f"advantage grpo_turn: member {given.own.number} has {seen} turns, and rewards of "
-            f"{len(given.own.turn_rewards)}"
+            f"advantage grpo_turn: an episode has {seen} turns, and rewards of {len(given.own.turn_rewards)}"
         )
     return seen
 

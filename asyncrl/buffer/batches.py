@@ -14,21 +14,27 @@ import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.types import DropReason, GroupMember
+from asyncrl.types import DropReason, EpisodeResult
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """Who a group's rewards are compared with. `greedy`: reward of its greedy episode, where there is one."""
+    """What a group's rewards are compared with: the results of `members` (numbers within the group).
+    `greedy`: reward of its greedy episode, where there is one."""
 
-    members: tuple[GroupMember, ...]
+    members: tuple[int, ...]
+    results: tuple[EpisodeResult, ...]
     greedy: float | None = None
 
     @classmethod
     def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
         """That of a settled group: its members' records say it for good, whatever became of them since."""
-        members = tuple(episodes[group.members[number]].earned for number in group.baseline)
+        results = tuple(episodes[group.members[number]].result for number in group.baseline)
         last = episodes[group.members[-1]]
-        return cls(members, last.reward if last.greedy else None)
+        return cls(group.baseline, results, last.result.reward if last.greedy else None)
+
+    def place(self, episode: EpisodeRecord) -> int:
+        """Index of an episode among the results; -1 for one that landed after the group's deadline."""
+        return self.members.index(episode.member) if episode.member in self.members else -1
 
 
 class Batch(msgspec.Struct):
@@ -218,9 +224,9 @@ class Batches:
         most, held = self.micro_tokens // max(1, ordered[0].width), [0] * ranks
         for index, episode in enumerate(ordered):
             rank = _rank(index, ranks)
-            if held[rank] and held[rank] + episode.rows > most:
+            if held[rank] and held[rank] + episode.stats.rows > most:
                 return ordered[:index]
-            held[rank] += episode.rows
+            held[rank] += episode.stats.rows
         return ordered
 
     # -- commit, rollback, retention -----------------------------------------------------------------

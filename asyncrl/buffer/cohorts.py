@@ -20,8 +20,8 @@ class Sums(msgspec.Struct):
 
     def add(self, episode: EpisodeRecord) -> None:
         self.count += 1
-        self.reward += episode.reward
-        self.tokens += episode.model_tokens
+        self.reward += episode.result.reward
+        self.tokens += episode.result.tokens
 
 
 class Cohort(msgspec.Struct):

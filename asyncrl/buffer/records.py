@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from asyncrl.types import EpisodeEnd, GroupMember
+from asyncrl.types import EpisodeResult, EpisodeStats
 
 
 class State(enum.StrEnum):
@@ -47,38 +47,22 @@ class EpisodeRecord(msgspec.Struct):
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
     newest: int = -1
-    reward: float = 0.0
-    turn_rewards: tuple[float, ...] = ()
-    components: dict[str, float] = {}
-    shaping: float = 0.0
-    end: EpisodeEnd = EpisodeEnd.ANSWERED
     turns: int = 0  # durable turns
-    tool_calls: int = 0
     tokens: int = 0  # of all rows
-    model_tokens: int = 0
-    rows: int = 1
-    longest_row: int = 0  # tokens; 0: not told yet, all may be in one
-    seconds: float = 0.0
-    tool_s: float = 0.0
+    result: EpisodeResult = EpisodeResult(0.0)  # of the one that landed
+    stats: EpisodeStats = EpisodeStats(0)
     step: int = -1
     greedy: bool = False
 
     @property
-    def earned(self) -> GroupMember:
-        """What the baseline of its group sees."""
-        return GroupMember(
-            self.member, self.reward, self.model_tokens, self.turn_rewards, self.components, self.shaping
-        )
-
-    @property
     def width(self) -> int:
         """Tokens that each of its rows takes in a padded batch by itself."""
-        return self.longest_row or self.tokens
+        return self.stats.longest_row or self.tokens
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""
         self.oldest = self.newest = -1
-        self.turns = self.tokens = self.model_tokens = 0
+        self.turns = self.tokens = 0
 
 
 class GroupRecord(msgspec.Struct):

@@ -14,7 +14,7 @@ from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.zero_variance import EQUAL, Reads, alike
 from asyncrl.config import BufferConfig
-from asyncrl.types import DropReason, EpisodeEnd, FailReason, FilterReason
+from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
 # Failures that another attempt would only repeat.
 FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
@@ -169,16 +169,15 @@ class ReplayBuffer:
         """A turn became durable."""
         episode.turns += 1
         episode.tokens += tokens
-        episode.model_tokens += model_tokens
         if model_tokens:
             first = episode.newest < 0  # the floor from the assignment gives way to what sampled
             episode.oldest = oldest if first else min(episode.oldest, oldest)
             episode.newest = max(episode.newest, newest)
         self.touch(episode)
 
-    def finish(self, episode: EpisodeRecord, reward: float, end: EpisodeEnd, now: float) -> None:
+    def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
         """The episode landed; its group may settle."""
-        episode.state, episode.reward, episode.end = State.LANDED, reward, end
+        episode.state, episode.result, episode.stats = State.LANDED, result, stats
         self.touch(episode)
         group = self.live[episode.group]
         if not episode.greedy:
@@ -250,8 +249,8 @@ class ReplayBuffer:
 
     def _even(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
         """Zero variance: nothing that the advantage reads differs."""
-        earned = [episode.earned for episode in landed]
-        return alike(earned, greedy.reward if greedy else None, self.reads)
+        results = [episode.result for episode in landed]
+        return alike(results, greedy.result.reward if greedy else None, self.reads)
 
     def _ended(self, group: GroupRecord) -> bool:
         """No member will land any more."""
@@ -264,7 +263,7 @@ class ReplayBuffer:
         if rate >= 1 or not self._ended(group):
             return
         landed = [e for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
-        passed = sum(episode.earned.score > EQUAL for episode in landed)
+        passed = sum(episode.result.score > EQUAL for episode in landed)
         if len(landed) >= self.config.min_group and passed >= rate * len(landed):
             group.retires = True
             self.retired.add(group.row)

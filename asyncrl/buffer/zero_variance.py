@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
 EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
 
@@ -20,27 +20,27 @@ class Reads(msgspec.Struct, frozen=True):
     components: bool = False
 
 
-def alike(members: Sequence[GroupMember], greedy: float | None, reads: Reads) -> bool:
-    """True when the members differ in nothing that is read, nor from the `greedy` reward where there is one.
+def alike(results: Sequence[EpisodeResult], greedy: float | None, reads: Reads) -> bool:
+    """True when the results differ in nothing that is read, nor from the `greedy` reward where there is one.
 
     Turn by turn, members are compared on the turns that they have before their last. With equal sums that
     is equal returns G_k for all who have a turn k, however many turns each took; discounts are left out.
     """
     if greedy is not None:  # one number for all turns: as if all of it was earned at the very end
-        longest = max((len(member.turn_rewards) for member in members), default=0)
-        members = [*members, GroupMember(-1, greedy, turn_rewards=(0.0,) * longest)]
+        longest = max((len(result.turn_rewards) for result in results), default=0)
+        results = [*results, EpisodeResult(greedy, turn_rewards=(0.0,) * longest)]
     columns: dict[tuple[str, object], list[float]] = defaultdict(list)
-    for member in members:
-        for name, value in _facts(member, reads):
+    for result in results:
+        for name, value in _facts(result, reads):
             columns[name].append(value)
     return all(max(column) - min(column) <= EQUAL for column in columns.values())
 
 
-def _facts(member: GroupMember, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
-    yield ("reward", None), member.reward
+def _facts(result: EpisodeResult, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
+    yield ("reward", None), result.reward
     if reads.turns:
-        for k, reward in enumerate(member.turn_rewards[:-1]):
+        for k, reward in enumerate(result.turn_rewards[:-1]):
             yield ("turn", k), reward
     if reads.components:
-        for name, value in member.components.items():
+        for name, value in result.components.items():
             yield ("component", name), value

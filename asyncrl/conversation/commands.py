@@ -14,6 +14,7 @@ import msgspec
 from asyncrl.conversation.parsers import Parsed
 from asyncrl.types import (
     EpisodeEnd,
+    EpisodeResult,
     FailReason,
     Generation,
     Message,
@@ -97,14 +98,9 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The episode is over and has a reward: the sum of `turn_rewards`, one per turn. `components` and
-    `shaping` as in `RewardResult`."""
+    """The episode is over and has a reward. Its result has one turn reward per turn."""
 
-    reward: float
-    end: EpisodeEnd
-    turn_rewards: tuple[float, ...]
-    components: dict[str, float] = {}
-    shaping: float = 0.0
+    result: EpisodeResult
 
 
 class Fail(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from asyncrl.conversation.commands import Done, Fail
-from asyncrl.types import EpisodeEnd, FailReason, Generation, RewardResult, StopReason, Turn
+from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, Generation, RewardResult, StopReason, Turn
 
 
 def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: RewardResult) -> Done | Fail:
@@ -31,7 +31,8 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: RewardResult) -> Don
         total = math.nan
     if not math.isfinite(total):
         return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
-    return Done(total, end, rewards, verdict.components, verdict.shaping)
+    tokens = sum(len(turn.ids) for turn in turns)
+    return Done(EpisodeResult(total, tokens, rewards, verdict.components, verdict.shaping, end))
 
 
 def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:

@@ -100,7 +100,7 @@ class Coordinator:
         self.workers = WorkerHandler(
             self.core,
             self.engines,
-            self._landed,
+            on_landed=lambda episode: self.reporter.on_landed(episode),
             on_eval=lambda worker, message: self.validation.record(worker, message),
             eval_wanted=lambda attempt: self.validation.wanted(attempt),
         )
@@ -328,9 +328,6 @@ class Coordinator:
         write_summary(self.run_dir, summary)
 
     # -- events of the desks ---------------------------------------------------------------------------
-
-    def _landed(self, episode: Any, message: Finished) -> None:
-        self.reporter.on_landed(episode, message)
 
     def _committed(self, message: Commit) -> None:
         self.workers.clock()

@@ -17,7 +17,6 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows
 from asyncrl.types import EpisodeEnd, FailReason
-from asyncrl.wire.messages import Finished
 
 
 @dataclass
@@ -57,21 +56,21 @@ class Reporter:
         """The run leaves its start phase: the first row counts from here."""
         self.row_at, self._busy = time.monotonic(), self._totals()
 
-    def on_landed(self, episode: EpisodeRecord, message: Finished) -> None:
-        landed = self.landed
+    def on_landed(self, episode: EpisodeRecord) -> None:
+        landed, result, stats = self.landed, episode.result, episode.stats
         if episode.greedy:
-            landed.greedy.append(message.score)
+            landed.greedy.append(result.score)
             return
-        landed.scores.append(message.score)
-        for name, value in message.components.items():
+        landed.scores.append(result.score)
+        for name, value in result.components.items():
             landed.components[name].append(value)
-        landed.turns.append(message.turns)
-        landed.rows.append(message.rows)
-        landed.calls.append(message.tool_calls)
-        landed.lengths.append(episode.model_tokens)
-        landed.seconds.append(message.seconds)
-        landed.tool_s.append(message.tool_s)
-        landed.ends[message.end] += 1
+        landed.turns.append(stats.turns)
+        landed.rows.append(stats.rows)
+        landed.calls.append(stats.tool_calls)
+        landed.lengths.append(result.tokens)
+        landed.seconds.append(stats.seconds)
+        landed.tool_s.append(stats.tool_s)
+        landed.ends[result.end] += 1
         landed.multi_version += episode.oldest != episode.newest
         self.finished += 1
         self.multi_version += episode.oldest != episode.newest

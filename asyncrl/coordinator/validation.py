@@ -212,15 +212,15 @@ class Validation:
         """`val-core/<source>/<mode>/mean@1` per data source, and over all of them. An episode that failed at
         every attempt counts as 0: who breaks the world would be left out of the mean otherwise."""
         scores: dict[str, list[float]] = defaultdict(list)
-        earned = {uid: finished.reward for uid, finished in session.scores.items()}
+        earned = {uid: finished.result.reward for uid, finished in session.scores.items()}
         for uid, reward in (earned | dict.fromkeys(session.failed, 0.0)).items():
             _, mode, row = uid.split("/")
             scores[f"val-core/{self.samples[int(row)].data_source}/{mode}/mean@1"].append(reward)
             scores[f"val-core/all/{mode}/mean@1"].append(reward)
         for uid, finished in session.scores.items():
             mode = uid.split("/")[1]
-            scores[f"val-aux/{mode}/num_turns/mean"].append(finished.turns)
-            scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.tool_calls)
+            scores[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
+            scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
         means = {name: sum(values) / len(values) for name, values in scores.items()}
         unfinished = len(session.running) + len(session.queue)
         if unfinished:  # what is missing is long: the mean of the rest would flatter
@@ -238,7 +238,13 @@ class Validation:
         kept = list(session.scores.items())[: 2 * self.core.config.observe.transcripts]
         lines = [
             json.dumps(
-                {"uid": uid, "reward": done.reward, "end": done.end, "turns": done.turns, "text": done.text}
+                {
+                    "uid": uid,
+                    "reward": done.result.reward,
+                    "end": done.result.end,
+                    "turns": done.stats.turns,
+                    "text": done.text,
+                }
             )
             for uid, done in kept
         ]

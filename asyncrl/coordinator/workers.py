@@ -70,7 +70,7 @@ class WorkerHandler:
         self,
         core: RunState,
         engines: EngineHandler,
-        on_landed: Callable[[EpisodeRecord, Finished], None],
+        on_landed: Callable[[EpisodeRecord], None],
         on_eval: Callable[[WorkerRecord, Record], None],
         eval_wanted: Callable[[Attempt], bool],
     ) -> None:
@@ -202,17 +202,12 @@ class WorkerHandler:
             case Replied():
                 core.store.put_frame(episode.uid, message.turn, "replied", _only(frames))
             case Finished():
-                if message.turns != episode.turns:
+                if message.stats.turns != episode.turns:
                     known = f"{episode.turns} of its turns are durable"
-                    raise ProtocolError(f"episode {episode.uid}: ends after {message.turns}, {known}")
+                    raise ProtocolError(f"episode {episode.uid}: ends after {message.stats.turns}, {known}")
                 del worker.running[episode.uid]
-                episode.tool_calls, episode.seconds = message.tool_calls, message.seconds
-                episode.tool_s = message.tool_s
-                episode.turn_rewards, episode.components = message.turn_rewards, message.components
-                episode.shaping = message.shaping
-                episode.rows, episode.longest_row = message.rows, message.longest_row
-                core.buffer.finish(episode, message.reward, message.end, now)
-                self.on_landed(episode, message)
+                core.buffer.finish(episode, message.result, message.stats, now)
+                self.on_landed(episode)
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]

@@ -21,7 +21,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
-from asyncrl.types import EpisodeEnd, Generation, Message, RewardResult, Turn, TurnReply
+from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated, Replied
 from asyncrl.wire.outbox import Outbox
 
@@ -174,18 +174,16 @@ class EpisodeRun:
         return Finished(
             seq=0,
             attempt=self.attempt,
-            reward=command.reward,
-            end=command.end,
-            turns=len(ended.turns),
-            tool_calls=ended.tool_calls,
-            seconds=asyncio.get_running_loop().time() - self.started,
-            tool_s=ended.tool_s,
+            result=command.result,
+            stats=EpisodeStats(
+                turns=len(ended.turns),
+                tool_calls=ended.tool_calls,
+                rows=len(rows),
+                longest_row=max(map(len, rows)),
+                seconds=asyncio.get_running_loop().time() - self.started,
+                tool_s=ended.tool_s,
+            ),
             text=self.transcript(ended.turns) if self.assign.lane == "eval" else "",
-            turn_rewards=command.turn_rewards,
-            components=command.components,
-            shaping=command.shaping,
-            rows=len(rows),
-            longest_row=max(map(len, rows)),
         )
 
 

@@ -87,7 +87,7 @@ class RunStore:
 
     def put_episodes(self, episodes: Iterable[EpisodeRecord]) -> None:
         rows = [
-            (e.uid, e.group, e.state.value, e.reason, e.step, e.reward, msgspec.msgpack.encode(e))
+            (e.uid, e.group, e.state.value, e.reason, e.step, e.result.reward, msgspec.msgpack.encode(e))
             for e in episodes
         ]
         self._db.executemany("INSERT OR REPLACE INTO episodes VALUES(?,?,?,?,?,?,?)", rows)

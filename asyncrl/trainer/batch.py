@@ -21,7 +21,7 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
-from asyncrl.types import GroupMember, Trajectory, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Trajectory, Turn, VersionSpan
 from asyncrl.wire.messages import PlannedTrajectory
 
 
@@ -87,7 +87,7 @@ class Example:
     def credit_input(self) -> CreditInput:
         """What the advantage is a function of."""
         row = self.row
-        return CreditInput(row.own, row.siblings, self.rewards, self.turn, self.value, row.greedy)
+        return CreditInput(row.own, row.siblings, self.rewards, self.turn, row.place, self.value, row.greedy)
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,6 @@ def assemble(row: PlannedTrajectory, turns: Sequence[Turn]) -> Trajectory:
         position=tuple(position for _, position in placed),
         logprobs=tuple(logprobs),
         spans=tuple(spans),
-        reward=row.own.reward,
-        end=row.end,
-        turns=len(turns),
-        tool_calls=sum(len(turn.replies) for turn in turns),
-        temperature=row.temperature,
-        seconds=sum(turn.seconds for turn in turns),
     )
 
 
@@ -206,8 +200,8 @@ def example(
     return Example(
         row=row,
         rows=tuple(np.asarray(ids, dtype=np.int32) for ids in trajectory.rows),
-        turns=trajectory.turns,
-        tool_calls=trajectory.tool_calls,
+        turns=len(turns),
+        tool_calls=sum(len(turn.replies) for turn in turns),
         weight=share.weight,
         denominator=share.denominator,
         row_of=np.asarray(trajectory.row, dtype=np.int64),
@@ -218,11 +212,11 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        excluded=mask_truncated and row.end.truncated,
+        excluded=mask_truncated and row.own.end.truncated,
     )
 
 
-def token_rewards(own: GroupMember, turn: np.ndarray) -> np.ndarray:
+def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
     """[T] each turn's reward on its last token; that of a turn without one, on the token before it, and
     what comes before the first token, on that. Everything is on the last token where turns say nothing."""
     rewards = np.zeros(len(turn))

@@ -19,9 +19,9 @@ from asyncrl.algorithms.kl import kl_tokens
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.world import World
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
-Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, member) → β·KL by turn
+Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among the siblings) → β·KL by turn
 
 
 def credit(example: Example, recipe: Recipe, traces: Sequence[Trace] = ()) -> Example:
@@ -53,14 +53,16 @@ def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Exa
 def with_penalised_siblings(example: Example, penalties: Penalties) -> Example:
     """The baseline sees the siblings' penalties as well."""
     row = example.row
-    siblings = tuple(_less(m, penalties.get((row.group, m.number), ())) for m in row.siblings)
+    siblings = tuple(
+        _less(sibling, penalties.get((row.group, place), ())) for place, sibling in enumerate(row.siblings)
+    )
     return replace(example, row=msgspec.structs.replace(row, siblings=siblings))
 
 
-def _less(member: GroupMember, by_turn: Sequence[float] | np.ndarray) -> GroupMember:
-    turns = tuple(a + float(b) for a, b in zip(member.turn_rewards, by_turn, strict=False))
-    reward = member.reward + float(np.sum(by_turn))
-    return msgspec.structs.replace(member, reward=reward, turn_rewards=turns)
+def _less(result: EpisodeResult, by_turn: Sequence[float] | np.ndarray) -> EpisodeResult:
+    turns = tuple(a + float(b) for a, b in zip(result.turn_rewards, by_turn, strict=False))
+    reward = result.reward + float(np.sum(by_turn))
+    return msgspec.structs.replace(result, reward=reward, turn_rewards=turns)
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -68,7 +70,8 @@ class Packed(msgspec.Struct, frozen=True):
 
     uid: str
     group: str
-    own: GroupMember
+    own: EpisodeResult
+    place: int  # among its siblings, as in PlannedTrajectory
     arrays: dict[str, tuple[Literal["float64", "bool"], bytes]]
 
     def array(self, name: str) -> np.ndarray:
@@ -81,7 +84,7 @@ def _packed(example: Example, arrays: Mapping[str, np.ndarray]) -> Packed:
     for name, array in arrays.items():
         kind: Literal["float64", "bool"] = "bool" if array.dtype == bool else "float64"
         content[name] = kind, array.astype(kind).tobytes()
-    return Packed(example.row.uid, example.group, example.row.own, content)
+    return Packed(example.row.uid, example.group, example.row.own, example.row.place, content)
 
 
 def share(
@@ -96,7 +99,7 @@ def share(
 def share_penalties(world: World, pairs: Sequence[tuple[Example, Sequence[float]]]) -> Penalties:
     """The penalties of all ranks' episodes. A collective."""
     shared = share(world, [e for e, _ in pairs], [{"by_turn": np.asarray(turns)} for _, turns in pairs])
-    return {(packed.group, packed.own.number): packed.array("by_turn").tolist() for packed in shared}
+    return {(packed.group, packed.place): packed.array("by_turn").tolist() for packed in shared}
 
 
 def share_traces(world: World, examples: Sequence[Example]) -> dict[str, list[Trace]]:

@@ -29,7 +29,7 @@ def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
         tally.summary("num_turns", [e.turns])
         tally.summary("tool_call_counts", [e.tool_calls])
         tally.summary("global_seqlen", [e.length])
-        tally.ratio("response_length/clip_ratio", float(e.row.end.truncated), 1.0)
+        tally.ratio("response_length/clip_ratio", float(e.row.own.end.truncated), 1.0)
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)

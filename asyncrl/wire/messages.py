@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.types import EpisodeEnd, FailReason, GroupMember, Sample
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights.manifest import WeightsRef
 
 
@@ -195,27 +195,13 @@ class Replied(WireMessage, frozen=True):
 
 
 class Finished(WireMessage, frozen=True):
-    """The episode is over and has a reward (see `types.Member`). Its tokens are the turns sent before."""
+    """The episode is over and has a reward. Its tokens are the turns sent before."""
 
     seq: int
     attempt: Attempt
-    reward: float
-    end: EpisodeEnd
-    turns: int
-    tool_calls: int
-    seconds: float
-    tool_s: float
+    result: EpisodeResult
+    stats: EpisodeStats
     text: str = ""  # transcript of a validation episode
-    turn_rewards: tuple[float, ...] = ()
-    components: dict[str, float] = {}
-    shaping: float = 0.0
-    rows: int = 1
-    longest_row: int = 0  # tokens
-
-    @property
-    def score(self) -> float:
-        """The reward before shaping."""
-        return self.reward - self.shaping
 
 
 class Failed(WireMessage, frozen=True):
@@ -318,16 +304,17 @@ class Take(WireMessage, frozen=True):
 class PlannedTrajectory(msgspec.Struct, frozen=True):
     """One trajectory of a plan. Its turns are the next `frames` frames of the message.
 
-    `siblings` are the members of the baseline, `own` among them unless it landed after the deadline of a
-    partial group. `greedy`: reward of the group's greedy episode, where the advantage wants one.
+    `siblings` are the results that the baseline is made of. `place` is the index of `own` among them; -1: it
+    landed after the deadline of a partial group. `greedy`: reward of the group's greedy episode, where the
+    advantage wants one.
     """
 
     uid: str
     group: str
     frames: int
-    own: GroupMember
-    siblings: tuple[GroupMember, ...]
-    end: EpisodeEnd
+    own: EpisodeResult
+    siblings: tuple[EpisodeResult, ...]
+    place: int
     temperature: float
     tokens: int
     greedy: float | None = None
@@ -335,7 +322,7 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     @property
     def group_tokens(self) -> int:
         """Model tokens of the group's usable members."""
-        return sum(member.tokens for member in self.siblings)
+        return sum(result.tokens for result in self.siblings)
 
 
 class WorkPlan(WireMessage, frozen=True):

@@ -23,7 +23,7 @@ from asyncrl.algorithms.advantages import CreditInput, Trace
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, select_rules
 from asyncrl.algorithms.losses import BatchTrace, Loss, LossInput
 from asyncrl.algorithms.recipe import advantages, losses
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
 LETTERS, LENGTH, PREFIXES = 3, 3, 13
 TURN = torch.tensor([0, 0, 1])  # of each token
@@ -225,6 +225,7 @@ def _credits(
                 siblings=[one.own for one in traces if not (late and one is own)],
                 rewards=own.rewards,
                 turn=TURN[:length].numpy(),
+                place=-1 if late else i,
                 values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
                 greedy=GREEDY if estimator.greedy else None,
                 traces=traces if estimator.whole_group else (),
@@ -239,8 +240,7 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
     live, prefix, tokens = (x[sequence] for x in (language.live, language.prefix, language.tokens))
     rewards = token_rewards(language)[sequence][live]
     chances = PI.softmax(-1)[prefix[live]]
-    member = GroupMember(
-        number=number,
+    member = EpisodeResult(
         reward=math.fsum(rewards.tolist()),
         tokens=int(live.sum()),
         turn_rewards=tuple(

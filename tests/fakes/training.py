@@ -18,7 +18,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.model import Policy, whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeEnd, GroupMember, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages import PlannedTrajectory
 
 VOCABULARY = 40
@@ -90,7 +90,7 @@ class Recorder:
         episodes: list[Episode] = []
         for g in range(count):
             turns = [self._turns(rng, versions) for _ in range(members)]
-            everyone = tuple(_member(rng, i, some) for i, some in enumerate(turns))
+            everyone = tuple(_result(rng, some) for some in turns)
             for i, some in enumerate(turns):
                 row = make_row(f"{name}{g}/{i}", f"{name}{g}", everyone, i, some, self.temperature)
                 episodes.append((row, some))
@@ -124,23 +124,21 @@ class Recorder:
         return scored
 
 
-def _member(rng: random.Random, number: int, turns: list[Turn]) -> GroupMember:
+def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
     """A reward of 0, 0.5 or 1, half of it on the first turn."""
     reward = rng.choice([0.0, 0.5, 1.0])
     by_turn = [0.0] * len(turns)
     by_turn[0] += reward / 2
     by_turn[-1] += reward / 2
     tokens = sum(len(turn.ids) for turn in turns)
-    return GroupMember(number, reward, tokens, tuple(by_turn), {"right": reward, "short": 1.0 / tokens})
+    return EpisodeResult(reward, tokens, tuple(by_turn), {"right": reward, "short": 1.0 / tokens})
 
 
 def make_row(
-    uid: str, group: str, members: tuple[GroupMember, ...], i: int, turns: list[Turn], temperature: float
+    uid: str, group: str, members: tuple[EpisodeResult, ...], i: int, turns: list[Turn], temperature: float
 ) -> PlannedTrajectory:
     tokens = sum(len(turn.context) + len(turn.ids) for turn in turns)
-    return PlannedTrajectory(
-        uid, group, len(turns), members[i], members, EpisodeEnd.ANSWERED, temperature, tokens, greedy=0.5
-    )
+    return PlannedTrajectory(uid, group, len(turns), members[i], members, i, temperature, tokens, greedy=0.5)
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:

@@ -46,7 +46,7 @@ def finished(bench: AgentBench) -> Finished:
 
 def whole_row(bench: AgentBench) -> None:
     """One row, in which the model's own spelling stands."""
-    assert finished(bench).rows == 1
+    assert finished(bench).stats.rows == 1
     (row,) = bench.rows
     assert row.endswith(f"let me see {ADD}[3]it is 3")
 
@@ -128,7 +128,7 @@ def test_the_client_sees_limits_and_expired_keys() -> None:
 
     bench = AgentBench(agent)
     end = finished(bench)  # the client's BadRequestError ended the agent
-    assert (end.end, end.turns) == (EpisodeEnd.LENGTH, 1)
+    assert (end.result.end, end.stats.turns) == (EpisodeEnd.LENGTH, 1)
 
 
 def test_a_langgraph_agent() -> None:
@@ -179,7 +179,7 @@ echo 0.75
 """
     )
     bench = AgentBench(load_agent({"command": {"line": f"sh {script}"}}))
-    assert finished(bench).turns == 2
+    assert finished(bench).stats.turns == 2
     assert bench.rows == ["q42sure?42"]
 
 
@@ -199,4 +199,4 @@ def test_a_program_that_is_killed_fails_and_one_that_hangs_ends(tmp_path: Path) 
     assert isinstance(end, Failed)
     assert (end.reason, "code -9" in end.detail) == (FailReason.AGENT_ERROR, True)
     hung = AgentBench(load_agent({"command": {"line": line + "hung.py"}}), episode_timeout=4.0)
-    assert finished(hung).end is EpisodeEnd.TIMEOUT
+    assert finished(hung).result.end is EpisodeEnd.TIMEOUT

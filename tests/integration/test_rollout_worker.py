@@ -78,7 +78,12 @@ def test_an_assigned_episode_is_played_to_its_end(hub: FakeCoordinator, worker: 
     hub.expect(Replied, turn=0)
     hub.expect(Generated, turn=1)
     end = hub.expect(Finished, attempt=attempt)
-    assert (end.reward, end.end, end.turns, end.tool_calls) == (1.0, EpisodeEnd.ANSWERED, 2, 1)
+    assert (end.result.reward, end.result.end, end.stats.turns, end.stats.tool_calls) == (
+        1.0,
+        EpisodeEnd.ANSWERED,
+        2,
+        1,
+    )
     assert [record.seq for record in hub.seen(Generated | Replied | Finished)] == [1, 2, 3, 4]
     recorded = msgspec.msgpack.decode(hub.frames[turn.seq][0], type=Turn)
     assert len(recorded.ids) == turn.model_tokens == len(recorded.logprobs)
@@ -195,7 +200,7 @@ def test_an_episode_goes_on_from_another_workers_turns(hub: FakeCoordinator, wor
     assert again.turn == 1
     ids = [msgspec.msgpack.decode(hub.frames[r.seq][0], type=Turn).ids for r in (second, again)]
     assert ids[0] == ids[1]
-    assert hub.expect(Finished).turns == 2
+    assert hub.expect(Finished).stats.turns == 2
     assert fake.seams.looks == ["looked"]
 
 
@@ -254,7 +259,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         assert turn.stop is StopReason.LENGTH
         assert (first.model_tokens, first.newest) == (24, 0)
         assert all(logprob < 0 for logprob in turn.logprobs)
-        assert hub.expect(Finished).end is EpisodeEnd.LENGTH
+        assert hub.expect(Finished).result.end is EpisodeEnd.LENGTH
         model = AutoModelForCausalLM.from_pretrained(model_path)
         ref = publish(model.state_dict(), tmp_path / "weights", trainer_epoch=0, version=4)
         hub.send(LoadWeights(ref, "train"))
@@ -280,6 +285,6 @@ def test_the_examples_model_uses_its_tool(hub: FakeCoordinator, tmp_path: Path) 
         for index, row in enumerate(samples):
             hub.assign(f"e{index}", row)
         ends = [hub.expect(Finished) for _ in samples]
-    assert sum(end.tool_calls for end in ends) > 0
-    assert sum(end.reward for end in ends) > 0
+    assert sum(end.stats.tool_calls for end in ends) > 0
+    assert sum(end.result.reward for end in ends) > 0
     assert hub.seen(Failed) == []

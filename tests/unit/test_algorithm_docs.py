@@ -122,8 +122,10 @@ def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType)
     given = RewardInput(CAPITAL, "Oslo", turns=2)
     verdict = asyncio.run(Scorer([in_loop(namespace["compute_score"])], 60.0).score(given))
     done = advance(made, answered, EpisodeScored(verdict)).command
-    assert isinstance(done, Done) and done.components == {"correct": 1.0, "brief": 1.0}
-    assert done.turn_rewards == pytest.approx((0.05, 1.15)) and done.reward == pytest.approx(1.2)
+    assert isinstance(done, Done) and done.result.components == {"correct": 1.0, "brief": 1.0}
+    assert done.result.turn_rewards == pytest.approx((0.05, 1.15)) and done.result.reward == pytest.approx(
+        1.2
+    )
     assert "has turn rewards 0.05 and 1.15, and R = 1.2." in " ".join(text.split())
 
 

@@ -20,7 +20,7 @@ from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.losses import LossInput
 from asyncrl.algorithms.recipe import aggregations, losses
 from asyncrl.rewards.shaping import ShapingInput, shapings
-from asyncrl.types import EpisodeEnd, GroupMember
+from asyncrl.types import EpisodeEnd, EpisodeResult
 
 # -- formulas as people write them -----------------------------------------------------------------------
 
@@ -250,12 +250,12 @@ def test_kl_estimators(name: str, d: float) -> None:
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "gpg", "reinforce_pp_baseline"])
 def test_advantages(name: str) -> None:
     """Before the batch scales them: α is 1."""
-    group = [GroupMember(i, reward) for i, reward in enumerate((0.0, 1.0, 0.25))]
+    group = [EpisodeResult(reward) for reward in (0.0, 1.0, 0.25)]
     rewards = [member.reward for member in group]
     symbols = {"mean": np.mean(rewards), "std": np.std(rewards, ddof=1), "α": 1.0, "f_norm": 1.0}
     of = advantages.get(name).of
-    for own in group:
-        found = of(CreditInput(own, group, np.zeros(2), np.zeros(2, dtype=int)))
+    for place, own in enumerate(group):
+        found = of(CreditInput(own, group, np.zeros(2), np.zeros(2, dtype=int), place))
         wanted = evaluate(formula_of(inspect.getdoc(of) or ""), {**symbols, "R": own.reward})
         assert found == pytest.approx(wanted, rel=1e-12)
 

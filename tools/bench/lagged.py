@@ -40,7 +40,7 @@ from asyncrl.tools import ToolSession
 from asyncrl.trainer.model import whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
-from asyncrl.types import GroupMember, Sample
+from asyncrl.types import EpisodeResult, Sample
 from asyncrl.wire.messages import PlannedTrajectory
 
 Weights = dict[str, Tensor]
@@ -158,7 +158,7 @@ def run(given: Lagged, player: Player) -> Outcome:
         asks = _batch(config, train, prompts, step)
         episodes = player.play(ring[0], max(0, step - given.lag), asks)
         play_s += time.process_time() - started
-        earned = [episode.command.reward for episode in episodes]  # type: ignore[union-attr]
+        earned = [episode.command.result.reward for episode in episodes]  # type: ignore[union-attr]
         rewards.append(sum(earned) / len(earned))
         if given.shuffled:
             random.Random(f"{config.seed}/{step}").shuffle(earned)
@@ -169,7 +169,7 @@ def run(given: Lagged, player: Player) -> Outcome:
         Ask(f"t{i}", sample, sampling_key(0, f"t{i}", 0)) for i, sample in enumerate(test[: given.tests])
     ]
     final = player.play(ring[-1], given.steps, held_out)
-    successes = sum(episode.command.reward == 1.0 for episode in final)  # type: ignore[union-attr]
+    successes = sum(episode.command.result.reward == 1.0 for episode in final)  # type: ignore[union-attr]
     metrics = _mean(history)
     return Outcome(successes, len(final), rewards, metrics, time.process_time() - began, play_s, train_s)
 
@@ -198,12 +198,12 @@ def _train(
 def _rows(
     asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float], temperature: float
 ) -> list[PlannedTrajectory]:
-    groups: dict[str, list[GroupMember]] = {}
+    groups: dict[str, list[EpisodeResult]] = {}
     for ask, episode, reward in zip(asks, episodes, rewards, strict=True):
-        group, _, number = ask.uid.partition("/")
+        group = ask.uid.partition("/")[0]
         per_turn = (0.0,) * (len(episode.turns) - 1) + (reward,)
         tokens = sum(len(turn.ids) for turn in episode.turns)
-        groups.setdefault(group, []).append(GroupMember(int(number), reward, tokens, per_turn))
+        groups.setdefault(group, []).append(EpisodeResult(reward, tokens, per_turn))
     return [
         PlannedTrajectory(
             uid=ask.uid,
@@ -211,7 +211,7 @@ def _rows(
             frames=len(episode.turns),
             own=groups[group][int(number)],
             siblings=tuple(groups[group]),
-            end=episode.command.end,  # type: ignore[union-attr]
+            place=int(number),
             temperature=temperature,
             tokens=sum(map(len, episode.rows)),
         )

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
 from asyncrl.errors import ConfigError
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
 NONE = np.zeros(0)
 NAMES = ["dr_grpo", "grpo", "rloo", "reinforce_pp_baseline", "opo", "gpg", "pass_at_k", "gdpo"]
@@ -23,17 +22,18 @@ PARTS = st.lists(
 
 def group(
     rewards: Sequence[float], tokens: Sequence[int] = (), **parts: Sequence[float]
-) -> list[GroupMember]:
-    """Members numbered from 0, their reward as the only component unless others are given."""
+) -> list[EpisodeResult]:
+    """Their reward as the only component unless others are given."""
     parts, tokens = parts or {"all": rewards}, tokens or [1] * len(rewards)
     return [
-        GroupMember(i, float(reward), tokens[i], components={name: part[i] for name, part in parts.items()})
+        EpisodeResult(float(reward), tokens[i], components={name: part[i] for name, part in parts.items()})
         for i, reward in enumerate(rewards)
     ]
 
 
-def of(name: str, own: GroupMember, siblings: Sequence[GroupMember], **options: object) -> float:
-    value = advantages.get(name).bound(options, "$").of(CreditInput(own, siblings, NONE, NONE))
+def of(name: str, own: EpisodeResult, siblings: Sequence[EpisodeResult], **options: object) -> float:
+    place = next((at for at, sibling in enumerate(siblings) if sibling is own), -1)
+    value = advantages.get(name).bound(options, "$").of(CreditInput(own, siblings, NONE, NONE, place))
     assert isinstance(value, float)
     return value
 
@@ -66,7 +66,7 @@ PARTED = group([0, 0, 0], right=[1, 0, 0], brief=[0, 1, 1])
     ],
 )
 def test_by_hand(
-    name: str, options: dict[str, object], siblings: list[GroupMember], wanted: list[float]
+    name: str, options: dict[str, object], siblings: list[EpisodeResult], wanted: list[float]
 ) -> None:
     found = [of(name, own, siblings, **options) for own in siblings]
     # gdpo's numbers are written without its 1e-6
@@ -144,7 +144,7 @@ def test_a_late_member_is_compared_with_all_that_landed(
     own: float, siblings: list[float], wanted: float
 ) -> None:
     """Not inside the baseline: the plain mean, without n/(n − 1)."""
-    late = GroupMember(9, own)
+    late = EpisodeResult(own)
     assert of("rloo", late, group(siblings)) == pytest.approx(wanted)
 
 
@@ -155,12 +155,12 @@ def test_only_leave_one_out_is_declared_unbiased_for_late_members() -> None:
 
 
 def test_components_that_are_not_reported_are_named() -> None:
-    none = [GroupMember(0, 1.0), GroupMember(1, 0.0)]
+    none = [EpisodeResult(1.0), EpisodeResult(0.0)]
     with pytest.raises(ConfigError, match=r"components \(any\), an episode has none; the reward function"):
         of("gdpo", none[0], none)
     with pytest.raises(ConfigError, match="wants reward components brief, tone, an episode has brief, right"):
         of("gdpo", PARTED[0], PARTED, weights="brief:1,tone:1")
-    torn = [*PARTED, msgspec.structs.replace(PARTED[0], number=3, components={"right": 1.0})]
+    torn = [*PARTED, EpisodeResult(0.0, components={"right": 1.0})]
     with pytest.raises(ConfigError, match="wants reward components brief, right, an episode has right"):
         of("gdpo", PARTED[0], torn)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.advantages import CreditInput, Trace, advantages
 from asyncrl.algorithms.token_advantages import returns
 from asyncrl.errors import ConfigError, ProtocolError
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 
-ALONE = GroupMember(0, 0.0)
+ALONE = EpisodeResult(0.0)
 NUMBER = st.floats(-5, 5)
 SHARE = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
@@ -77,7 +77,7 @@ def test_inputs_are_left_alone() -> None:
 
 def test_remax_is_the_return_less_that_of_the_greedy_episode() -> None:
     assert of("remax", episode([0.25, 0, 1], [0, 1, 1], greedy=0.5)) == [0.75, 0.5, 0.5]
-    with pytest.raises(ProtocolError, match="remax: member 0 came without the reward of a greedy episode"):
+    with pytest.raises(ProtocolError, match="remax: an episode came without the reward of a greedy episode"):
         of("remax", episode([1.0]))
 
 
@@ -109,7 +109,7 @@ def test_gae_by_hand(options: dict[str, float], wanted: list[float]) -> None:
 
 
 def test_gae_without_values_says_so() -> None:
-    with pytest.raises(ProtocolError, match="gae: member 0 came without values of the critic"):
+    with pytest.raises(ProtocolError, match="gae: an episode came without values of the critic"):
         of("gae", episode([1.0]))
 
 
@@ -170,12 +170,12 @@ def test_gae_is_the_recursion_over_model_tokens(
 
 # G by turn: (1, 0), (1, 1), (0,), (3, 3, 3)
 FOUR = tuple(
-    GroupMember(i, sum(turns), 4, turns)
+    EpisodeResult(sum(turns), 4, turns)
     for i, turns in enumerate([(1.0, 0.0), (0.0, 1.0), (0.0,), (0.0, 0.0, 3.0)])
 )
 
 
-def by_turn(own: GroupMember, siblings: Sequence[GroupMember], **options: object) -> list[float]:
+def by_turn(own: EpisodeResult, siblings: Sequence[EpisodeResult], **options: object) -> list[float]:
     """Two tokens per turn; one number per turn."""
     turn = np.repeat(np.arange(len(own.turn_rewards)), 2)
     found = of("grpo_turn", CreditInput(own, siblings, np.zeros(len(turn)), turn), **options)
@@ -206,7 +206,7 @@ def test_turns_are_discounted() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(NUMBER, min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 3))
 def test_turns_in_any_order_of_siblings(group: list[list[float]], shift: int) -> None:
-    members = [GroupMember(i, math.fsum(turns), 1, tuple(turns)) for i, turns in enumerate(group)]
+    members = [EpisodeResult(math.fsum(turns), 1, tuple(turns)) for i, turns in enumerate(group)]
     for own in members:
         found = by_turn(own, members)
         assert by_turn(own, members[shift:] + members[:shift]) == pytest.approx(found, abs=1e-9)
@@ -216,19 +216,19 @@ def test_turns_in_any_order_of_siblings(group: list[list[float]], shift: int) ->
 
 
 def test_equal_turn_rewards_get_zero() -> None:
-    members = [GroupMember(i, 0.4, 1, (0.1, 0.3)) for i in range(7)]
+    members = [EpisodeResult(0.4, 1, (0.1, 0.3)) for i in range(7)]
     assert by_turn(members[0], members) == by_turn(members[0], members, std=True) == [0.0, 0.0]
 
 
 def test_without_turn_rewards_a_turn_gets_what_the_episode_gets() -> None:
-    members = [GroupMember(i, reward) for i, reward in enumerate([1.0, 0.0, 0.5])]
+    members = [EpisodeResult(reward) for i, reward in enumerate([1.0, 0.0, 0.5])]
     given = CreditInput(members[0], members, np.array([0.0, 0, 1]), np.array([0, 1, 1]))
     assert of("grpo_turn", given) == [0.5] * 3
 
 
 def test_more_turns_than_turn_rewards_are_refused() -> None:
     given = CreditInput(FOUR[0], FOUR, np.zeros(1), np.array([2]))
-    with pytest.raises(ProtocolError, match="grpo_turn: member 0 has 3 turns, and rewards of 2"):
+    with pytest.raises(ProtocolError, match="grpo_turn: an episode has 3 turns, and rewards of 2"):
         of("grpo_turn", given)
 
 
@@ -236,7 +236,7 @@ def test_more_turns_than_turn_rewards_are_refused() -> None:
 
 
 def trace(number: int, rewards: Sequence[float], pi: Sequence[float], collision: Sequence[float]) -> Trace:
-    own = GroupMember(number, sum(rewards))
+    own = EpisodeResult(sum(rewards))
     with np.errstate(divide="ignore"):
         return Trace("g", own, np.array(rewards, dtype=np.float64), np.log(pi), np.array(collision))
 
@@ -279,7 +279,7 @@ def test_one_bad_log_prob_does_not_spoil_the_group() -> None:
 
 
 def test_without_its_group_it_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="optimal_token_baseline: member 0 came without traces"):
+    with pytest.raises(ProtocolError, match="optimal_token_baseline: an episode came without traces"):
         of("optimal_token_baseline", episode([1.0]))
 
 

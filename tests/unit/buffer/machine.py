@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import Reads
 from asyncrl.config import BufferConfig
-from asyncrl.types import EpisodeEnd, FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 
 
 def make(
@@ -39,15 +41,15 @@ def run(buffer: ReplayBuffer, uid: str) -> None:
 
 
 def land(
-    buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, now: float = 0.0
+    buffer: ReplayBuffer, uid: str, reward: float = 1.0, version: int = 0, now: float = 0.0, **earned: Any
 ) -> EpisodeRecord:
     """Run an episode of one ten-token turn to its end."""
     episode = buffer.episodes[uid]
     if episode.state is State.PENDING:
         buffer.assign(episode, "w", 1, version)
     buffer.turn(episode, tokens=20, model_tokens=10, oldest=version, newest=version)
-    episode.turn_rewards = (reward,)
-    buffer.finish(episode, reward, EpisodeEnd.ANSWERED, now)
+    result = EpisodeResult(reward, 10, (reward,), **earned)
+    buffer.finish(episode, result, EpisodeStats(1), now)
     return episode
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.records import State
-from asyncrl.types import DropReason
+from asyncrl.types import DropReason, EpisodeStats
 from tests.unit.buffer.machine import admit, land, make, train
 
 
@@ -109,13 +109,13 @@ def test_every_episode_is_planned_once_and_all_its_rows_fit(
     admit(buffer, 4)
     for uid, (longest, rows) in zip([f"{g}.{m}" for g in range(4) for m in range(2)], shapes, strict=True):
         episode = land(buffer, uid)
-        episode.tokens, episode.rows, episode.longest_row = longest * rows, rows, longest
+        episode.tokens, episode.stats = longest * rows, EpisodeStats(1, rows=rows, longest_row=longest)
     micro, seen = 0, []
     while plan := batches.plan(0, micro, ranks):
         parts = batches.deal(plan, ranks)
         assert sorted(uid for part in parts for uid in part) == sorted(plan)
         for part in [[batches.taken[uid] for uid in part] for part in parts]:
-            padded = sum(e.rows for e in part) * max((e.longest_row for e in part), default=0)
+            padded = sum(e.stats.rows for e in part) * max((e.stats.longest_row for e in part), default=0)
             assert padded <= budget or len(part) == 1
         seen += plan
         micro += 1

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.types import EpisodeResult
 from tests.unit.buffer.machine import admit, land, land_group, make, train
 
 
 def episode(reward: float, tokens: int) -> EpisodeRecord:
-    return EpisodeRecord("0.0", 0, 0, reward=reward, model_tokens=tokens)
+    return EpisodeRecord("0.0", 0, 0, result=EpisodeResult(reward, tokens))
 
 
 def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:

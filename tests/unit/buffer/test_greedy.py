@@ -43,7 +43,9 @@ def test_its_reward_is_the_baseline_and_it_leaves_as_filtered() -> None:
     assert sorted(train(batches, 0)) == ["0.0", "0.1"]
     baseline = batches.baselines[0]
     assert baseline.greedy == 0.25
-    assert [(m.number, m.reward, m.turn_rewards) for m in baseline.members] == [
+    assert [
+        (place, r.reward, r.turn_rewards) for place, r in zip(baseline.members, baseline.results, strict=True)
+    ] == [
         (0, 1.0, (1.0,)),
         (1, 0.0, (0.0,)),
     ]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
-from asyncrl.types import GroupMember
+from asyncrl.types import EpisodeResult
 from tests.unit.buffer.machine import admit, land, make
 
 MEMBERS = 3
@@ -40,9 +40,9 @@ def cases() -> Iterator[tuple[float, tuple[int, ...], tuple[bool, ...], tuple[in
             yield chance / orders, arms, early, before + after
 
 
-def credit(own: GroupMember, siblings: tuple[GroupMember, ...]) -> float:
+def credit(own: EpisodeResult, siblings: tuple[EpisodeResult, ...], place: int) -> float:
     turn = np.zeros(1, dtype=np.int64)
-    found = advantages.get("rloo").of(CreditInput(own, siblings, np.array([own.reward]), turn))
+    found = advantages.get("rloo").of(CreditInput(own, siblings, np.array([own.reward]), turn, place))
     return float(np.mean(found))
 
 
@@ -57,8 +57,8 @@ def ours(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...])
 
     def take() -> None:
         for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
-            own, group = batches.taken[uid].earned, batches.baselines[0]
-            trained.append((own.number, credit(own, group.members)))
+            own, group = batches.taken[uid], batches.baselines[0]
+            trained.append((own.member, credit(own.result, group.results, group.place(own))))
 
     for member in order:
         if early[member]:
@@ -76,8 +76,8 @@ def ours(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...])
 
 def first_two(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...]) -> Trained:
     """The tempting rule: train as soon as two have landed, drop the rest."""
-    landed = tuple(GroupMember(member, float(REWARD[arms[member]])) for member in order[:2])
-    return [(member.number, credit(member, landed)) for member in landed]
+    landed = tuple(EpisodeResult(float(REWARD[arms[member]])) for member in order[:2])
+    return [(order[place], credit(landed[place], landed, place)) for place in range(2)]
 
 
 def expected(rule: Callable[..., Trained]) -> np.ndarray:

@@ -105,8 +105,7 @@ def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
     rows = rows_of(buffer, 2)
     for group, reward, shaping in ((0, 0.0, -1.0), (1, 0.3, 0.3)):
         for uid in buffer.live[group].members:
-            buffer.episodes[uid].shaping = shaping
-        land_group(buffer, group, reward, reward)
+            land(buffer, uid, reward, shaping=shaping)
     assert buffer.retired == {rows[0]}
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.records import State
-from asyncrl.types import EpisodeEnd, FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, land, make, train
 
 
@@ -169,7 +169,7 @@ class FlowMachine(RuleBasedStateMachine):
         episode = self.buffer.episodes[data.draw(st.sampled_from(self.running()))]
         for _ in range(turns):
             self.buffer.turn(episode, 5, 3, self.batches.committed, self.batches.committed)
-        self.buffer.finish(episode, reward, EpisodeEnd.ANSWERED, self.now)
+        self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(1), self.now)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data(), reason=st.sampled_from(list(FailReason)))
@@ -222,7 +222,7 @@ class FlowMachine(RuleBasedStateMachine):
                 return
             self.admit(6), self.assign(1000)
             for uid in self.running():
-                self.buffer.finish(self.buffer.episodes[uid], 1.0, EpisodeEnd.ANSWERED, self.now)
+                self.buffer.finish(self.buffer.episodes[uid], EpisodeResult(1.0), EpisodeStats(1), self.now)
             self.tick(1e6)
             self.step(), self.step()
             self.conserved()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
 from asyncrl.buffer.zero_variance import Reads, alike
-from asyncrl.types import GroupMember
-from tests.unit.buffer.machine import admit, land_group, make
+from asyncrl.types import EpisodeResult
+from tests.unit.buffer.machine import admit, land, make
 
 Turns = tuple[float, ...]
 TURNS, PARTS = Reads(turns=True), Reads(components=True)
@@ -18,8 +18,8 @@ rewards = st.sampled_from([0.0, 0.5, 1.0])
 groups = st.lists(st.lists(rewards, min_size=1, max_size=3).map(tuple), min_size=2, max_size=4)
 
 
-def members(*turns: Turns) -> list[GroupMember]:
-    return [GroupMember(number, sum(some), len(some), some) for number, some in enumerate(turns)]
+def results(*turns: Turns) -> list[EpisodeResult]:
+    return [EpisodeResult(sum(some), len(some), some) for some in turns]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def members(*turns: Turns) -> list[GroupMember]:
     ],
 )
 def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: Reads, same: bool) -> None:
-    assert alike(members(*turns), greedy, reads) is same
+    assert alike(results(*turns), greedy, reads) is same
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: Reads, s
     ],
 )
 def test_components_by_hand(parts: list[dict[str, float]], reads: Reads, same: bool) -> None:
-    group = [GroupMember(number, 1.0, components=some) for number, some in enumerate(parts)]
+    group = [EpisodeResult(1.0, components=some) for some in parts]
     assert alike(group, None, reads) is same
 
 
-def lessons(name: str, group: list[GroupMember], greedy: float | None) -> list[float]:
+def lessons(name: str, group: list[EpisodeResult], greedy: float | None) -> list[float]:
     """The advantages themselves, with one token per turn."""
     found: list[float] = []
-    for own in group:
-        turn = np.arange(len(own.turn_rewards))
-        credit = CreditInput(own, group, np.array(own.turn_rewards), turn, greedy=greedy)
+    for place, own in enumerate(group):
+        rewards = np.array(own.turn_rewards)
+        credit = CreditInput(own, group, rewards, np.arange(len(rewards)), place, greedy=greedy)
         found += np.atleast_1d(advantages.load(name).of(credit)).tolist()
     return found
 
@@ -70,7 +70,7 @@ def lessons(name: str, group: list[GroupMember], greedy: float | None) -> list[f
 def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
     turns: list[Turns], name: str, greedy: float
 ) -> None:
-    entry, group = advantages.load(name), members(*turns)
+    entry, group = advantages.load(name), results(*turns)
     baseline = greedy if entry.greedy else None
     taught = any(abs(value) > 1e-9 for value in lessons(name, group, baseline))
     reads = Reads(turns=entry.turns, components=entry.components)
@@ -81,6 +81,6 @@ def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
 def test_the_buffer_asks_for_what_is_read(reads: Reads, filtered: int) -> None:
     buffer, _ = make(filter_zero_variance=True, reads=reads)
     admit(buffer, 1)
-    buffer.episodes["0.0"].components, buffer.episodes["0.1"].components = {"a": 1.0}, {"a": 0.0}
-    land_group(buffer, 0, 1.0, 1.0)
+    land(buffer, "0.0", components={"a": 1.0})
+    land(buffer, "0.1", components={"a": 0.0})
     assert buffer.flow().filtered == filtered

@@ -27,6 +27,7 @@ from asyncrl.conversation.episode import Episode, advance, conversation, resume
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
+    EpisodeResult,
     FailReason,
     Generation,
     Message,
@@ -61,7 +62,7 @@ def test_a_turn_without_calls_answers() -> None:
     episode = play(["the answer is 42"])
     assert episode.command == Score("the answer is 42", EpisodeEnd.ANSWERED)
     assert advance(rules(), episode, EpisodeScored(RewardResult(1.0))).command == Done(
-        1.0, EpisodeEnd.ANSWERED, (1.0,)
+        EpisodeResult(1.0, len(episode.turns[0].ids), (1.0,))
     )
 
 
@@ -276,7 +277,7 @@ def test_an_environment_answers_turns_without_calls() -> None:
     assert episode.command == Score("7", EpisodeEnd.DONE)
     done = advance(WORLD, episode, EpisodeScored(RewardResult(0.5))).command
     assert isinstance(done, Done)
-    assert done.turn_rewards == (0.25, 1.5)
+    assert done.result.turn_rewards == (0.25, 1.5)
     assert resume(WORLD, sample(), hello, episode.turns) == episode
 
 

@@ -346,8 +346,12 @@ def rewards_are_all_counted_once(play: Played) -> None:
     verdict = next(event.verdict for event in play.events if isinstance(event, EpisodeScored))
     earned = [reply.reward for turn in play.last.turns for reply in turn.replies]
     earned += [turn.observation.reward for turn in play.last.turns if turn.observation]
-    assert done.reward == pytest.approx(verdict.score + sum(earned)) == pytest.approx(sum(done.turn_rewards))
-    assert len(done.turn_rewards) == len(play.last.turns)
+    assert (
+        done.result.reward
+        == pytest.approx(verdict.score + sum(earned))
+        == pytest.approx(sum(done.result.turn_rewards))
+    )
+    assert len(done.result.turn_rewards) == len(play.last.turns)
 
 
 PROMISES = (
@@ -381,7 +385,7 @@ def test_drawn_episodes_end_in_every_way() -> None:
     @given(played())
     def collect(play: Played) -> None:
         command = play.last.command
-        seen[command.end if isinstance(command, Done) else command.reason] += 1  # type: ignore[union-attr]
+        seen[command.result.end if isinstance(command, Done) else command.reason] += 1  # type: ignore[union-attr]
         rows[len(play.last.rows)] += 1
         seen["folded"] += play.last.folded > 0
 

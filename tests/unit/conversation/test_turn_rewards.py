@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl.conversation.commands import CallTools, Done, EpisodeScored, Fail, ToolsReplied, TurnGenerated
 from asyncrl.conversation.episode import Episode, advance
-from asyncrl.types import EpisodeEnd, FailReason, RewardResult, ToolReply
+from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, RewardResult, ToolReply
 from tests.fakes.chat import call, rules, start
 from tests.fakes.engine import generation
 
@@ -27,10 +27,10 @@ def played(tool_rewards: list[list[float]]) -> Episode:
     return advance(made, episode, TurnGenerated(generation("42")))
 
 
-def done(episode: Episode, verdict: RewardResult) -> Done:
+def result(episode: Episode, verdict: RewardResult) -> EpisodeResult:
     command = advance(rules(), episode, EpisodeScored(verdict)).command
     assert isinstance(command, Done)
-    return command
+    return command.result
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def done(episode: Episode, verdict: RewardResult) -> Done:
     ],
 )
 def test_every_turn_earns_its_own(verdict: RewardResult, expected: tuple[float, ...]) -> None:
-    found = done(played([[0.5, 0.25], [0.0]]), verdict)
+    found = result(played([[0.5, 0.25], [0.0]]), verdict)
     assert found.turn_rewards == expected
     assert (found.reward, found.end, found.shaping) == (sum(expected), EpisodeEnd.ANSWERED, verdict.shaping)
 
 
 def test_components_are_carried() -> None:
-    assert done(played([]), RewardResult(1.0, components={"format": 0.5})).components == {"format": 0.5}
+    assert result(played([]), RewardResult(1.0, components={"format": 0.5})).components == {"format": 0.5}
 
 
 @pytest.mark.parametrize("turns", [(0.0,), (0.0, 0.0, 0.0)])
@@ -74,7 +74,7 @@ numbers = st.floats(-1e3, 1e3)
 def test_turn_rewards_sum_to_the_reward(
     tool_rewards: list[list[float]], score: float, shaping: float
 ) -> None:
-    found = done(played(tool_rewards), RewardResult(score, shaping=shaping))
+    found = result(played(tool_rewards), RewardResult(score, shaping=shaping))
     assert len(found.turn_rewards) == len(tool_rewards) + 1
     assert found.reward == math.fsum(found.turn_rewards)
     assert found.reward == pytest.approx(sum(map(sum, tool_rewards)) + score + shaping, abs=1e-9)

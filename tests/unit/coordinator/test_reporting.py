@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,7 @@ from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
-from asyncrl.types import EpisodeEnd
-from asyncrl.wire.messages import Attempt, Finished
+from asyncrl.types import EpisodeResult
 from tests.unit.coordinator.test_workers import Desk
 
 
@@ -27,9 +27,9 @@ def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
     return reporter.step_row(step, {})
 
 
-def landed(reporter: Reporter, reward: float, greedy: bool = False, **earned: object) -> None:
-    message = Finished(1, Attempt("0.0", 0), reward, EpisodeEnd.ANSWERED, 2, 1, 1.0, 0.5, **earned)  # type: ignore[arg-type]
-    reporter.on_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, model_tokens=10), message)
+def landed(reporter: Reporter, reward: float, greedy: bool = False, **earned: Any) -> None:
+    result = EpisodeResult(reward, 10, **earned)
+    reporter.on_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result))
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
@@ -61,9 +61,9 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
 def test_cohorts_and_retired_samples_are_told(reporter: Reporter) -> None:
     buffer = reporter.core.buffer
     buffer.retired = {3, 4}
-    episode = EpisodeRecord("0.0", 0, 0, reward=1.0, model_tokens=8)
+    episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
     buffer.cohorts.issued(5)
-    for other in (episode, EpisodeRecord("0.1", 0, 1, model_tokens=4)):
+    for other in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):
         buffer.cohorts.landed(5, other)
     buffer.cohorts.trained(5, episode)
     buffer.cohorts.over(5)

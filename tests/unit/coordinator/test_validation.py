@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
-from asyncrl.types import EpisodeEnd, FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.weights import disk
 from asyncrl.wire.messages import Assign, Failed, Finished
 from tests.unit.coordinator.test_workers import SAMPLE, A, Desk
@@ -64,7 +64,7 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
             tries[mode] += 1
             record = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
             if mode == "greedy":
-                record = Finished(0, message.attempt, 1.0, EpisodeEnd.ANSWERED, 1, 0, 1.0, 0.0)
+                record = Finished(0, message.attempt, EpisodeResult(1.0), EpisodeStats(1))
             validation.record(worker, record)
     assert tries == {"sampled": 1 + desk.core.config.rollout.retries, "greedy": 1}
     ((_, metrics),) = validation.results

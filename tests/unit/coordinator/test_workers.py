@@ -13,7 +13,7 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeEnd, FailReason, Message, Sample
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, Sample
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
     Ack,
@@ -58,7 +58,7 @@ class Desk:
         self.desk = WorkerHandler(
             self.core,
             self.engines,
-            lambda episode, _: self.landed.append(episode),
+            lambda episode: self.landed.append(episode),
             lambda *_: None,
             lambda _: False,
         )
@@ -77,7 +77,7 @@ class Desk:
         self.desk.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [b"frame"], 0.0)
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
-        end = Finished(seq, attempt, 1.0, EpisodeEnd.ANSWERED, turns, 0, 1.0, 0.0)
+        end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
         self.desk.record(peer, end, [], 0.0)
 
     def acks(self) -> list[int]:

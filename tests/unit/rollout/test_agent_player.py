@@ -50,8 +50,13 @@ def test_requests_become_turns_and_the_end_of_the_agent_ends_the_episode() -> No
     bench = AgentBench(two_turns, reward=reward)
     end = finished(bench)
     assert [type(record) for record in bench.sent] == [Generated, Generated, Finished]
-    assert (end.reward, end.end, end.turns, end.rows) == (1.5, EpisodeEnd.DONE, 2, 1)
-    assert end.turn_rewards == (0.0, 1.5)
+    assert (end.result.reward, end.result.end, end.stats.turns, end.stats.rows) == (
+        1.5,
+        EpisodeEnd.DONE,
+        2,
+        1,
+    )
+    assert end.result.turn_rewards == (0.0, 1.5)
     assert bench.rows == ["q42sure?42"]
     assert bench.turns[0].spans[0].version == 0
     (given,) = seen
@@ -87,7 +92,7 @@ def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> 
         await asyncio.gather(*(message(endpoint, "q") for _ in range(3)))
 
     bench = AgentBench(agent)
-    assert finished(bench).rows == 3
+    assert finished(bench).stats.rows == 3
     assert bench.rows == ["q42"] * 3
     assert len({request.session for request in bench.engine.requests}) == 3
     assert len({request.key for request in bench.engine.requests}) == 3
@@ -96,7 +101,7 @@ def test_parallel_requests_become_rows_with_sessions_and_keys_of_their_own() -> 
 
 def test_a_template_that_rewrites_makes_rows() -> None:
     bench = AgentBench(two_turns, chat=FakeChat(rewrites=("user",)))
-    assert finished(bench).rows == 2
+    assert finished(bench).stats.rows == 2
     assert bench.rows == ["q42", "q42sure?42"]
 
 
@@ -180,7 +185,7 @@ def test_an_agent_that_hangs_is_scored_by_what_it_did() -> None:
 
     bench = AgentBench(hung, episode_timeout=1.5)
     end = finished(bench)
-    assert (end.end, end.turns) == (EpisodeEnd.TIMEOUT, 1)
+    assert (end.result.end, end.stats.turns) == (EpisodeEnd.TIMEOUT, 1)
     assert cancelled.is_set()
 
 
@@ -205,7 +210,7 @@ def test_a_coroutine_that_blocks_does_not_keep_the_engine_from_answering() -> No
         thread.join(30)
         assert not thread.is_alive()
 
-    assert finished(AgentBench(blocking)).turns == 1
+    assert finished(AgentBench(blocking)).stats.turns == 1
 
 
 def test_an_agent_that_ends_during_a_request_gives_it_up() -> None:
@@ -226,7 +231,7 @@ def test_an_agent_that_ends_during_a_request_gives_it_up() -> None:
 
     bench = AgentBench(agent)
     bench.engine = Engine(bench.script)
-    assert finished(bench).turns == 1
+    assert finished(bench).stats.turns == 1
     assert bench.engine.cancelled == ["u/1#1"]
 
 
@@ -255,7 +260,7 @@ def test_a_request_whose_client_left_gives_its_row_back() -> None:
 
     bench = AgentBench(agent)
     bench.engine = Engine(bench.script)
-    assert finished(bench).turns == 2
+    assert finished(bench).stats.turns == 2
     assert bench.rows == ["q42sure?42"]
 
 
@@ -306,7 +311,7 @@ def test_a_slow_reward_is_not_charged_to_the_agent() -> None:
         return 1.0
 
     end = finished(AgentBench(two_turns, reward=reward, episode_timeout=1.5))
-    assert (end.end, end.reward) == (EpisodeEnd.DONE, 1.0)
+    assert (end.result.end, end.result.reward) == (EpisodeEnd.DONE, 1.0)
     assert seen == [(EpisodeEnd.DONE, 0.5)] * 2
 
 
@@ -333,7 +338,7 @@ def test_a_limit_is_told_and_ends_the_episode(limits: Any, end: EpisodeEnd, code
         raise RuntimeError("BadRequestError")
 
     ended = finished(AgentBench(agent, limits=limits))
-    assert (ended.end, ended.turns) == (end, 1)
+    assert (ended.result.end, ended.stats.turns) == (end, 1)
 
 
 def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
@@ -359,7 +364,7 @@ def test_recorded_turns_are_not_sampled_again(count: int) -> None:
     first = AgentBench(three_turns, lambda prompt: "first")
     finished(first)
     second = AgentBench(three_turns, lambda prompt: "second")
-    assert finished(second, frames=first.record[: 2 * count]).turns == 3
+    assert finished(second, frames=first.record[: 2 * count]).stats.turns == 3
     assert len(second.engine.requests) == len(second.turns) == 3 - count
     assert [turn.index for turn in second.turns] == list(range(count, 3))
 
@@ -374,7 +379,7 @@ def test_parallel_turns_are_recalled_in_any_order() -> None:
     first = AgentBench(agent_of(["a", "b", "c"]), lambda prompt: prompt + "!")
     finished(first)
     second = AgentBench(agent_of(["c", "b", "a"]))
-    assert finished(second, frames=first.record).rows == 3
+    assert finished(second, frames=first.record).stats.rows == 3
     assert second.turns == []
 
 
@@ -423,7 +428,7 @@ def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
     asyncio.run(main())
     end = bench.sent[-1]
     assert isinstance(end, Finished)
-    assert 0 < end.tool_s <= end.seconds
+    assert 0 < end.stats.tool_s <= end.stats.seconds
 
 
 def test_calls_are_for_agents_that_send_tools() -> None:
@@ -441,6 +446,6 @@ def test_calls_are_for_agents_that_send_tools() -> None:
     plain = AgentBench(agent_of(), lambda prompt: text)
     none = AgentBench(agent_of(tools=[tool], tool_choice="none"), lambda prompt: text)
     tools = AgentBench(agent_of(tools=[tool]), lambda prompt: text)
-    assert [finished(bench).tool_calls for bench in (plain, none, tools)] == [0, 0, 2]
+    assert [finished(bench).stats.tool_calls for bench in (plain, none, tools)] == [0, 0, 2]
     assert [said["content"] for said in heard] == [text, text, None]
     assert [len(said.get("tool_calls", ())) for said in heard] == [0, 0, 2]

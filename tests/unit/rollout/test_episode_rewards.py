@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import Rewarded, Tool, tool
-from asyncrl.types import FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.wire.messages import Assign, Failed, Finished
 from tests.unit.coordinator.test_workers import A, Desk
 from tests.unit.rollout.test_episode_runner import Bench, look, recorded
@@ -50,9 +49,9 @@ TURNS = [look("left") + look("up"), look("right"), "42"]  # 0.4 + 0.2, 0.5, the 
 def test_tool_rewards_fall_on_their_turns_and_the_score_on_the_last() -> None:
     result = {"score": 1.0, "turns": [0.0, -0.5, 0.25], "components": {"format": 1}, "acc": True}
     end = finished(bench(list(TURNS), result).play())
-    assert end.turn_rewards == pytest.approx((0.6, 0.0, 1.25), abs=1e-15)
-    assert end.reward == pytest.approx(1.85) and end.score == end.reward
-    assert end.components == {"format": 1.0}
+    assert end.result.turn_rewards == pytest.approx((0.6, 0.0, 1.25), abs=1e-15)
+    assert end.result.reward == pytest.approx(1.85) and end.result.score == end.result.reward
+    assert end.result.components == {"format": 1.0}
 
 
 def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
@@ -61,7 +60,10 @@ def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
     for durable in (1, 2, 3):
         rest = bench(TURNS[durable:], 1.0)
         end = finished(rest.play(recorded(whole)[: 2 * durable]))
-        assert (end.reward, end.turn_rewards) == (expected.reward, expected.turn_rewards)
+        assert (end.result.reward, end.result.turn_rewards) == (
+            expected.result.reward,
+            expected.result.turn_rewards,
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,17 +85,22 @@ def test_shaping_counts_model_tokens_and_is_told_apart_from_the_score() -> None:
     plain.play()
     tokens = plain.sent[0].model_tokens  # type: ignore[union-attr]
     end = finished(bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": tokens + 1}}).play())
-    assert (end.reward, end.turn_rewards, end.shaping, end.score) == (0.25, (0.25,), -0.75, 1.0)
+    assert (end.result.reward, end.result.turn_rewards, end.result.shaping, end.result.score) == (
+        0.25,
+        (0.25,),
+        -0.75,
+        1.0,
+    )
 
 
 def test_the_limit_of_an_episode_is_what_its_turns_can_hold() -> None:
     made = bench(["42"], 1.0, {"overlong": {"buffer": 10}}, max_turns=2, max_new_tokens=5)  # 3 tokens of 10
-    assert finished(made.play()).shaping == pytest.approx(-0.3)
+    assert finished(made.play()).result.shaping == pytest.approx(-0.3)
 
 
 def test_validation_is_not_shaped() -> None:
     end = finished(bench(["42"], 1.0, {"overlong": {"buffer": 4, "limit": 4}}).play(lane="eval"))
-    assert (end.reward, end.shaping) == (1.0, 0.0)
+    assert (end.result.reward, end.result.shaping) == (1.0, 0.0)
 
 
 def test_a_shaping_that_fails_is_a_reward_error() -> None:
@@ -113,15 +120,12 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
     desk.join(A)
     (_, attempt), _ = desk.tick()
     desk.turn(A, 1, attempt)
-    message = Finished(2, attempt, 0.5, "answered", 1, 0, 1.0, 0.0)  # type: ignore[arg-type]
-    earned = {"turn_rewards": (0.5,), "components": {"format": 1.0}, "shaping": -0.5}
-    desk.desk.record(A, msgspec.structs.replace(message, **earned), [], 0.0)
+    result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
+    desk.desk.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
     desk.core.persist()
     held = {episode.uid: episode for episode in desk.core.store.load().episodes}[attempt.uid]
     for episode in (desk.core.buffer.episodes[attempt.uid], held):
-        own = episode.earned
-        assert (own.reward, own.score, own.turn_rewards) == (0.5, 1.0, (0.5,))
-        assert (own.components, own.tokens) == ({"format": 1.0}, 10)
+        assert episode.result == result
 
 
 def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> None:

@@ -111,7 +111,12 @@ def test_an_episode_leaves_turns_replies_and_an_end_in_order() -> None:
     end = bench.play()
     assert [type(record) for record in bench.sent] == [Generated, Replied, Generated, Finished]
     assert isinstance(end, Finished)
-    assert (end.reward, end.end, end.turns, end.tool_calls) == (1.0, EpisodeEnd.ANSWERED, 2, 2)
+    assert (end.result.reward, end.result.end, end.stats.turns, end.stats.tool_calls) == (
+        1.0,
+        EpisodeEnd.ANSWERED,
+        2,
+        2,
+    )
     assert end.text == ""
     assert sorted(bench.calls) == ["left", "right"]
     turn = msgspec.msgpack.decode(bench.frames[0][0], type=Turn)
@@ -261,7 +266,11 @@ def test_an_episode_past_its_deadline_is_scored_on_what_it_did() -> None:
     bench.tools["look"] = tool(name="look")(never)
     bench.play()
     assert isinstance(bench.last, Finished)
-    assert (bench.last.end, bench.last.turns, bench.last.reward) == (EpisodeEnd.TIMEOUT, 1, 0.25)
+    assert (bench.last.result.end, bench.last.stats.turns, bench.last.result.reward) == (
+        EpisodeEnd.TIMEOUT,
+        1,
+        0.25,
+    )
 
 
 def test_an_episode_without_a_turn_by_its_deadline_fails() -> None:
@@ -305,7 +314,11 @@ def test_an_episode_goes_on_from_its_recorded_turns() -> None:
     assert [type(record) for record in rest.sent] == [Generated, Finished]
     assert isinstance(end, Finished)
     assert isinstance(expected, Finished)
-    assert (end.reward, end.turns, end.tool_calls) == (expected.reward, expected.turns, expected.tool_calls)
+    assert (end.result.reward, end.stats.turns, end.stats.tool_calls) == (
+        expected.result.reward,
+        expected.stats.turns,
+        expected.stats.tool_calls,
+    )
     assert rest.calls == []
     assert rest.frames[0] == whole.frames[4]  # the same turn, token for token
 

@@ -57,7 +57,11 @@ def test_what_an_environment_says_is_recorded_and_rewarded() -> None:
     bench = Bench(["7", "42"], nothing, Game)
     end = bench.play()
     assert isinstance(end, Finished)
-    assert (end.end, end.reward, end.turn_rewards) == (EpisodeEnd.DONE, 1.25, (0.25, 1.0))
+    assert (end.result.end, end.result.reward, end.result.turn_rewards) == (
+        EpisodeEnd.DONE,
+        1.25,
+        (0.25, 1.0),
+    )
     assert [type(record) for record in bench.sent] == [Generated, Replied, Generated, Replied, Finished]
     heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert heard.observation is not None
@@ -72,7 +76,7 @@ def test_its_own_calls_go_to_it_and_others_to_tools() -> None:
     bench = Bench([call("move"), look("left"), BAD, "42"], nothing, Board)
     end = bench.play()
     assert isinstance(end, Finished)
-    assert (end.turns, end.tool_calls) == (4, 2)
+    assert (end.stats.turns, end.stats.tool_calls) == (4, 2)
     assert (Board.log, bench.calls) == (["reset", "move", "42", "close"], ["left"])
     assert '"move"' in "".join(map(chr, bench.engine.requests[0].ids))
 
@@ -83,7 +87,7 @@ def test_a_recorded_environment_is_repeated() -> None:
     rest = Bench(["42"], nothing, Game)
     end = rest.play(recorded(whole)[:4])
     assert isinstance(end, Finished)
-    assert end.turn_rewards == (0.25, 0.25, 1.0)
+    assert end.result.turn_rewards == (0.25, 0.25, 1.0)
     assert Game.log == ["reset", "7", "8", "42", "close"]
     assert rest.frames[0] == whole.frames[4]
 
@@ -114,7 +118,7 @@ def test_an_environment_that_a_limit_ends_is_asked_what_it_gives(
     object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, **limits))
     end = bench.play()
     assert isinstance(end, Finished)
-    assert end.turn_rewards[-1] == (0.75 if len(turns) == 1 else 0.5)
+    assert end.result.turn_rewards[-1] == (0.75 if len(turns) == 1 else 0.5)
     assert Generous.log[-2:] == [f"cut short: {said}", "close"]
 
 
@@ -269,7 +273,7 @@ def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     bench = Bench(["7"], nothing, answering(answer))
     end = bench.play()
     assert isinstance(end, Finished)
-    assert (end.end, end.reward) == (EpisodeEnd.DONE, 0.5)
+    assert (end.result.end, end.result.reward) == (EpisodeEnd.DONE, 0.5)
     heard = msgspec.msgpack.decode(bench.frames[1][0], type=TurnReply)
     assert heard.observation is not None
     mended = "half a pair: ?"
@@ -309,7 +313,7 @@ def test_a_step_that_the_episodes_time_ends_was_heard() -> None:
 
     done = out_of_time(Bench(["7", "8"], nothing, Long), busy).command
     assert isinstance(done, Done)
-    assert (done.end, done.turn_rewards) == (EpisodeEnd.TIMEOUT, (0.25, 0.5))
+    assert (done.result.end, done.result.turn_rewards) == (EpisodeEnd.TIMEOUT, (0.25, 0.5))
     assert Long.log == ["reset", "7", "8", "cut short: heard", "close"]
 
 
@@ -325,7 +329,7 @@ def test_an_episode_that_is_over_keeps_its_end_when_its_time_is_up() -> None:
 
     done = out_of_time(Bench(["42"], slow, Game), busy).command
     assert isinstance(done, Done)
-    assert (done.end, done.reward, ends) == (EpisodeEnd.DONE, 2.0, ["done", "done"])
+    assert (done.result.end, done.result.reward, ends) == (EpisodeEnd.DONE, 2.0, ["done", "done"])
 
 
 def test_a_cancelled_episode_closes_its_environment() -> None:

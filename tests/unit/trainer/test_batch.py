@@ -8,16 +8,17 @@ import torch
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.batch import assemble, collate, example, token_rewards, with_said
-from asyncrl.types import EpisodeEnd, GroupMember, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages import PlannedTrajectory
 
+OWN = EpisodeResult(1.0, 5, (0.25, 0.75), end=EpisodeEnd.MAX_TURNS)
 ROW = PlannedTrajectory(
     uid="u",
     group="g",
     frames=2,
-    own=GroupMember(0, 1.0, 5, (0.25, 0.75)),
-    siblings=(GroupMember(0, 1.0, 5, (0.25, 0.75)), GroupMember(1, 0.0, 7, (0.0,))),
-    end=EpisodeEnd.MAX_TURNS,
+    own=OWN,
+    siblings=(OWN, EpisodeResult(0.0, 7, (0.0,))),
+    place=0,
     temperature=0.5,
     tokens=10,
 )
@@ -36,7 +37,6 @@ def test_turns_join_token_for_token() -> None:
     assert (t.row, t.position) == ((0,) * 5, (2, 3, 5, 6, 7))
     assert t.logprobs == (-0.1, -0.2, -0.3, -0.4, -0.5)
     assert t.spans == (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3), VersionSpan(2, 5, 5, 5))
-    assert (t.turns, t.end) == (2, EpisodeEnd.MAX_TURNS)
 
 
 BRANCHED = [
@@ -137,12 +137,11 @@ def test_a_row_without_model_tokens_is_legal() -> None:
 def test_rewards_fall_on_the_last_token_of_their_turn(
     by_turn: tuple[float, ...], turn: list[int], wanted: list[float]
 ) -> None:
-    own = GroupMember(0, 8.0, len(turn), by_turn)
+    own = EpisodeResult(8.0, len(turn), by_turn)
     assert token_rewards(own, np.array(turn, dtype=np.int64)).tolist() == wanted
 
 
 def test_a_truncated_episode_is_kept_out_of_the_loss_on_request() -> None:
-    assert ROW.end.truncated
     assert not example(ROW, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()
-    answered = msgspec.structs.replace(ROW, end=EpisodeEnd.ANSWERED)
+    answered = msgspec.structs.replace(ROW, own=msgspec.structs.replace(OWN, end=EpisodeEnd.ANSWERED))
     assert example(answered, TURNS, 5, 1, TOKEN_MEAN, mask_truncated=True).fresh.any()

@@ -222,12 +222,12 @@ def test_kl_in_the_reward_reaches_the_baseline(
     penalised: dict[tuple[str, int], float] = {}
     for row, turns in episodes:
         ref, mu = logp(model, (row, turns))  # the learner has not moved: it is the reference
-        penalised[row.group, row.own.number] = row.own.reward - 0.2 * float((mu - ref.detach()).sum())
+        penalised[row.group, row.place] = row.own.reward - 0.2 * float((mu - ref.detach()).sum())
     loss = torch.zeros((), dtype=torch.float64)
     for row, turns in episodes:
-        group = [penalised[row.group, m.number] for m in row.siblings]
+        group = [penalised[row.group, place] for place in range(len(row.siblings))]
         loss = loss + policy_gradient(
-            model, (row, turns), penalised[row.group, row.own.number] - sum(group) / len(group)
+            model, (row, turns), penalised[row.group, row.place] - sum(group) / len(group)
         )
     wanted = gradients(model, loss / tokens_of(episodes))
     assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE

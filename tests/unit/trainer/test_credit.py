@@ -11,7 +11,7 @@ from asyncrl.trainer import world as ranks
 from asyncrl.trainer.batch import Example, example
 from asyncrl.trainer.credit import Packed, share, share_traces
 from asyncrl.trainer.world import World
-from asyncrl.types import EpisodeEnd, GroupMember, StopReason, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages import PlannedTrajectory
 from tests.fakes.ranks import run_ranks
 
@@ -21,8 +21,8 @@ THIRD = 1 / 3  # no float32
 def one(number: int) -> Example:
     """An episode of number + 2 tokens."""
     n = number + 2
-    own = GroupMember(number, THIRD, n)
-    row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), EpisodeEnd.ANSWERED, 1.0, n + 1)
+    own = EpisodeResult(THIRD, n)
+    row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1.0, n + 1)
     turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
     made = example(row, [turn], 0, 4, aggregations.get("token_mean"))
     return replace(made, prox=-np.arange(n) / 3, collision=np.full(n, THIRD))
@@ -36,7 +36,7 @@ def of(packed: Packed) -> tuple[str, str, int, list[float], list[bool]]:
     return (
         packed.uid,
         packed.group,
-        packed.own.number,
+        packed.place,
         packed.array("prox").tolist(),
         packed.array("fresh").tolist(),
     )
@@ -48,7 +48,7 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
     mine = [one(number) for number in range(world.rank, 5, world.size)]
     traces = share_traces(world, mine)
     plain = {
-        group: [(t.own.number, t.rewards.tolist(), t.logp.tolist()) for t in some]
+        group: [(t.own.tokens - 2, t.rewards.tolist(), t.logp.tolist()) for t in some]
         for group, some in traces.items()
     }
     return [of(packed) for packed in share(world, mine, [told(e) for e in mine])], plain
