@@ -64,7 +64,15 @@ def recorded() -> Iterator[Failure]:
         failure.error = error
 
 
+def reason(error: BaseException) -> str:
+    """What a model or a log reads of an error: its text if it was raised on purpose, else `one_line`."""
+    return str(error) if isinstance(error, AsyncrlError) else one_line(error)
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """`Type: message` on one line, cut at `limit` characters."""
-    text = " ".join(str(error).split())
+    """`Type: message` on one line, at most `limit` characters. The error may be of users' code."""
+    try:
+        text = " ".join(str(error)[: 4 * limit].split())
+    except Exception:
+        text = "its text cannot be read"
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__

@@ -7,6 +7,7 @@ logs in float32, version spans are half-open ranges of token positions, duration
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 
@@ -73,6 +74,14 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
     id: str = ""
 
+    def openai(self) -> dict[str, Any]:
+        """As OpenAI's JSON."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message in OpenAI's shape. `reasoning`: what a thinking model wrote before its content."""
@@ -83,6 +92,19 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str = ""
     name: str = ""
     reasoning: str = ""
+
+    def openai(self) -> dict[str, Any]:
+        """As OpenAI's JSON, empty parts left out; `reasoning_content` is what servers call the reasoning."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [call.openai() for call in self.tool_calls]
+        if self.tool_call_id:
+            found["tool_call_id"] = self.tool_call_id
+        if self.name:
+            found["name"] = self.name
+        return found
 
 
 class ToolReply(msgspec.Struct, frozen=True):

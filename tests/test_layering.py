@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "asyncrl"
 
 LEVELS = (
-    ("errors", "types"),
+    ("errors", "types", "values"),
     ("registry", "config"),
     ("algorithms", "buffer", "conversation"),
     ("isolation", "weights", "store", "remote", "observe"),

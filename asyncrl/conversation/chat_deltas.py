@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.conversation.commands import Cut
+from asyncrl.values import encodable
 
 CHARACTERS = 16  # per token at most, as far as anybody reads on: a reply of megabytes is not tokenised
 COMMON = 4  # characters per token of most texts: tried first
@@ -26,9 +27,8 @@ def shorten(codec: Codec, text: str, limit: int, where: Cut, missing: int = 0) -
     """At most `limit` tokens of the text: all of it, or what is left when its head, middle or tail is cut,
     with a note of how much is missing (where the limit leaves room for one). Halves of surrogate pairs, which
     no tokenizer takes, become question marks. `missing`: characters cut out of the middle before."""
-    data = text.encode(errors="replace")
-    text = data.decode()
-    if len(data) <= limit:
+    text = encodable(text)
+    if len(text.encode()) <= limit:
         return text  # no token is shorter than a byte
     if _fits(codec, text, limit):
         return text

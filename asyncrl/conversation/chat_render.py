@@ -20,6 +20,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import Message, ToolCall
+from asyncrl.values import encodable
 
 Render = Callable[..., str]  # (messages, tools, opening=) -> text: a `Renderer`
 
@@ -76,7 +77,7 @@ class Renderer:
         except Exception as error:  # templates raise what they like, and arguments may be no JSON
             roles = ", ".join(message.role for message in shaped)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
-        return text.encode(errors="replace").decode()  # halves of surrogate pairs are in no vocabulary
+        return encodable(text)
 
 
 def find_shape(tokenizer: Tokenizer, today: datetime.date) -> Shape:
@@ -164,22 +165,16 @@ def _with_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _plain(message: Message, shape: Shape) -> dict[str, Any]:
     """What the template gets. The reasoning has two names: most read the first, gpt-oss the second."""
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    plain = message.openai()
     if message.reasoning:
-        plain |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
-    if message.tool_calls:
-        plain["tool_calls"] = [_plain_call(call, shape) for call in message.tool_calls]
+        plain["thinking"] = message.reasoning
+    for call in plain.get("tool_calls", ()):
+        call["id"] = _call_id(call["id"], shape)
+        if not shape.argument_text:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     if message.tool_call_id or message.role == "tool":
         plain["tool_call_id"] = _call_id(message.tool_call_id, shape)
-    if message.name:
-        plain["name"] = message.name
     return plain
-
-
-def _plain_call(call: ToolCall, shape: Shape) -> dict[str, Any]:
-    arguments = call.arguments if shape.argument_text else json.loads(call.arguments)
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": _call_id(call.id, shape), "type": "function", "function": function}
 
 
 def _call_id(name: str, shape: Shape) -> str:

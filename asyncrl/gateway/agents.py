@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 from asyncrl.config import Plugin
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry, bind
+from asyncrl.values import finite
 
 MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 
@@ -38,9 +38,7 @@ def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
 def result_of(value: Any) -> Any:
     """What an agent returned, as a JSON value. TypeError or ValueError where it is none, or no result."""
     if isinstance(value, Real):
-        value = float(value)
-        if not math.isfinite(value):
-            raise ValueError(f"the agent returned {value}, which is no finite number")
+        value = finite("the agent's result", value)
     elif value is not None and not isinstance(value, Mapping):
         raise TypeError(f"the agent returned a {type(value).__name__}; None, a number or a dict is expected")
     encoded = msgspec.json.encode(value)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from asyncrl.conversation.branches import Ask, Refusal
 from asyncrl.errors import AsyncrlError
@@ -248,11 +249,8 @@ def _content(reply: Reply) -> dict[str, Any]:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [
-            {
-                "id": f"{call.id}-t{reply.turn.index}",  # parsers number the calls of each turn anew
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            # parsers number the calls of each turn anew
+            replace(call, id=f"{call.id}-t{reply.turn.index}").openai()
             for call in message.tool_calls
         ]
     return found

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, one_line
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -76,7 +76,7 @@ async def _tame(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await work
     except SystemExit as problem:
-        raise RuntimeError(line(problem)) from None
+        raise RuntimeError(one_line(problem)) from None
 
 
 async def finish(function: Callable[[], Any], blocking: bool = False, live: set[object] | None = None) -> Any:
@@ -194,13 +194,4 @@ def _carried(problem: BaseException) -> Exception:
     """What a future can carry out of a thread."""
     if isinstance(problem, Exception) and not isinstance(problem, StopIteration):
         return problem
-    return RuntimeError(line(problem))
-
-
-def line(problem: BaseException, limit: int = 300) -> str:
-    """`Type: message` on one line, of an error that may be anything."""
-    try:
-        text = " ".join(str(problem)[: 4 * limit].split())
-    except Exception:
-        text = "its text cannot be read"
-    return f"{type(problem).__name__}: {text}"[:limit] if text else type(problem).__name__
+    return RuntimeError(one_line(problem))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.remote.http import RemoteError, check_url, post
@@ -56,7 +56,7 @@ class RemoteModel:
         url = f"{self.url.rstrip('/')}/chat/completions"
         body = {
             "model": self.model,
-            "messages": [wire(message) for message in messages],
+            "messages": [replace(message, reasoning="").openai() for message in messages],
             **({"temperature": self.temperature} if self.temperature >= 0 else {}),
             **({"max_tokens": self.max_tokens} if self.max_tokens > 0 else {}),
         }
@@ -77,18 +77,3 @@ def bearer(api_key_env: str) -> dict[str, str]:
     if not key:
         raise ConfigError(f"the environment variable {api_key_env} holds no key; set it")
     return {"Authorization": f"Bearer {key}"}
-
-
-def wire(message: Message) -> dict[str, Any]:
-    """OpenAI's JSON of a message. `reasoning` is not sent."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        found["tool_call_id"] = message.tool_call_id
-    if message.name:
-        found["name"] = message.name
-    return found

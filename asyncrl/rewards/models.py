@@ -19,7 +19,6 @@ from msgspec import Meta
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.remote import RemoteError, bearer, check_url, post
 from asyncrl.rewards.base import RewardInput, rewards, runs
-from asyncrl.rewards.verdicts import plain
 from asyncrl.types import Message
 
 Of = Literal["answer", "messages"]
@@ -159,7 +158,7 @@ def picked(values: Sequence[float], label: int, normalise: Normalise) -> float:
 
 def _said(given: RewardInput, of: Of) -> list[dict[str, Any]]:
     answered = (*given.sample.prompt, Message("assistant", given.answer))
-    return [plain(message) for message in (answered if of == "answer" else given.messages)]
+    return [message.openai() for message in (answered if of == "answer" else given.messages)]
 
 
 def _directory(option: str, path: str) -> str:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry, bind
 from asyncrl.types import EpisodeEnd
+from asyncrl.values import finite
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,4 @@ def _load(name: str, where: str) -> Shaping:
 
 def shape(functions: Sequence[Shaping], given: ShapingInput) -> float:
     """The sum of all shapings. ValueError when it is no finite number."""
-    total = math.fsum(float(function(given)) for function in functions)
-    if not math.isfinite(total):
-        raise ValueError(f"algorithm.shaping gave {total}, which is no finite number")
-    return total
+    return finite("the sum of algorithm.shaping", math.fsum(float(function(given)) for function in functions))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import one_line
-from asyncrl.remote import wire
 from asyncrl.rewards.base import RewardFunction, RewardInput
-from asyncrl.types import Message, RewardResult
+from asyncrl.types import RewardResult
+from asyncrl.values import finite
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -41,7 +41,7 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
         "tool_calls": given.tool_calls,
         "end": str(given.end),
         "transcript": given.transcript,
-        "messages": [plain(message) for message in given.messages],
+        "messages": [message.openai() for message in given.messages],
     }
     if given.result is not None:
         extra["agent_result"] = given.result
@@ -53,18 +53,12 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
     }
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """OpenAI's shape of a message, empty parts left out; `reasoning_content` as servers name it."""
-    reasoning = {"reasoning_content": message.reasoning} if message.reasoning else {}
-    return wire(message) | reasoning
-
-
 def verdict_of(result: Any) -> RewardResult:
     """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong."""
     if isinstance(result, RewardResult):
         result = {"score": result.score, "turns": result.turns, "components": result.components}
     if not isinstance(result, Mapping):
-        return RewardResult(_finite("the reward", result))
+        return RewardResult(finite("the reward", result))
     if "score" not in result:
         found = ", ".join(map(str, result)) or "nothing"
         raise ValueError(f"the reward is a dict without 'score'; it has {found}")
@@ -74,10 +68,10 @@ def verdict_of(result: Any) -> RewardResult:
     if not isinstance(components, Mapping):
         raise TypeError(f"'components' of the reward is a {type(components).__name__}; a dict is expected")
     parts = {
-        str(name): _finite(f"component {name!r} of the reward", value) for name, value in components.items()
+        str(name): finite(f"component {name!r} of the reward", value) for name, value in components.items()
     }
-    by_turn = tuple(_finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
-    return RewardResult(_finite("the reward", result["score"]), by_turn, parts)
+    by_turn = tuple(finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
+    return RewardResult(finite("the reward", result["score"]), by_turn, parts)
 
 
 def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
@@ -96,8 +90,8 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     if len({len(turns) for turns in by_turn}) > 1:
         raise ValueError("the rewards of `turns` are of different lengths")
     score = math.fsum(weight * verdict.score for _, weight, verdict in parts)
-    turns = tuple(_finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
-    return RewardResult(_finite("the sum of the rewards", score), turns, components)
+    turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
+    return RewardResult(finite("the sum of the rewards", score), turns, components)
 
 
 def told(error: BaseException) -> str:
@@ -105,15 +99,3 @@ def told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
     return one_line(error) + (f" ({Path(foreign[0].filename).name}:{foreign[0].lineno})" if foreign else "")
-
-
-def _finite(what: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except OverflowError:  # an int with hundreds of digits
-        number = math.inf
-    except (TypeError, ValueError):
-        raise TypeError(f"{what} is {value!r}, which is no number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{what} is {number}, which is no finite number")
-    return number

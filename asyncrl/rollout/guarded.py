@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,10 +15,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.environments import Environment
-from asyncrl.isolation.foreign import Late, bounded, line
+from asyncrl.errors import one_line
+from asyncrl.isolation.foreign import Late, bounded
 from asyncrl.rollout.episode_runner import WorldError
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Message, Observation, Sample
+from asyncrl.values import encodable, finite
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.worker")
@@ -49,14 +50,16 @@ class Guarded:
         return msgspec.structs.replace(observation, seconds=clock() - started)
 
     async def cut_short(self, unheard: Message | None) -> float:
-        return await self._ask("cut_short", lambda: self.inner.cut_short(unheard), _finite)
+        return await self._ask(
+            "cut_short", lambda: self.inner.cut_short(unheard), lambda given: finite("the reward", given)
+        )
 
     async def close(self) -> str:
         """Why it did not close, or ''. Bounded in time, and never raises."""
         try:
             await bounded(self._one(self.inner.close), CLOSE, set())
         except Exception as error:
-            return line(error)
+            return one_line(error)
         return ""
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
@@ -67,7 +70,7 @@ class Guarded:
             except Late:
                 raise WorldError(f"{what} of the environment did not end within {limit:g} s") from None
             except Exception as error:
-                raise WorldError(f"{what} of the environment failed: {line(error)}") from error
+                raise WorldError(f"{what} of the environment failed: {one_line(error)}") from error
 
     async def _one(self, call: Callable[[], Awaitable[Any]]) -> Any:
         async with self._alone:
@@ -79,7 +82,7 @@ def guarded(make: Callable[[], Environment], limit: float, waits: Waits) -> Guar
     try:
         return Guarded(make(), limit, waits)
     except (Exception, SystemExit) as error:
-        raise WorldError(f"the environment cannot be made: {line(error)}") from error
+        raise WorldError(f"the environment cannot be made: {one_line(error)}") from error
 
 
 def _observation(answer: Any) -> Observation:
@@ -90,7 +93,7 @@ def _observation(answer: Any) -> Observation:
     messages = tuple(islice(answer.messages, MOST_MESSAGES + 1))
     if len(messages) > MOST_MESSAGES:
         raise ValueError(f"an Observation has at most {MOST_MESSAGES} messages")
-    return Observation(tuple(map(_message, messages)), _finite(answer.reward), bool(answer.done))
+    return Observation(tuple(map(_message, messages)), finite("the reward", answer.reward), bool(answer.done))
 
 
 def _message(message: Any) -> Message:
@@ -118,11 +121,4 @@ def _name(key: str, value: Any) -> str:
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"the {key} of a message must be text, not {type(value).__name__}")
-    return value.encode(errors="replace").decode()  # half a surrogate pair cannot be recorded
-
-
-def _finite(reward: Any) -> float:
-    number = float(reward)
-    if not math.isfinite(number):
-        raise ValueError(f"the reward is {number}, which is no finite number")
-    return number
+    return encodable(value)

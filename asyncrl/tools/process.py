@@ -26,11 +26,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.isolation.foreign import Late, in_thread, line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line, reason
+from asyncrl.isolation.foreign import Late, in_thread
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool, ToolError
-from asyncrl.tools.replies import cut, reply_of, told
+from asyncrl.tools.replies import cut, reply_of
 
 START_SECONDS = 60.0  # for a child to import what the tool needs
 LENGTH = struct.Struct(">I")
@@ -272,7 +272,7 @@ def serve() -> None:
         tool = _load(start)
         _write(stdout, Answer())
     except BaseException as problem:
-        _write(stdout, Answer(error=line(problem)))
+        _write(stdout, Answer(error=one_line(problem)))
         return
     while True:
         _write(stdout, _answered(tool, _text(frames.get()), start.max_chars))
@@ -289,7 +289,7 @@ def _answered(tool: Tool, arguments: str, max_chars: int) -> Answer:
     try:
         content, reward = reply_of(tool.function(**tool.decode(arguments)), max_chars)
     except BaseException as problem:  # a SystemExit, too, is the tool's and not this process's
-        return Answer(error=cut(told(problem), max_chars), meant=isinstance(problem, ToolError))
+        return Answer(error=cut(reason(problem), max_chars), meant=isinstance(problem, ToolError))
     return Answer(content, reward=reward)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError
-from asyncrl.isolation.foreign import line
+from asyncrl.values import finite
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,10 @@ class Rewarded:
 def reply_of(value: Any, limit: int) -> tuple[str, float]:
     """(text of at most `limit` characters, reward) of what a tool returned."""
     given = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
-    reward = float(given.reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"the tool gave the reward {reward}, which is no finite number")
+    reward = finite("the tool's reward", given.reward)
     return (
         cut(given.content, limit) if isinstance(given.content, str) else _json(given.content, limit)
     ), reward
-
-
-def told(problem: BaseException) -> str:
-    """Errors raised on purpose speak for themselves; others by type and text."""
-    return str(problem) if isinstance(problem, AsyncrlError) else line(problem)
 
 
 def cut(text: str, limit: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.isolation.foreign import line
+from asyncrl.errors import one_line
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.types import Sample
 
@@ -44,7 +44,9 @@ def wanted(sample: Sample) -> Wanted:
     try:
         return _decode(sample.extra_info or "{}") or Wanted()
     except msgspec.MsgspecError as problem:
-        raise ToolError(f"extra_info of row {sample.row}, tools or tools_kwargs: {line(problem)}") from None
+        raise ToolError(
+            f"extra_info of row {sample.row}, tools or tools_kwargs: {one_line(problem)}"
+        ) from None
 
 
 def check_wanted(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> list[str]:
@@ -65,7 +67,7 @@ def _complaints(tools: Mapping[str, Tool], text: str) -> list[str]:
     try:
         asked = _decode(text) or Wanted()
     except msgspec.MsgspecError as problem:
-        return [f"extra_info, tools or tools_kwargs: {line(problem)}"]
+        return [f"extra_info, tools or tools_kwargs: {one_line(problem)}"]
     return [
         f"extra_info.tools asks for the tool {name!r}; there are: {names(tools)}"
         for name in asked.tools or ()
@@ -124,7 +126,7 @@ def _remade(tool: Tool, arguments: dict[str, Any]) -> Tool:
     try:
         made = tool.remake(**given)
     except Exception as problem:
-        raise ToolError(f"tool {tool.name!r} refuses its tools_kwargs: {line(problem)}") from problem
+        raise ToolError(f"tool {tool.name!r} refuses its tools_kwargs: {one_line(problem)}") from problem
     return dataclasses.replace(made, name=tool.name)
 
 

@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import ProtocolError
-from asyncrl.isolation.foreign import bounded, finish, line
+from asyncrl.errors import ProtocolError, one_line, reason
+from asyncrl.isolation.foreign import bounded, finish
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.process import Lease
-from asyncrl.tools.replies import cut, reply_of, told
+from asyncrl.tools.replies import cut, reply_of
 from asyncrl.tools.sample_tools import Wanted, accepted, chosen, merged, wanted
 from asyncrl.tools.schema import outline
 from asyncrl.types import Sample, ToolCall, ToolReply
@@ -62,7 +62,7 @@ class Toolbox:
         ended = (bounded(finish(end), CLOSE_SECONDS, set()) for end in ends)
         for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
             if isinstance(problem, Exception):
-                log.warning("closing tools: %s", line(problem))
+                log.warning("closing tools: %s", one_line(problem))
 
     def limit(self, tool: Tool) -> float:
         """Seconds that one call of a tool may take."""
@@ -123,7 +123,7 @@ class ToolSession:
             limit = max(map(self._box.limit, tools))
             await bounded(kept.say("open", self._sample, **given), limit, self._running)
         except Exception as problem:
-            raise ToolError(f"tool {tools[0].name!r} could not be opened: {told(problem)}") from problem
+            raise ToolError(f"tool {tools[0].name!r} could not be opened: {reason(problem)}") from problem
 
     async def call(self, call: ToolCall) -> ToolReply:
         """Run one call. Never raises but for cancellation: whatever goes wrong is a reply."""
@@ -164,7 +164,7 @@ class ToolSession:
         try:
             await bounded(_closed(kept), CLOSE_SECONDS, set())
         except Exception as problem:
-            log.warning("closing %s: %s", type(kept.state).__name__, told(problem))
+            log.warning("closing %s: %s", type(kept.state).__name__, reason(problem))
 
     # -- one call ------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class ToolSession:
                 content, reward = await bounded(_attempts(tool, run), limit, self._running)
             return content, None, reward
         except Exception as problem:
-            error = told(problem)
+            error = reason(problem)
             return cut(f"error: {error}", tool.max_chars), error, 0.0
 
     async def _run(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
@@ -201,7 +201,7 @@ async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]
         except ToolError:  # the tool's own answer
             raise
         except Exception as problem:
-            log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, line(problem))
+            log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, one_line(problem))
             await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])
     return await once()
 
@@ -213,7 +213,7 @@ def unknown_tool(call: ToolCall, known: Iterable[str]) -> ToolReply:
 
 
 def _bad_arguments(call: ToolCall, tool: Tool, problem: Exception) -> ToolReply:
-    error = f"bad arguments for {tool.name}: {told(problem)}; it takes {outline(tool.schema)}"
+    error = f"bad arguments for {tool.name}: {reason(problem)}; it takes {outline(tool.schema)}"
     return ToolReply(call, cut(f"error: {error}", tool.max_chars), error, refused=True)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from asyncrl.values import encodable
+
 MAX_DEPTH = 64  # whoever reads the arguments later may do so deeper in the stack
 
 
@@ -73,7 +75,7 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
         raise Malformed(f"the arguments of {quote(name)} have a number that JSON has not") from None
-    return _encodable(name), _encodable(written)
+    return encodable(name), encodable(written)
 
 
 def quote(text: str) -> str:
@@ -85,8 +87,3 @@ def _deeper(value: Any, levels: int) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, list) and (not levels or any(_deeper(item, levels - 1) for item in value))
-
-
-def _encodable(text: str) -> str:
-    """JSON can write half a surrogate pair, UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rewards import RewardInput, combine, evaluate
-from asyncrl.rewards.verdicts import from_verl, plain, told, verdict_of
+from asyncrl.rewards.verdicts import from_verl, told, verdict_of
 from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample, ToolCall
 
 SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')
@@ -53,7 +53,7 @@ def test_verls_arguments_and_what_the_episode_tells_of_itself() -> None:
 
 def test_messages_have_openais_shape() -> None:
     call = ToolCall("add", '{"a": 1}', "c1")
-    assert plain(Message("assistant", "", (call,), reasoning="hm")) == {
+    assert Message("assistant", "", (call,), reasoning="hm").openai() == {
         "role": "assistant",
         "content": "",
         "tool_calls": [
@@ -62,7 +62,7 @@ def test_messages_have_openais_shape() -> None:
         "reasoning_content": "hm",
     }
     reply = {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"}
-    assert plain(Message("tool", "2", tool_call_id="c1", name="add")) == reply
+    assert Message("tool", "2", tool_call_id="c1", name="add").openai() == reply
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ USER = Message("user", "so?")
         (Observation((USER,) * 65), 0.0, "step .* at most 64 messages"),
         (("so?", 1.0, False), 0.0, "step .* an Observation is expected, not tuple"),
         (Observation((USER,)), float("nan"), "cut_short .* no finite number"),
-        (Observation((USER,)), "much", "cut_short .* ValueError"),
+        (Observation((USER,)), "much", "cut_short .* no number"),
     ],
 )
 def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: str) -> None:
