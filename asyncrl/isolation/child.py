@@ -1,0 +1,250 @@
+"""Child processes: how they are started, spoken to, watched and ended.
+
+    we ──request, length-bounded msgpack frame──► child: serve() ──► a function of ours or of a user
+    we ◄────────── its result, or an error ─────┘
+
+Every child runs under `wrapper.py`: when it ends, is killed or we die (by kill -9, too), all that it started
+ends with it. `wrapped` does that for the command line of any program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any, Generic, TypeVar
+
+import msgspec
+
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.isolation import wrapper
+from asyncrl.isolation.foreign import Late, in_thread
+from asyncrl.registry import load_object
+
+GRACE = 1.0  # seconds from SIGTERM to SIGKILL
+HEAD = 4  # bytes of the length before each frame
+MAX_REQUEST = 64 << 20  # bytes of a frame to a child
+MAX_ERROR = 1 << 16  # characters of an error
+CLOSE_SECONDS = 1.0  # in which a child that has closed its pipe is expected to end
+
+S = TypeVar("S")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class ChildError(AsyncrlError):
+    """A child died, broke the protocol, or what it ran failed."""
+
+
+@dataclass(frozen=True)
+class Service(Generic[S, Q, A]):
+    """What a child does. In it, `open` makes of the first message (an S) the function that answers the others
+    (from Q to A; all three are types that msgspec knows). `name`: where it stands, `module:NAME`."""
+
+    name: str
+    open: Callable[[S], Callable[[Q], A]]
+    first: type[S]
+    request: type[Q]
+    answer: type[A]
+
+
+class ChildReply(msgspec.Struct, Generic[A], frozen=True, array_like=True):
+    """To one frame. Without an `error` there is a result, to all frames but the first."""
+
+    error: str = ""
+    result: A | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def wrapped(command: Sequence[str], grace: float = GRACE) -> list[str]:
+    """The command line that runs a program so that nothing of it is left when it ends, or when we do.
+
+    It ends as the program ends; if that cannot be run, with code 127 and a line on stderr. SIGTERM is passed
+    on, and after `grace` seconds everything is killed (math.inf: never); `wrapper.KILL` kills at once.
+    """
+    own = [sys.executable, "-I", "-S", wrapper.__file__, str(os.getpid()), str(grace), "--"]
+    return [*own, *command]
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGKILL`, or `ended with exit code 70`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+class Child(Generic[S, Q, A]):
+    """Our end of a process that serves one request at a time. `name` is what errors call it."""
+
+    def __init__(
+        self,
+        service: Service[S, Q, A],
+        name: str,
+        largest: int,
+        process: subprocess.Popen[bytes],
+        streams: tuple[StreamReader, StreamWriter],
+    ) -> None:
+        self._name, self._largest, self._process = name, largest, process
+        self._reader, self._writer = streams
+        self._reply = msgspec.msgpack.Decoder(ChildReply[service.answer]).decode  # type: ignore[name-defined]
+        self._killed = False
+
+    @classmethod
+    async def start(cls, service: Service[S, Q, A], name: str, largest: int) -> Child[S, Q, A]:
+        """A fresh interpreter with our import path. `largest`: bytes that it may answer at once."""
+        ours, theirs = socket.socketpair()
+        try:  # beside the loop: starting a process takes a while, more so on a busy machine
+            process = await in_thread(partial(_spawn, theirs, service.name, largest), "child")
+        except BaseException:
+            ours.close()  # a child that was started all the same ends with it
+            raise
+        return cls(service, name, largest, process, await asyncio.open_connection(sock=ours))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def usable(self) -> bool:
+        """It can be asked."""
+        return not (self._killed or self.ended or self._reader.at_eof())
+
+    async def open(self, first: S, seconds: float = math.inf) -> None:
+        """To be awaited before the first request. Errors as those of `ask`."""
+        await self._exchange(first, seconds)
+
+    async def ask(self, request: Q, seconds: float = math.inf) -> A:
+        """ChildError with the text of what the function raised. A child that is late (Late), dies or breaks
+        the protocol (ChildError), or is not waited for any more, is killed."""
+        result = await self._exchange(request, seconds)
+        assert result is not None
+        return result
+
+    def kill(self) -> None:
+        """With all that it started. It takes a moment; see `gone`."""
+        self._killed = True
+        if not self.ended:
+            self._process.send_signal(wrapper.KILL)
+        self._writer.close()
+
+    async def gone(self) -> int:
+        """Its exit code, once it and all that it started have ended."""
+        return await in_thread(self._process.wait, "child")
+
+    async def _exchange(self, message: S | Q, seconds: float) -> A | None:
+        frame = _encode(message)
+        if len(frame) > MAX_REQUEST:
+            raise ChildError(f"{len(frame)} bytes are too many for {self._name}")
+        try:
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+                reply = await self._answered(frame)
+        except TimeoutError:
+            self.kill()
+            raise Late(f"no reply within {seconds:g} s") from None
+        except BaseException:
+            self.kill()
+            raise
+        if reply.error:
+            raise ChildError(reply.error)
+        return reply.result
+
+    async def _answered(self, frame: bytes) -> ChildReply[A]:
+        try:
+            self._writer.write(len(frame).to_bytes(HEAD, "little") + frame)
+            length = int.from_bytes(await self._reader.readexactly(HEAD), "little")
+            if length > self._largest:
+                raise ChildError(f"{self._name} sent {length} bytes at once")
+            reply: ChildReply[A] = self._reply(await self._reader.readexactly(length))
+        except msgspec.MsgspecError as error:
+            raise ChildError(f"{self._name} answered nonsense ({one_line(error)})") from error
+        except (OSError, asyncio.IncompleteReadError):
+            raise ChildError(f"{self._name} {await self._ending()}") from None
+        return reply
+
+    async def _ending(self) -> str:
+        """How it ended; its pipe is at its end, so it does soon, or has closed the pipe itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                return describe_exit(await self.gone())
+        return "closed its pipe"
+
+
+def _spawn(end: socket.socket, service: str, largest: int) -> subprocess.Popen[bytes]:
+    code = f"import sys; sys.path[:] = sys.argv[3:]; from {__name__} import serve; serve()"
+    with end:
+        return subprocess.Popen(
+            wrapped([sys.executable, "-c", code, service, str(largest), *sys.path]),
+            stdin=end.fileno(),
+            stdout=end.fileno(),
+            start_new_session=True,
+        )
+
+
+# -- in the child ------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """The main function of a child: read a frame, answer it, until nobody holds the other end any more."""
+    name, largest = sys.argv[1], int(sys.argv[2])
+    del sys.argv[1:]
+    requests, answers = _private_pipes()
+    service: Service[Any, Any, Any] = load_object(name, "service")
+    first = msgspec.msgpack.Decoder(service.first).decode
+    request = msgspec.msgpack.Decoder(service.request).decode
+    function: Callable[[Any], Any] | None = None
+    while (frame := _read(requests)) is not None:
+        reply: ChildReply[Any] = ChildReply()
+        try:
+            if function is None:
+                function = service.open(first(frame))
+            else:
+                reply = ChildReply(result=function(request(frame)))
+            answer = _encode(reply)
+        except BaseException as error:  # whatever users' code raises, SystemExit too, is its answer
+            answer = _encode(ChildReply(error=_text(error)))
+        if len(answer) > largest:
+            answer = _encode(
+                ChildReply(error=f"the answer has {len(answer)} bytes, at most {largest} are allowed")
+            )
+        answers.write(len(answer).to_bytes(HEAD, "little") + answer)
+        answers.flush()
+
+
+def _text(error: BaseException) -> str:
+    """Errors raised on purpose speak for themselves; others by type and text."""
+    return str(error)[:MAX_ERROR] if isinstance(error, AsyncrlError) else one_line(error)
+
+
+def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """The pipes under numbers that users' code does not know; its prints go to stderr, its reads find
+    nothing."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+def _read(requests: IO[bytes]) -> bytes | None:
+    length = int.from_bytes(head, "little") if len(head := requests.read(HEAD)) == HEAD else -1
+    frame = requests.read(length) if length >= 0 else b""
+    return frame if len(frame) == length else None

@@ -1,0 +1,135 @@
+"""A pool of children that do the same: started when they are needed, kept, and replaced when they break.
+
+call ──► wait for a place ──► an idle child, or a new one ──► ask ──► idle again, or killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any, Generic, TypeVar
+
+from asyncrl.isolation.child import Child, ChildError, Service
+from asyncrl.isolation.foreign import Late
+
+KILL_SECONDS = 5.0  # that `close` waits for the end of the children
+
+S = TypeVar("S")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class ProcessPool(Generic[S, Q, A]):
+    """Up to `size` children of a service, each begun with `first` within `start_seconds`. `name` is what
+    errors call a child, `largest` how many bytes it may answer at once. It belongs to one event loop.
+
+    A start that its call stops waiting for goes on, for the next call.
+    """
+
+    def __init__(
+        self,
+        service: Service[S, Q, A],
+        first: S,
+        *,
+        name: str,
+        size: int,
+        largest: int,
+        start_seconds: float,
+    ) -> None:
+        self._service, self._first, self._name, self._largest = service, first, name, largest
+        self._start_seconds = start_seconds
+        self._places = asyncio.Semaphore(size)
+        self._warming = asyncio.Lock()
+        self._warm = False  # a child has been ready
+        self._closed = False
+        self._idle: list[Child[S, Q, A]] = []
+        self._spare: list[asyncio.Task[Child[S, Q, A]]] = []  # starts that no call waits for
+        self.children: set[Child[S, Q, A]] = set()  # but for those that have ended
+        self.starts: set[asyncio.Task[Child[S, Q, A]]] = set()  # under way
+
+    async def call(self, request: Q, seconds: float = math.inf, patience: float = math.inf) -> A:
+        """The answer of a child, which may take `seconds` from when it is asked; the call waits for a place
+        at most `patience`. Late when the answer is, and ChildError."""
+        try:
+            async with asyncio.timeout(None if math.isinf(patience) else patience):
+                await self._places.acquire()
+        except TimeoutError:
+            raise ChildError(f"{self._name} was not free for {patience:g} s") from None
+        try:
+            child = await self._take()
+            try:
+                return await child.ask(request, seconds)
+            finally:
+                self._put(child)
+        finally:
+            self._places.release()
+
+    async def warm(self) -> None:
+        """Return when a child has been ready: one starts, and all wait for it. ChildError."""
+        try:
+            async with asyncio.timeout(self._start_seconds), self._warming:
+                if not self._warm:
+                    self._put(await self._take())
+                    self._warm = True
+        except TimeoutError:
+            raise self._late() from None
+
+    async def close(self) -> None:
+        """Kill all children, busy ones too, and start no more; wait for their end, but not for ever."""
+        self._closed = True
+        for start in self.starts:
+            start.cancel()
+        for child in self.children:
+            child.kill()
+        if ends := [asyncio.ensure_future(child.gone()) for child in self.children]:
+            await asyncio.wait(ends, timeout=KILL_SECONDS)
+        self.children.clear()
+
+    def _put(self, child: Child[S, Q, A]) -> None:
+        if child.usable:
+            self._idle.append(child)
+
+    async def _take(self) -> Child[S, Q, A]:
+        """An idle child, or else one that starts."""
+        while self._idle:
+            if (child := self._idle.pop()).usable:
+                return child
+        start = self._next_start()
+        try:
+            return await asyncio.shield(start)
+        except asyncio.CancelledError:
+            self._spare.append(start)
+            raise
+
+    def _next_start(self) -> asyncio.Task[Child[S, Q, A]]:
+        """One that a call left behind, or a new one."""
+        while self._spare:
+            start = self._spare.pop()
+            if not start.done() or (not _failed(start) and start.result().usable):
+                return start
+        start = asyncio.create_task(self._start())
+        self.starts.add(start)
+        start.add_done_callback(self.starts.discard)
+        start.add_done_callback(_failed)  # else asyncio complains when nobody waits for it
+        return start
+
+    async def _start(self) -> Child[S, Q, A]:
+        if self._closed:
+            raise ChildError(f"{self._name} does not start any more: its pool is closed")
+        child = await Child.start(self._service, self._name, self._largest)
+        self.children = {child} | {other for other in self.children if not other.ended}
+        try:
+            await child.open(self._first, self._start_seconds)
+        except Late:
+            raise self._late() from None
+        except ChildError as error:
+            child.kill()
+            raise ChildError(f"{self._name} cannot start: {error}") from None
+        return child
+
+    def _late(self) -> ChildError:
+        return ChildError(f"{self._name} was not ready within {self._start_seconds:g} s")
+
+
+def _failed(start: asyncio.Task[Any]) -> bool:
+    return start.cancelled() or start.exception() is not None

@@ -1,0 +1,162 @@
+"""The process between us and a program that we start: it ends the whole process tree of the program.
+
+    we ──start──► wrapper ──fork, exec──► program ──► its children, also those in sessions of their own
+    we ──signal─►    │   ──signal───────►
+                     └──── SIGKILL to all of them, when the program has ended, on KILL, or when we are dead
+
+    python -I -S wrapper.py PARENT GRACE -- program arguments
+
+PARENT is the pid of who starts it. SIGTERM, SIGINT and SIGHUP are passed on to the program, and GRACE
+seconds later everything is killed (`inf`: never). The exit code, or the signal, is the program's. Orphans
+become children of the wrapper (PR_SET_CHILD_SUBREAPER), so none is missed.
+It needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import select
+import signal
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from typing import NoReturn
+
+KILL = signal.SIGUSR1  # ends the program and all of its descendants at once
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OURS = (*PASSED_ON, KILL, signal.SIGCHLD)
+DEFAULT_IN_PROGRAM = (*OURS, signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores the last two
+KILL_SECONDS = 5.0  # for everything to be gone; a process that hangs in the kernel is left to it
+CANNOT_RUN = 127  # exit code when there is no such program
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+
+_libc = ctypes.CDLL(None)
+
+
+def main(parent: int, grace: float, program: list[str]) -> NoReturn:
+    """Start the program, watch it and its parent, kill what is left, end as the program did."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+    for number in OURS:
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        alive = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(CANNOT_RUN)
+    if os.getppid() != parent:  # it died before we looked
+        os._exit(CANNOT_RUN)
+    own = os.getpid()
+    if (pid := os.fork()) == 0:
+        _run(program, own, mask)
+    _let_go(keep={woken, wake, alive})
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _end(_kill_all(pid, _watch(pid, woken, alive, grace), woken))
+
+
+def _run(program: list[str], parent: int, mask: set[int]) -> NoReturn:
+    """In the child: become the program, leader of a session of its own, killed should the wrapper be."""
+    try:
+        os.setsid()
+        for number in DEFAULT_IN_PROGRAM:
+            signal.signal(number, signal.SIG_DFL)
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.execvp(program[0], program)
+    except OSError as error:
+        os.write(2, f"{program[0]} cannot be run: {error.strerror}\n".encode())
+    finally:
+        os._exit(CANNOT_RUN)
+
+
+def _let_go(keep: set[int]) -> None:
+    """Pipes of the program are to reach their end when the program closes them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nothing, standard)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in keep:
+            with suppress(OSError):  # the listing's own
+                os.close(fd)
+
+
+def _watch(program: int, woken: int, alive: int, grace: float) -> int | None:
+    """Until the program has ended (its wait status), or everything is to be killed (None)."""
+    poll = select.poll()
+    poll.register(woken, select.POLLIN)
+    poll.register(alive, select.POLLIN)  # readable when the process is dead
+    limit = math.inf
+    while (left := limit - time.monotonic()) > 0:
+        ready = dict(poll.poll(None if math.isinf(left) else left * 1000))
+        if alive in ready:
+            return None
+        for number in os.read(woken, 64) if woken in ready else b"":
+            if number == KILL:
+                return None
+            if number in PASSED_ON:
+                os.kill(program, number)
+                limit = min(limit, time.monotonic() + grace)
+            elif (status := _reap(program)) is not None:
+                return status
+    return None
+
+
+def _reap(program: int) -> int | None:
+    """Take the exit codes of all who have ended; the program's, if it is among them. ChildProcessError: there
+    are no children."""
+    status = None
+    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if ended[0] == program:
+            status = ended[1]
+            break
+    return status
+
+
+def _kill_all(program: int, status: int | None, woken: int) -> int:
+    """SIGKILL to all descendants until there are none; the program's wait status."""
+    limit = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < limit:
+        try:
+            found = _reap(program)
+        except ChildProcessError:
+            break
+        status = found if status is None else status
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if select.select([woken], [], [], 0.01)[0]:
+            os.read(woken, 64)
+    return signal.SIGKILL if status is None else status
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of the children of a process, of their children, and so on."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
+            parent = int(stat.read().rpartition(b")")[2].split()[1])
+            children[parent].append(int(name))
+    found = [pid]
+    for one in found:  # grows as it goes
+        found += children[one]
+    return found[1:]
+
+
+def _end(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        _libc.prctl(PR_SET_DUMPABLE, 0)  # the core that tells something is the program's
+        with suppress(OSError):  # of SIGKILL
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[4:])

@@ -1,0 +1,79 @@
+"""The wrapper around programs: exit codes, signals, and nothing left of a process tree."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from asyncrl.isolation import wrapper
+from asyncrl.isolation.child import wrapped
+
+DAEMON = "setsid sleep 600 > /dev/null 2>&1 & echo $!;"  # a child in a session of its own
+
+
+def start(script: str, grace: float = math.inf) -> subprocess.Popen[str]:
+    return subprocess.Popen(wrapped(["sh", "-c", script], grace), stdout=subprocess.PIPE, text=True)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize(
+    ("script", "code"), [("exit 3", 3), ("kill -9 $$", -9), ("kill -SEGV $$", -11), ("kill -9 0", -9)]
+)
+def test_it_ends_as_its_program_does(script: str, code: int) -> None:
+    assert start(script).wait(60) == code
+
+
+def test_a_program_that_is_not_there() -> None:
+    done = subprocess.run(wrapped(["no-such-program"]), capture_output=True, text=True)
+    assert done.returncode == wrapper.CANNOT_RUN
+    assert done.stderr == "no-such-program cannot be run: No such file or directory\n"
+
+
+@pytest.mark.parametrize("end", [None, wrapper.KILL], ids=["exit", "KILL"])
+def test_nothing_is_left_when_it_has_ended(end: signal.Signals | None) -> None:
+    process = start(DAEMON + ("exit 0" if end is None else "wait"))
+    daemon = int(first_line(process))
+    if end is not None:
+        process.send_signal(end)
+    assert process.wait(60) == (0 if end is None else -signal.SIGKILL)
+    assert not Path(f"/proc/{daemon}").exists()
+
+
+def test_a_program_gets_its_signals_and_has_time_to_end() -> None:
+    process = start("trap 'exit 5' TERM; echo up; while :; do sleep 0.01; done")
+    assert first_line(process) == "up"
+    process.terminate()
+    assert process.wait(60) == 5
+
+
+def test_one_that_ignores_them_is_killed_after_a_while() -> None:
+    process = start("trap '' TERM; echo up; while :; do sleep 0.01; done", grace=0.1)
+    assert first_line(process) == "up"
+    process.terminate()
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_pipes_reach_their_end_when_the_program_closes_them() -> None:
+    process = start("exec 1>&-; exec sleep 600")
+    assert first_line(process) == ""
+    process.send_signal(wrapper.KILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def test_descendants_are_found() -> None:
+    process = start("sleep 600 & echo $!; wait")
+    grandchild = int(first_line(process))
+    try:
+        assert {process.pid, grandchild} <= set(wrapper.descendants(os.getpid()))
+    finally:
+        process.send_signal(wrapper.KILL)
+        process.wait(60)
