@@ -1,7 +1,7 @@
 """The reward of one episode: all its parts at once, each with a deadline, and its shaping.
 
     RewardInput ──┬─► in the loop (async, or quick) ─────┐
-                  └─► Pool: child processes (sync) ──────┴──► combine ──► RewardResult
+                  └─► RewardPool: child processes (sync) ┴──► combine ──► RewardResult
 
 Foreign code ends here: whatever it does becomes a RewardResult or a RewardError of one line.
 """
@@ -15,7 +15,7 @@ from asyncrl.errors import one_line
 from asyncrl.isolation.foreign import Late, bounded
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
-from asyncrl.rewards.process import PATIENCE, SIZE, Pool
+from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
 from asyncrl.rewards.shaping import Shaping
 from asyncrl.types import RewardResult
 
@@ -60,7 +60,7 @@ class Scorer:
         await asyncio.gather(*(pool.close() for pool in self._pools if pool is not None))
         await close_sessions()
 
-    async def _part(self, reward: Reward, pool: Pool | None, given: RewardInput) -> RewardResult | str:
+    async def _part(self, reward: Reward, pool: RewardPool | None, given: RewardInput) -> RewardResult | str:
         """One part's verdict, or why there is none."""
         seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
         try:
@@ -69,7 +69,7 @@ class Scorer:
             return await bounded(_judged(reward, given), seconds, set())
         except RewardError as error:
             return str(error)
-        except (Late, TimeoutError):
+        except Late:
             return f"no reward within {seconds:g} s"
         except Exception as error:
             return told(error)
@@ -85,7 +85,7 @@ async def _judged(reward: Reward, given: RewardInput) -> RewardResult | str:
         return told(error)
 
 
-def _pool(reward: Reward) -> Pool | None:
+def _pool(reward: Reward) -> RewardPool | None:
     if reward.place == "loop":
         return None
-    return Pool(reward.source, 1 if reward.place == "one_process" else SIZE)
+    return RewardPool(reward.source, 1 if reward.place == "one_process" else SIZE)

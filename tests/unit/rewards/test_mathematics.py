@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rewards.process import Pool
+from asyncrl.rewards.process import RewardPool
 from asyncrl.types import Sample
 
 TABLE: list[tuple[str, Any, float]] = [
@@ -42,7 +42,7 @@ def scores(pairs: list[tuple[str, Any]], **options: Any) -> list[float]:
     assert reward.place == "processes"
 
     async def main() -> list[float]:
-        pool = Pool(reward.source, size=1)
+        pool = RewardPool(reward.source, size=1)
         try:
             given = [RewardInput(Sample(0, "math", (), json.dumps(truth)), answer) for answer, truth in pairs]
             return [(await pool.call(each, 60.0)).score for each in given]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.isolation.foreign import Late
 from asyncrl.rewards import RewardError, RewardInput, RewardSource, load_rewards, process
-from asyncrl.rewards.process import Pool
+from asyncrl.rewards.process import RewardPool
 from asyncrl.types import Message, RewardResult, Sample, ToolCall
 
 FILE = """
@@ -76,7 +75,7 @@ def act(given):
         case ["main"]:
             return threading.current_thread() is threading.main_thread()
         case ["child", path]:
-            child = subprocess.Popen(["sleep", "1000"])
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             with open(path + "~", "w") as file:
                 file.write(str(child.pid))
             os.rename(path + "~", path)
@@ -113,7 +112,7 @@ def pooled(
     (tmp_path / "mine.py").write_text(FILE)
 
     async def run() -> Any:
-        pool = Pool(RewardSource(f"{tmp_path}/mine.py:{name}"), size=1)
+        pool = RewardPool(RewardSource(f"{tmp_path}/mine.py:{name}"), size=1)
 
         async def ask(answer: str, seconds: float = 30.0) -> float | str:
             try:
@@ -139,7 +138,7 @@ def test_a_function_with_options_and_a_typed_one(tmp_path: Path) -> None:
     message = Message("assistant", "", (ToolCall("add", "{}"),))
 
     async def main() -> None:
-        pool, typed = Pool(reward.source), Pool(RewardSource(f"{tmp_path}/mine.py:act"))
+        pool, typed = RewardPool(reward.source), RewardPool(RewardSource(f"{tmp_path}/mine.py:act"))
         try:
             found = await pool.call(RewardInput(SAMPLE, "2", turns=3), 30.0)
             assert found == RewardResult(2.5, (), {"turns": 3.0})
@@ -162,11 +161,11 @@ SURVIVED: dict[str, float | str] = {
     "loop": 0.5,
     "main": 1.0,
     "big": 1.0,
-    "huge": "the verdict has 3088967 bytes, at most 1048576 are allowed",
+    "huge": "the answer has 3088948 bytes, at most 1048576 are allowed",
 }
 FATAL = {
     "segv": "the reward process was killed by SIGSEGV",
-    "leave": "the reward process exited with status 3",
+    "leave": "the reward process ended with exit code 3",
     "garbage": "the reward process answered nonsense",
     "flood": "the reward process sent 4294967295 bytes at once",
 }
@@ -185,7 +184,7 @@ def test_what_costs_it_is_told_and_the_next_call_gets_another_process(tmp_path: 
     async def body(ask: Callable[..., Awaitable[Any]]) -> None:
         pids = {await ask("pid")}
         for answer, why in FATAL.items():
-            assert str(await ask(answer)).startswith(why)
+            assert why in str(await ask(answer))
             pids.add(await ask("pid"))
         assert len(pids) == 1 + len(FATAL)
 
@@ -196,7 +195,7 @@ def test_what_costs_it_is_told_and_the_next_call_gets_another_process(tmp_path: 
 def test_a_late_call_is_killed_and_the_next_one_gets_another_process(tmp_path: Path, answer: str) -> None:
     async def body(ask: Callable[..., Awaitable[Any]]) -> None:
         before = await ask("pid")
-        with pytest.raises(TimeoutError):
+        with pytest.raises(Late):
             await ask(answer, 0.2)
         await gone(int(before))
         assert await ask("pid") != before
@@ -209,7 +208,7 @@ def test_waiting_for_a_process_has_a_deadline_too(tmp_path: Path) -> None:
         await ask("fine")
         hung = asyncio.create_task(ask("hang"))
         await asyncio.sleep(0)  # it has the only process now
-        assert await ask("fine", 0.01) == "no reward process was free for 0.1 s"
+        assert "was not free for 0.1 s" in str(await ask("fine", 0.01))
         hung.cancel()
         assert await ask("fine") == 1.0
 
@@ -232,11 +231,11 @@ def test_a_hundred_at_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> list[float]:
-        pool = Pool(RewardSource(f"{tmp_path}/mine.py:compute_score"), size=2)
+        pool = RewardPool(RewardSource(f"{tmp_path}/mine.py:compute_score"), size=2)
         try:
             calls = (pool.call(RewardInput(SAMPLE, str(k)), 30.0) for k in range(100))
             scores = [verdict.score for verdict in await asyncio.gather(*calls)]
-            assert len(pool._all) == 2
+            assert len(pool._pool.children) == 2
             return scores
         finally:
             await pool.close()
@@ -256,23 +255,33 @@ def test_what_it_loads_is_loaded_once(tmp_path: Path) -> None:
     pooled(tmp_path, body, "Loads")
 
 
-def test_a_function_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_cannot_be_loaded(tmp_path: Path) -> None:
     async def body(ask: Callable[..., Awaitable[Any]]) -> None:
         for _ in range(2):
             assert "has no 'missing'" in str(await ask("any"))
-        (tmp_path / "mine.py").write_text("import time\ntime.sleep(1000)\n")
-        monkeypatch.setattr(process, "LOAD_SECONDS", 0.5)
-        assert "was not loaded within 0.5 s" in str(await ask("any"))
 
     pooled(tmp_path, body, "missing")
+
+
+def test_loading_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(process, "LOAD_SECONDS", 0.2)
+
+    async def main() -> None:
+        pool = RewardPool(RewardSource(f"{tmp_path}/slow.py:act"))
+        with pytest.raises(RewardError, match=r"the reward process was not ready within 0.2 s"):
+            await pool.call(RewardInput(SAMPLE, "any"), 30.0)
+        await pool.close()
+
+    asyncio.run(main())
 
 
 def test_processes_start_when_they_are_needed_and_end_with_the_pool(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> None:
-        pool = Pool(RewardSource(f"{tmp_path}/mine.py:act"), size=4)
-        assert not pool._all
+        pool = RewardPool(RewardSource(f"{tmp_path}/mine.py:act"), size=4)
+        assert not pool._pool.children
         given = RewardInput(SAMPLE, "pid")
         pids = {(await pool.call(given, 30.0)).score for _ in range(5)}
         assert len(pids) == 1
@@ -286,13 +295,13 @@ def test_a_process_that_dies_between_calls_costs_nothing(tmp_path: Path) -> None
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> None:
-        pool = Pool(RewardSource(f"{tmp_path}/mine.py:act"), size=1)
+        pool = RewardPool(RewardSource(f"{tmp_path}/mine.py:act"), size=1)
         given = RewardInput(SAMPLE, "pid")
         try:
             before = (await pool.call(given, 30.0)).score
             os.kill(int(before), signal.SIGKILL)
-            (process,) = pool._all
-            await until(lambda: not process.alive, "it lives")
+            (process,) = pool._pool.children
+            await until(lambda: not process.usable, "it lives")
             assert (await pool.call(given, 30.0)).score != before
         finally:
             await pool.close()
@@ -304,45 +313,18 @@ def test_closing_ends_calls_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
 
     async def main() -> None:
-        pool = Pool(RewardSource(f"{tmp_path}/mine.py:act"), size=1)
+        pool = RewardPool(RewardSource(f"{tmp_path}/mine.py:act"), size=1)
         await pool.call(RewardInput(SAMPLE, "fine"), 30.0)
         hung, waiting = (asyncio.create_task(pool.call(RewardInput(SAMPLE, "hang"), 30.0)) for _ in range(2))
         await asyncio.sleep(0)
         await pool.close()
         with pytest.raises(RewardError, match="SIGKILL"):
             await hung
-        with pytest.raises(RewardError, match="the rewards are closed"):
+        with pytest.raises(RewardError, match="pool is closed"):
             await waiting
-        assert not pool._all
+        assert not pool._pool.children
 
     asyncio.run(main())
-
-
-WORKER = """
-import asyncio, os, sys
-from asyncrl.rewards import RewardInput, RewardSource
-from asyncrl.rewards.process import Pool
-from asyncrl.types import Sample
-
-async def main():
-    pool = Pool(RewardSource(sys.argv[1]), size=1)
-    given = RewardInput(Sample(0, "s", (), '""'), "pid")
-    print(int((await pool.call(given, 30.0)).score), flush=True)
-    await pool.call(RewardInput(given.sample, "deaf"), 30.0)
-
-asyncio.run(main())
-"""
-
-
-def test_processes_die_with_a_worker_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(FILE)
-    command = [sys.executable, "-c", WORKER, f"{tmp_path}/mine.py:act"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
-        assert worker.stdout is not None
-        pid = int(worker.stdout.readline())
-        assert alive(pid)
-        worker.kill()
-    asyncio.run(gone(pid))
 
 
 async def gone(pid: int) -> None:

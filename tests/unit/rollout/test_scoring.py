@@ -168,5 +168,5 @@ def test_sync_functions_run_in_a_process_which_the_deadline_kills(tmp_path: Path
     assert verdict(load_rewards(f"{file}:pid")).score != os.getpid()
     with pytest.raises(RewardError, match=r"^no reward within 0.5 s$"):
         verdict(load_rewards(f"{file}:hang"), timeout=0.5)
-    with pytest.raises(RewardError, match=r"^die: the reward process exited with status 7$"):
+    with pytest.raises(RewardError, match=r"^die: the reward process ended with exit code 7$"):
         verdict(load_rewards({f"{file}:die": {}, f"{file}:pid": {}}))
