@@ -27,11 +27,13 @@ OPEN_KEYS = (  # mappings with keys of the user's choice
     "rollout.environment",
     "rollout.agent",
     "rollout.reward",
-    "algorithm.advantage_args",
-    "algorithm.loss_args",
+    "algorithm.advantage",
+    "algorithm.loss",
     "algorithm.correction",
     "algorithm.shaping",
 )
+# Of these, keys that take one name: a mapping given for one replaces that of a preset instead of joining it.
+ONE_NAME = ("rollout.environment", "rollout.agent", "algorithm.advantage", "algorithm.loss")
 
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
@@ -91,7 +93,7 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
     try:
         with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
-            composed = hydra.compose("config", [*_search_path(base, config_dir), *map(_open, overrides)])
+            composed = hydra.compose("config", [*_search_path(base, config_dir), *_opened(overrides)])
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"configuration: {_explain(error)}") from None
@@ -143,11 +145,14 @@ def _with_root(tree: Any, root: str) -> Any:
     return {key.replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
 
 
-def _open(override: str) -> str:
+def _opened(overrides: list[str]) -> Iterator[str]:
     """Keys of the user's choice may be set without Hydra's plus sign."""
-    key = override.partition("=")[0]
-    inside = key.startswith(tuple(f"{name}." for name in OPEN_KEYS))
-    return f"++{override}" if inside or key in OPEN_KEYS else override
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in ONE_NAME and value.startswith("{"):
+            yield f"~{key}"
+        is_open = key in OPEN_KEYS or key.startswith(tuple(f"{name}." for name in OPEN_KEYS))
+        yield f"++{override}" if is_open else override
 
 
 def _explain(error: Exception) -> str:

@@ -27,11 +27,15 @@ class Registry(Generic[T]):
 
     An installed package adds to the registry of kind `loss` by an entry point in the group `asyncrl.loss`.
     `entry`: what a decorator makes of a function; what is named by file or module must be one, too.
+    `former`: a name that is no longer there → what to write instead.
     """
 
-    def __init__(self, kind: str, entry: type[T] | None = None) -> None:
+    def __init__(
+        self, kind: str, entry: type[T] | None = None, former: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
         self._entry = entry
+        self._former = former or {}
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -51,11 +55,11 @@ class Registry(Generic[T]):
         except KeyError:
             raise ConfigError(f"unknown {self.kind} {name!r}; {self._hint(name)}") from None
 
-    def load(self, spec: str, where: str = "") -> T:
-        """A registered name, an entry point's, `module:attribute` or `path/to/file.py:attribute`. ConfigError
-        begins with `where`, the key that names it."""
+    def load(self, plugin: str | Mapping[str, Any], where: str = "") -> T:
+        """A registered name, an entry point's, `module:attribute` or `path/to/file.py:attribute`, or one of
+        these with options, which are not bound here. ConfigError begins with `where`, the plugin's key."""
         try:
-            return self._load(spec)
+            return self._load(single(plugin)[0])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") if where else error from None
 
@@ -91,9 +95,24 @@ class Registry(Generic[T]):
         return importlib.metadata.entry_points(group=f"asyncrl.{self.kind}")
 
     def _hint(self, name: str) -> str:
+        if name in self._former:
+            return f"write {self._former[name]} instead"
         known = sorted({*self._entries, *self._points().names})
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+
+
+def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tuple[str, Mapping[str, Any]]:
+    """Name and options of a key that takes a name or `{name: {options}}`. ConfigError for none or several,
+    beginning with `where`."""
+    if isinstance(plugin, str):
+        return plugin, {}
+    if len(plugin) != 1:
+        names = ", ".join(plugin) or "none"
+        problem = f"one name is expected, with its options; there are {len(plugin)} ({names})"
+        raise ConfigError(f"{where}: {problem}" if where else problem)
+    ((name, options),) = plugin.items()
+    return name, options
 
 
 def bind(function: F, options: Mapping[str, Any], where: str) -> F:

@@ -172,9 +172,8 @@ def preset_comment(path: Path) -> str:
 def refusals() -> str:
     """Every reason that `compose` has to refuse a configuration, with … for the names of components."""
     config = parse({"name": "run", "model": {"path": "m"}, "data": {"train": "d"}})
-    names = dict.fromkeys(("loss", "advantage", "aggregation", "prox"), "…")
-    anything = msgspec.structs.replace(config.algorithm, **names)
-    composed = replace(recipe.compose(config), scale="whiten")
+    anything = msgspec.structs.replace(config.algorithm, aggregation="…", prox="…")
+    composed = replace(recipe.compose(config), scale="whiten", advantage_name="…", loss_name="…")
     messages = recipe._refusals(msgspec.structs.replace(config, algorithm=anything), composed)
     return "\n".join(f"- {_keys(message)}" for message in messages)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ class Advantage:
         """Across turns, where it is an option of the advantage; 1 else."""
         return float(getattr(self.of, "keywords", {}).get("turn_gamma", 1.0))
 
-    def bound(self, options: dict[str, Any], where: str) -> Advantage:
+    def bound(self, options: Mapping[str, Any], where: str) -> Advantage:
         return replace(self, of=bind(self.of, options, where))
 
 

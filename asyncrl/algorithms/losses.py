@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -116,13 +116,18 @@ class Loss:
         """It has a trust region around prox."""
         return self.clips or self.anchored
 
-    def bound(self, options: dict[str, Any], where: str) -> Loss:
+    def bound(self, options: Mapping[str, Any], where: str) -> Loss:
         """With its options set. ConfigError as in `bind`."""
         of: Any = bind(self.of, options, where)
         return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
 
 
-losses: Registry[Loss] = Registry("loss", Loss)
+FORMER = {  # names of what other options of a loss, or another loss, are
+    "gpg": "reinforce",
+    "aipo": "{cispo_scalerl: {cap: 2}}",
+    "decoupled_ppo": "{ppo: {clip_high: 0.28, dual_clip: 0}}",
+}
+losses: Registry[Loss] = Registry("loss", Loss, FORMER)
 
 
 def loss(

@@ -16,6 +16,7 @@ from asyncrl.algorithms.library import losses
 from asyncrl.algorithms.losses import Loss
 from asyncrl.config import CriticConfig, KLConfig, Options, RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.registry import single
 
 END_SCALARS = ("batch_std", "nonzero")
 
@@ -28,8 +29,10 @@ class Recipe:
     `prox`: how log prox comes about. `critic`, `own_critic`, `reference`: whether the model is needed.
     """
 
+    advantage_name: str
     advantage: Advantage
     scale: Scale
+    loss_name: str
     loss: Loss
     rules: Sequence[Rule]
     aggregate: Aggregation
@@ -60,10 +63,11 @@ class Recipe:
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
     algorithm, kl = config.algorithm, config.kl
-    credit = advantages.load(algorithm.advantage, "$.algorithm.advantage")
-    credit = credit.bound(algorithm.advantage_args, "$.algorithm.advantage_args")
-    loss = losses.load(algorithm.loss, "$.algorithm.loss")
-    loss = loss.bound(algorithm.loss_args, "$.algorithm.loss_args")
+    advantage_name, options = single(algorithm.advantage, "$.algorithm.advantage")
+    credit = advantages.load(advantage_name, "$.algorithm.advantage")
+    credit = credit.bound(options, f"$.algorithm.advantage.{advantage_name}")
+    loss_name, options = single(algorithm.loss, "$.algorithm.loss")
+    loss = losses.load(loss_name, "$.algorithm.loss").bound(options, f"$.algorithm.loss.{loss_name}")
     aggregate = aggregations.load(algorithm.aggregation, "$.algorithm.aggregation")
     named = default_rules(loss) if algorithm.correction is None else algorithm.correction
     scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
@@ -72,8 +76,10 @@ def compose(config: RunConfig) -> Recipe:
     prox = algorithm.prox if algorithm.prox != "auto" else ("recompute" if steps > 1 else "current")
     shared = credit.critic and config.critic.backbone == "shared"
     recipe = Recipe(
+        advantage_name=advantage_name,
         advantage=credit,
         scale=scale,
+        loss_name=loss_name,
         loss=loss,
         rules=select_rules(named, "$.algorithm.correction"),
         aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "$.algorithm.aggregation"),
@@ -120,7 +126,7 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
     beside = kl.where == "loss" or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
-    name = f"$.algorithm.loss {algorithm.loss!r}"
+    name = f"$.algorithm.loss {recipe.loss_name!r}"
     return {
         f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep "
         "masks only": loss.ratio == "mu" and recipe.weighted,
@@ -156,7 +162,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     algorithm, buffer = config.algorithm, config.buffer
     loss, credit = recipe.loss, recipe.advantage
     partial = buffer.group_policy == "partial"
-    name = f"$.algorithm.advantage {algorithm.advantage!r}"
+    name = f"$.algorithm.advantage {recipe.advantage_name!r}"
     return {
         f"{name} is biased with group_policy=partial; use rloo": (
             partial and credit.siblings and not credit.late
@@ -164,7 +170,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{name} needs whole groups; use group_policy=complete": (
             partial and (credit.whole_group or credit.greedy)
         ),
-        f"$.algorithm.loss {algorithm.loss!r} needs whole groups; use group_policy=complete": (
+        f"$.algorithm.loss {recipe.loss_name!r} needs whole groups; use group_policy=complete": (
             partial and loss.whole_group
         ),
         f"$.algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
@@ -172,7 +178,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "$.buffer.on_stale drop takes members out of a group that loss, advantage or aggregation needs "
         "whole; use mask or hold": buffer.on_stale == "drop"
         and (credit.whole_group or loss.whole_group or recipe.aggregate.whole_group),
-        f"$.buffer.episodes_per_group is 1, and the advantage {algorithm.advantage!r} compares siblings: "
+        f"$.buffer.episodes_per_group is 1, and the advantage {recipe.advantage_name!r} compares siblings: "
         "nothing would be learned; use more, or reinforce_pp, gae or remax": (
             credit.siblings and buffer.episodes_per_group == 1
         ),
@@ -189,13 +195,13 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Groups that the zero-variance filter would take away, and something learns from."""
-    algorithm, credit = config.algorithm, recipe.advantage
+    credit = recipe.advantage
     key, on = "$.buffer.filter_zero_variance", config.buffer.filter_zero_variance
     return {
-        f"{key} discards groups that the advantage {algorithm.advantage!r} learns from; set it false": (
+        f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
             on and not (credit.siblings or credit.greedy)
         ),
-        f"{key} discards groups that the loss {algorithm.loss!r} learns from; set it false": (
+        f"{key} discards groups that the loss {recipe.loss_name!r} learns from; set it false": (
             on and recipe.loss.whole_group
         ),
         f"{key} compares undiscounted rewards, and turn_gamma makes a difference of when they came; set it "
@@ -215,6 +221,6 @@ def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         ),
         "$.kl has settings, but where=none: nothing would come of them; set $.kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
-        f"$.critic has settings, but the advantage {config.algorithm.advantage!r} has no critic; use gae, or "
+        f"$.critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
         "leave them out": not recipe.critic and config.critic != CriticConfig(),
     }

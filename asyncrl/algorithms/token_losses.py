@@ -16,6 +16,7 @@ from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 
 Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]
+AtLeastZero = Annotated[float, Meta(ge=0)]
 AtLeastOne = Annotated[float, Meta(ge=1)]
 LEAST_COMPLEMENT = 1e-12  # 1 - p of a certain token, so that its logarithm is finite
 
@@ -32,41 +33,23 @@ def reinforce(given: LossInput) -> TokenLoss:
     return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
 
 
-@loss("gpg", ratio="prox", linear=True)
-def gpg(given: LossInput) -> TokenLoss:
-    """L = −sg(w)·A·log π (GPG, arXiv 2504.02546): the loss of `reinforce`. What is new in GPG is its
-    advantage.
-
-    Use: with advantage gpg, one optimizer step per batch; staleness 0 to 8.
-    """
-    return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
-
-
 @loss("ppo", ratio="prox", clips=True, linear=True)
 def ppo(
-    given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastOne = 3.0
+    given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastZero = 3.0
 ) -> TokenLoss:
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), where A < 0 at most −dual_clip·A; u = π/prox
-    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729).
+    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` under 1 is none: with a weight that is
+    decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298), whose clip_high is 0.28.
 
     Use: several optimizer steps per batch; staleness 0 as published (`correction={}`), up to 8 with a
     weight.
     """
     value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
+    if dual_clip < 1:
+        return TokenLoss(given.weighed(value), clipped)
     ceiling = -dual_clip * given.advantage
     lower = (given.advantage < 0) & (value > ceiling)
     return TokenLoss(given.weighed(torch.where(lower, ceiling, value)), clipped, lower)
-
-
-@loss("decoupled_ppo", ratio="prox", clips=True, linear=True)
-def decoupled_ppo(given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.28) -> TokenLoss:
-    """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), u = π/prox; w is the corrected prox/μ
-    (decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298).
-
-    Use: several optimizer steps per batch; staleness 1 to 8.
-    """
-    value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
-    return TokenLoss(given.weighed(value), clipped)
 
 
 @loss("cispo", ratio="prox", clips=True, linear=True)
@@ -90,19 +73,9 @@ def cispo(
 def cispo_scalerl(given: LossInput, *, cap: Positive = 5.0) -> TokenLoss:
     """L = −sg(min(π/μ, cap))·A·log π: CISPO with two policies (ScaleRL, arXiv 2510.13786).
 
-    ScaleRL found caps of 4 to 8 to do equally well.
+    ScaleRL found caps of 4 to 8 to do equally well; cap = 2 is AIPO (LlamaRL, arXiv 2505.24034), tighter.
 
-    Use: one or several optimizer steps per batch, no weight to choose; staleness 0 to 8.
-    """
-    return _capped(given, cap)
-
-
-@loss("aipo", ratio="mu", linear=True)
-def aipo(given: LossInput, *, cap: Positive = 2.0) -> TokenLoss:
-    """L = −sg(min(π/μ, cap))·A·log π (AIPO, LlamaRL, arXiv 2505.24034): `cispo_scalerl` with a tighter cap, 2
-    to 10.
-
-    Use: as cispo_scalerl; staleness 0 to 4 with the default.
+    Use: one or several optimizer steps per batch, no weight to choose; staleness 0 to 8, with cap = 2 to 4.
     """
     return _capped(given, cap)
 

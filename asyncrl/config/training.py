@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Fraction, Options, Positive, Seconds, Section, Text
+from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
 
 
 class BufferConfig(Section, frozen=True):
@@ -56,16 +56,14 @@ class BufferConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """Advantages, loss and behaviour correction; formulas and options of each name in docs/algorithms.md."""
 
-    advantage: Text = "dr_grpo"
-    """How rewards become advantages: a registered name or `module:function`."""
-    advantage_args: Options = {}
-    """Options of the advantage, e.g. `{gamma: 0.99, lam: 0.95}`."""
+    advantage: Plugin = "dr_grpo"
+    """How rewards become advantages: a registered name, `module:function` or `file.py:function`, or one with
+    options, e.g. `{gae: {gamma: 0.99, lam: 0.95}}`."""
     normalise: Literal["auto", "none", "batch_std", "nonzero", "whiten", "whiten_running"] = "auto"
     """Scaling of advantages by the batch; `auto`: what the advantage is defined with."""
-    loss: Text = "reinforce"
-    """Policy loss: a registered name or `module:function`."""
-    loss_args: Options = {}
-    """Options of the loss, e.g. `{clip_low: 0.2, clip_high: 0.28}`."""
+    loss: Plugin = "reinforce"
+    """Policy loss: a registered name, `module:function` or `file.py:function`, or one with options, e.g.
+    `{ppo: {clip_high: 0.28}}`."""
     correction: dict[str, Options] | None = None
     """Behaviour correction: rules on rho by name, each with its options, e.g. `{mask: {low: 0.5}}`; null:
     `mask` and `truncate`, but nothing for a loss that contains pi/mu itself. `{}`: none, refused for stale

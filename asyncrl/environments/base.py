@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind, single
 from asyncrl.types import Message, Observation, Sample
 
 
@@ -67,11 +67,7 @@ def load_environment(
 ) -> Callable[[], Environment]:
     """What makes the environment of an episode; one is made at once, to find what is wrong with its options.
     ConfigError that begins with `where`."""
-    if isinstance(plugin, str):
-        plugin = {plugin: {}}
-    if len(plugin) != 1:
-        raise ConfigError(f"{where}: one environment is expected, with its options; there are {len(plugin)}")
-    ((spec, options),) = plugin.items()
+    spec, options = single(plugin, where)
     found = environments.load(spec, where)
     if not callable(found):
         raise ConfigError(f"{where}: {spec!r} makes no environment; name a class or a function")

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.config import Plugin
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind, single
 from asyncrl.values import finite
 
 MAX_RESULT = 1 << 20  # bytes of a result, as JSON
@@ -25,10 +25,7 @@ agents: Registry[Agent] = Registry("agent")
 def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
     """By registered name, `module:function` or `file.py:function`, with its options. ConfigError that begins
     with `where`."""
-    named = {plugin: {}} if isinstance(plugin, str) else plugin
-    if len(named) != 1:
-        raise ConfigError(f"{where}: one agent is expected, with its options; there are {len(named)}")
-    ((spec, options),) = named.items()
+    spec, options = single(plugin, where)
     found = agents.load(spec, where)
     if not callable(found):
         raise ConfigError(f"{where}: {spec!r} is no function; (sample, endpoint) is expected")

@@ -21,7 +21,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "buffer": UNFILTERED,
     },
     "ppo": {
-        "algorithm": {"advantage": "gae", "loss": "decoupled_ppo", "epochs": 2},
+        "algorithm": {"advantage": "gae", "loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "epochs": 2},
         "buffer": UNFILTERED,
     },
     "remax": {"algorithm": {"advantage": "remax"}},
@@ -33,12 +33,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "clip_cov": {"algorithm": {"loss": "clip_cov", "steps_per_batch": 2}},
     "tba": {"algorithm": {"loss": "tba"}, "buffer": UNFILTERED},
     "dro, batch_std": {"algorithm": {"loss": "dro", "normalise": "batch_std"}},
-    "gspo": {"algorithm": {"loss": "gspo", "epochs": 2, "loss_args": {"clip_low": 0.1, "clip_high": 0.1}}},
+    "gspo": {"algorithm": {"loss": {"gspo": {"clip_low": 0.1, "clip_high": 0.1}}, "epochs": 2}},
     "gmpo": {"algorithm": {"loss": "gmpo", "epochs": 2}},
     "sapo": {"algorithm": {"loss": "sapo", "epochs": 2}},
-    "kl_cov": {"algorithm": {"loss": "kl_cov", "steps_per_batch": 2, "loss_args": {"share": 0.1}}},
+    "kl_cov": {"algorithm": {"loss": {"kl_cov": {"share": 0.1}}, "steps_per_batch": 2}},
     "topr": {"algorithm": {"loss": "topr"}},
-    "aipo, vetoed": {"algorithm": {"loss": "aipo", "correction": {"veto": {"least": 0.4}}}},
+    "cispo_scalerl, vetoed": {
+        "algorithm": {"loss": {"cispo_scalerl": {"cap": 2}}, "correction": {"veto": {"least": 0.4}}}
+    },
     "dppo_tv": {"algorithm": {"loss": "dppo_tv", "aggregation": "token_sum"}},
     "scalerl": {
         "algorithm": {"loss": "cispo_scalerl", "normalise": "batch_std", "aggregation": "prompt_mean"},
@@ -58,7 +60,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward"},
         "buffer": UNFILTERED,
     },
-    "loglinear": {"algorithm": {"loss": "decoupled_ppo", "epochs": 2, "prox": "loglinear"}},
+    "loglinear": {
+        "algorithm": {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "epochs": 2, "prox": "loglinear"}
+    },
 }
 
 

@@ -66,7 +66,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"buffer__min_group": 9}, "min_group"),
         ({"algorithm__correction": {"mask": {"low": [1]}}}, r"\$\.algorithm\.correction"),
         (
-            {"algorithm__loss": "decoupled_ppo", "algorithm__steps_per_batch": 33},
+            {"algorithm__loss": "ppo", "algorithm__steps_per_batch": 33},
             "a step would have no group",
         ),
         ({"rollout__max_new_tokens": 5000}, "exceeds max_tokens"),

@@ -127,12 +127,9 @@ TOKENS = [
 ]
 LOSSES: dict[str, dict[str, Any]] = {  # options with which no clause in words acts
     "reinforce": {},
-    "gpg": {},
     "ppo": {"dual_clip": 100.0},
-    "decoupled_ppo": {},
     "cispo": {"clip_low": 0.3},
     "cispo_scalerl": {"cap": 1.2},
-    "aipo": {"cap": 1.2},
     "sapo": {},
     "dro": {},
     "dppo_tv": {"delta_low": 0.99, "delta_high": 0.99, "cap": 1.2},

@@ -34,10 +34,12 @@ class Parts(NamedTuple):
 
 
 EXPECTED = {
+    "aipo": Parts("dr_grpo", "cispo_scalerl", ()),
     "cispo_scalerl": Parts("dr_grpo", "cispo_scalerl", (), "prompt_mean", 1, "batch_std"),
     "dapo": Parts("grpo", "ppo", optimizer_steps=2),
-    "decoupled_ppo": Parts("dr_grpo", "decoupled_ppo", optimizer_steps=2),
+    "decoupled_ppo": Parts("dr_grpo", "ppo", optimizer_steps=2),
     "dr_grpo": Parts("dr_grpo", "reinforce"),
+    "gpg": Parts("gpg", "reinforce", scale="nonzero"),
     "grpo": Parts("grpo", "reinforce", aggregation="seq_mean_token_mean"),
     "gspo": Parts("grpo", "gspo", ("truncate",), "seq_mean_token_mean", 4),
     "icepop": Parts("dr_grpo", "reinforce", ("mask", "ratio")),
@@ -53,6 +55,7 @@ OUTSIDE: dict[str, dict[str, object]] = {
         "buffer.retire_pass_rate": 0.9,
     },
     "dapo": {"buffer.filter_zero_variance": True},
+    "gpg": {"buffer.filter_zero_variance": False},
     "ppo_critic": {"critic.warmup_steps": 5, "buffer.filter_zero_variance": False},
     "reinforce_pp": {"buffer.filter_zero_variance": False},
 }
@@ -83,8 +86,8 @@ def test_a_preset_holds_the_components_it_is_named_for(preset: str) -> None:
     config, parts = configured(preset), EXPECTED[preset]
     recipe, algorithm = compose(config), config.algorithm
     found = Parts(
-        algorithm.advantage,
-        algorithm.loss,
+        recipe.advantage_name,
+        recipe.loss_name,
         parts.rules if algorithm.correction is None else tuple(algorithm.correction),
         algorithm.aggregation,
         recipe.optimizer_steps,
@@ -103,8 +106,8 @@ def test_keys_outside_of_the_algorithm(preset: str) -> None:
 
 
 def test_keys_of_a_preset_can_be_overridden() -> None:
-    config = configured("dapo", "m", "algorithm.loss_args.clip_high=0.3", "algorithm.steps_per_batch=4")
-    assert config.algorithm.loss_args == {"clip_low": 0.2, "clip_high": 0.3}
+    config = configured("dapo", "m", "algorithm.loss.ppo.clip_high=0.3", "algorithm.steps_per_batch=4")
+    assert config.algorithm.loss == {"ppo": {"clip_low": 0.2, "clip_high": 0.3}}
     assert config.algorithm.steps_per_batch == 4
 
 

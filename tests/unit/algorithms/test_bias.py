@@ -257,7 +257,6 @@ def test_the_documented_bias() -> None:
 # Losses that contain pi/mu: the share of the uncorrected angle that may be left with pi far from mu; None:
 # not meant to be unbiased there. In a vocabulary of three, bounds on changes of probability cut most tokens.
 MU_LOSSES: dict[str, float | None] = {
-    "aipo": 0.4,
     "cispo_scalerl": 0.4,
     "dppo_tv": None,
     "dppo_kl": None,

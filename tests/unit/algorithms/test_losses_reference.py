@@ -59,7 +59,7 @@ def difference(
 
 
 CUTTING = {
-    *("ppo", "decoupled_ppo", "cispo", "cispo_scalerl", "aipo", "dppo_tv", "dppo_kl"),
+    *("ppo", "cispo", "cispo_scalerl", "dppo_tv", "dppo_kl"),
     *("gspo", "gmpo", "topr", "clip_cov", "kl_cov", "m2po"),
 }
 
@@ -136,12 +136,9 @@ def m2po(t: Token) -> Tensor:
 BANDS = {"clip_low": 0.2, "clip_high": 0.2}
 BY_TOKEN: dict[str, tuple[Callable[[Token], Tensor], dict[str, float]]] = {
     "reinforce": (reinforce, {}),
-    "gpg": (reinforce, {}),
     "ppo": (dual_clipped, {**BANDS, "dual_clip": 1.5}),
-    "decoupled_ppo": (clipped, BANDS),
     "cispo": (cispo, {"clip_low": 0.5, "clip_high": 0.5}),
     "cispo_scalerl": (capped, {"cap": 1.7}),
-    "aipo": (capped, {"cap": 1.7}),
     "sapo": (sapo, {"tau_positive": 1.3, "tau_negative": 1.9}),
     "dppo_tv": (dppo_tv, {"cap": 1.7, "delta_low": 0.1, "delta_high": 0.1}),
     "dppo_kl": (dppo_kl, {"cap": 1.7, "delta_low": 0.02, "delta_high": 0.02}),
@@ -150,7 +147,7 @@ BY_TOKEN: dict[str, tuple[Callable[[Token], Tensor], dict[str, float]]] = {
     "kl_cov": (kl_cov, {"coef": 0.3}),
     "m2po": (m2po, {}),
 }
-BEHAVIOUR_FREE = {"cispo_scalerl", "aipo", "dppo_tv", "dppo_kl", "dro", "m2po", "topr"}
+BEHAVIOUR_FREE = {"cispo_scalerl", "dppo_tv", "dppo_kl", "dro", "m2po", "topr"}
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)

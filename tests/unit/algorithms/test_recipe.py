@@ -64,7 +64,7 @@ def test_models_are_there_for_what_asks_for_them() -> None:
 
 
 def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
-    assert recipe(algorithm={"loss": "aipo"}).rules == []
+    assert recipe(algorithm={"loss": "cispo_scalerl"}).rules == []
     (weight,) = recipe(algorithm={"loss": "gspo", "epochs": 2}).rules
     assert weight.kind == "weight" and weight.of.keywords["level"] == "geometric"  # type: ignore[attr-defined]
 
@@ -73,13 +73,23 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
     ("sections", "complaint"),
     [
         ({"algorithm": {"loss": "pppo"}}, r"\$\.algorithm\.loss: unknown loss 'pppo'; did you mean"),
-        ({"algorithm": {"loss_args": {"clip": 1}}}, r"\$\.algorithm\.loss_args: unknown option 'clip'"),
-        ({"algorithm": {"advantage_args": {"gamma": 1}}}, r"\$\.algorithm\.advantage_args"),
+        ({"algorithm": {"loss": {"ppo": {"clip": 1}}}}, r"\$\.algorithm\.loss\.ppo: unknown option 'clip'"),
+        ({"algorithm": {"advantage": {"rloo": {"gamma": 1}}}}, r"\$\.algorithm\.advantage\.rloo: unknown"),
+        (
+            {"algorithm": {"loss": {"ppo": {}, "dro": {}}}},
+            r"\$\.algorithm\.loss: .* there are 2 \(ppo, dro\)",
+        ),
+        ({"algorithm": {"loss": "gpg"}}, r"unknown loss 'gpg'; write reinforce instead"),
+        ({"algorithm": {"loss": {"aipo": {"cap": 4}}}}, r"write \{cispo_scalerl: \{cap: 2\}\} instead"),
+        (
+            {"algorithm": {"loss": "decoupled_ppo"}},
+            r"write \{ppo: \{clip_high: 0\.28, dual_clip: 0\}\} instead",
+        ),
         ({"algorithm": {"correction": {"mask": {"lo": 1}}}}, r"\$\.algorithm\.correction\.mask"),
         ({"algorithm": {"correction": {}}}, "stale data would be trained uncorrected"),
         ({"algorithm": {"correction": {"mask": {}}}}, "stale data would be trained uncorrected"),
         ({"algorithm": {"correction": {"truncate": {}, "ratio": {}}}}, "two weights"),
-        ({"algorithm": {"loss": "aipo", "correction": {"truncate": {}}}}, "count it twice"),
+        ({"algorithm": {"loss": "cispo_scalerl", "correction": {"truncate": {}}}}, "count it twice"),
         ({"algorithm": {"correction": {"batch_mean": {}}}, "buffer": SYNC}, "there are none"),
         (
             {
@@ -88,7 +98,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
             },
             "would also scale",
         ),
-        ({"algorithm": {"loss": "decoupled_ppo"}}, "never clips"),
+        ({"algorithm": {"loss": "ppo"}}, "never clips"),
         ({"algorithm": {"loss": "ppo", "epochs": 2, "prox": "current"}}, "never clips"),
         ({"algorithm": {"steps_per_batch": 2}}, "no trust region"),
         ({"algorithm": {"advantage": "grpo"}, "buffer": PARTIAL}, "biased"),
@@ -113,7 +123,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"kl": {"where": "reward"}, "algorithm": {"advantage": "gdpo"}}, "reads the reward's components"),
         ({"algorithm": {"advantage": "reinforce_pp_baseline"}}, "would bias"),
         (
-            {"algorithm": {"advantage": "grpo_turn", "advantage_args": {"turn_gamma": 0.9}}},
+            {"algorithm": {"advantage": {"grpo_turn": {"turn_gamma": 0.9}}}},
             "turn_gamma makes a difference",
         ),
         (

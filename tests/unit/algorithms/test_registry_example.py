@@ -65,8 +65,7 @@ def section(prefix: str) -> dict[str, Any]:
     """The config of an algorithm made of the example's parts; the prefix says where they come from."""
     return {
         "advantage": f"{prefix}median_baseline",
-        "loss": f"{prefix}cautious",
-        "loss_args": {"negative": 0.3},
+        "loss": {f"{prefix}cautious": {"negative": 0.3}},
         "correction": {"soft_cap": {"cap": 1.5}},
     }
 
@@ -115,8 +114,8 @@ def test_a_rule_alone_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wrong_option_is_named() -> None:
-    wrong = section(f"{FILE}:") | {"loss_args": {"negatvie": 1.0}}
-    complaint = r"\$\.algorithm\.loss_args: unknown option 'negatvie'; options: negative"
+    wrong = section(f"{FILE}:") | {"loss": {f"{FILE}:cautious": {"negatvie": 1.0}}}
+    complaint = r"\$\.algorithm\.loss\..*:cautious: unknown option 'negatvie'; options: negative"
     with pytest.raises(ConfigError, match=complaint):
         compose(tiny_config("m", algorithm=wrong))
 

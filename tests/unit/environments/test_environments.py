@@ -70,7 +70,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         ("{}:number", "makes no environment"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),
-        ({"scripted_user": {}, "gymnasium": {}}, "one environment is expected"),
+        ({"scripted_user": {}, "gymnasium": {}}, "one name is expected"),
         ({}, "there are 0"),
     ],
 )

@@ -144,7 +144,7 @@ def test_the_batch_std_divides_advantages_only(
     world: World, model_path: str, model: Any, episodes: list[Episode]
 ) -> None:
     """dro is not proportional to A: dividing its gradient would divide the pull to mu as well."""
-    algorithm = {"loss": "dro", "loss_args": {"beta": 1.0}, "normalise": "batch_std"}
+    algorithm = {"loss": {"dro": {"beta": 1.0}}, "normalise": "batch_std"}
     learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
     std = float(np.std([centred(e) for e in episodes], ddof=1)) + 1e-6
     total = torch.zeros((), dtype=torch.float64)
@@ -158,16 +158,16 @@ def test_the_batch_std_divides_advantages_only(
 def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
     world: World, model_path: str, model: Any
 ) -> None:
-    """m2po masks, aipo caps: both show where a correction's masks and caps would."""
+    """m2po masks, cispo_scalerl caps: both show where a correction's masks and caps would."""
     noisy = Recorder(model, seed=3, noise=0.8).groups(4, 3, [0])
     reports = {}
-    for name in ("m2po", "aipo"):
+    for name in ("m2po", "cispo_scalerl"):
         learner = make_learner(tiny_config(model_path, algorithm={"loss": name}), world)
         reports[name] = run_batch(learner, [[noisy]])
     ratios = torch.cat([(pi - mu).detach().exp() for pi, mu in (logp(model, e) for e in noisy)])
-    aipo, m2po = reports["aipo"], reports["m2po"]
-    assert aipo["rollout_corr/truncated_fraction"] == pytest.approx(float((ratios > 2).double().mean()))
-    assert aipo["rollout_corr/weight_mean"] == pytest.approx(float(ratios.clamp(max=2).mean()))
+    capped, m2po = reports["cispo_scalerl"], reports["m2po"]
+    assert capped["rollout_corr/truncated_fraction"] == pytest.approx(float((ratios > 2).double().mean()))
+    assert capped["rollout_corr/weight_mean"] == pytest.approx(float(ratios.clamp(max=2).mean()))
     squares = ratios.log().square().sort().values
     kept = int((squares.cumsum(0) / torch.arange(1, len(squares) + 1) < 0.04).sum())
     assert 0 < kept < len(squares) and m2po["trainer/kept_tokens"] == kept
@@ -234,7 +234,7 @@ def test_kl_in_the_reward_reaches_the_baseline(
 
 
 def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path: str, model: Any) -> None:
-    algorithm = {"loss": "decoupled_ppo", "steps_per_batch": 2, "epochs": 2}
+    algorithm = {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "steps_per_batch": 2, "epochs": 2}
     learner = make_learner(tiny_config(model_path, algorithm=algorithm, trainer={"lr": 0.5}), world)
     episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
     learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)

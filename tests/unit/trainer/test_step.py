@@ -190,7 +190,7 @@ def test_several_steps_behind_the_barrier_are_two_plain_ppo_steps(
     world: World, model_path: str, model: Any
 ) -> None:
     """Prox is the policy before both."""
-    algorithm = {"loss": "decoupled_ppo", "steps_per_batch": 2}
+    algorithm = {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "steps_per_batch": 2}
     trainer = {"lr": 0.5, "micro_batch_tokens": 1024}
     config = tiny_config(model_path, algorithm=algorithm, trainer=trainer)
     episodes = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
