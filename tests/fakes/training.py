@@ -66,7 +66,9 @@ def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:
     """A run on that model; keyword arguments are sections of the config."""
     trainer = {"lr": 1e-2, "grad_clip": 0.0, "micro_batch_tokens": 2048, **sections.pop("trainer", {})}
     model = {"path": path, "dtype": "float32", **sections.pop("model", {})}
-    return parse({"name": "t", "model": model, "data": {"train": "x"}, "trainer": trainer, **sections})
+    rollout = {"max_tokens": 1024, "max_new_tokens": 128, **sections.pop("rollout", {})}
+    run = {"name": "t", "model": model, "data": {"train": "x"}, "rollout": rollout, "trainer": trainer}
+    return parse(run | sections)
 
 
 def make_learner(config: RunConfig, world: World, dtype: str = "float64") -> Learner:
