@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.episode import spoken
-from asyncrl.conversation.parsers import unread
+from asyncrl.conversation.parsers import parse_turn
 from asyncrl.errors import ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
@@ -111,9 +111,9 @@ class Branches:
     @property
     def answer(self) -> str:
         """The last turn's text outside tool calls."""
-        last, parse = self.turns[-1], self._rules.parse
+        last = self.turns[-1]
         text = self._rules.chat.decode(last.ids)
-        return (parse(text) if self.rows[last.row].ask.tools else unread(parse, text)).content
+        return parse_turn(self._rules.parse, text, tools=bool(self.rows[last.row].ask.tools)).content
 
     # -- a request -----------------------------------------------------------------------------------
 

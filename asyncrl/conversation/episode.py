@@ -34,7 +34,7 @@ from asyncrl.conversation.commands import (
     ToolsReplied,
     TurnGenerated,
 )
-from asyncrl.conversation.parsers import Parsed, unread
+from asyncrl.conversation.parsers import Parsed, parse_turn
 from asyncrl.conversation.turns import problem, scored
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
@@ -161,15 +161,10 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
 def spoken(rules: Rules, turn: Turn, *, tools: bool = True) -> Message:
     """What the model said in a turn. One with malformed calls is quoted as it is. `tools`: there are any."""
     text = rules.chat.decode(turn.ids)
-    parsed = _read(rules, text, tools)
+    parsed = parse_turn(rules.parse, text, tools=tools)
     if parsed.errors:
         return Message("assistant", text)
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
-
-
-def _read(rules: Rules, text: str, tools: bool) -> Parsed:
-    """Where there are no tools, nothing is a call, well-formed or not."""
-    return rules.parse(text) if tools else unread(rules.parse, text)
 
 
 def as_read(rules: Rules, observation: Observation) -> Observation:
@@ -204,7 +199,7 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
         return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
     if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
         return _with(episode, command=Fail(FailReason.ENGINE_ERROR, trouble))
-    parsed = _read(rules, rules.chat.decode(generation.ids), bool(episode.opened.tools))
+    parsed = parse_turn(rules.parse, rules.chat.decode(generation.ids), tools=bool(episode.opened.tools))
     turn = Turn(
         index=len(episode.turns),
         context=asked.ids[len(before) :],
@@ -325,7 +320,9 @@ def _folded(rules: Rules, episode: Episode) -> Episode | None:
 
 def _over(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
     text = rules.chat.decode(episode.turns[-1].ids)
-    return _with(episode, command=Score(_read(rules, text, bool(episode.opened.tools)).content, end))
+    return _with(
+        episode, command=Score(parse_turn(rules.parse, text, tools=bool(episode.opened.tools)).content, end)
+    )
 
 
 def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:

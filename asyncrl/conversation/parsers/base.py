@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,7 +14,7 @@ from asyncrl.conversation.parsers.values import Malformed, as_json
 from asyncrl.registry import Registry
 from asyncrl.types import ToolCall
 
-MAX_CALLS = 256  # of one turn; it also bounds what a hostile text can cost, whatever one call costs
+MAX_CALLS = 256  # of one turn; bounds the cost of a hostile text
 
 
 class Parsed(msgspec.Struct, frozen=True):
@@ -32,111 +32,96 @@ Parser = Callable[[str], Parsed]
 parsers: Registry[Parser] = Registry("tool-call format")
 
 
-class Draft(NamedTuple):
-    """A call as it is written. `id`: the model's own, if its format has one."""
+class RawCall(NamedTuple):
+    """A call before its arguments are checked. `id`: the model's own, if its format has one."""
 
     name: str
     arguments: dict[str, Any]
     id: str = ""
 
 
-class Block(NamedTuple):
-    """A stretch of the text that is no content, with the calls in it, or what is wrong with them."""
+class CallBlock(NamedTuple):
+    """The stretch [start, end) of the text that is no content: its calls, or what is wrong with them."""
 
     start: int
     end: int
-    found: tuple[Draft | Malformed, ...] = ()
+    found: tuple[RawCall | Malformed, ...] = ()
 
 
 class Tags(NamedTuple):
-    """What encloses something."""
+    """A pair of tags with something between them."""
 
     open: str
     close: str
 
 
 THINK = Tags("<think>", "</think>")
+FindBlocks = Callable[[str], Iterable[CallBlock]]
 
 
 @dataclass(frozen=True)
-class Format:
-    """A parser: `blocks` finds the calls, in order, in what follows the reasoning.
+class CallFormat:
+    """A parser. `blocks` finds the calls, in order, in the text after the reasoning, which is between the
+    tags `think`. `call_id` names the k-th call of a turn unless the model did."""
 
-    `opens`: what may begin a block anywhere; `leads`: the characters that may do so as the first of a turn.
-    `call_id` names the k-th call of a turn unless the model did.
-    """
-
-    blocks: Callable[[str], Iterable[Block]]
-    opens: tuple[str, ...]
-    leads: str = ""
+    blocks: FindBlocks
     think: Tags = THINK
     call_id: str = "call_{}"
 
     def __call__(self, text: str) -> Parsed:
-        reasoning, rest = split(text, self.think)
-        gaps: list[str] = []
-        found: list[Draft | Malformed] = []
+        reasoning, rest = split_reasoning(text, self.think)
+        content: list[str] = []
+        found: list[RawCall | Malformed] = []
         at = 0
         for block in self.blocks(rest):
-            gaps.append(rest[at : block.start])
+            content.append(rest[at : block.start])
             found += block.found
             at = block.end
             if len(found) > MAX_CALLS:
                 break
         else:
-            gaps.append(rest[at:])
-        return assemble("".join(gaps).strip(), reasoning, found, self.call_id)
-
-    def visible(self, text: str, thinking: bool) -> str:
-        """See `visible`."""
-        began = text.lstrip()
-        if self.think.close in text:
-            began = split(text, self.think)[1].lstrip()
-        elif thinking or began.startswith(self.think.open) or self.think.open.startswith(began):
-            return ""
-        if began[:1] and began[0] in self.leads:
-            return ""
-        return before(began, (*self.opens, self.think.close)).rstrip()
+            content.append(rest[at:])
+        return assemble("".join(content).strip(), reasoning, found, self.call_id)
 
 
-def unread(parser: Parser, text: str) -> Parsed:
-    """A turn where there are no tools: whatever looks like a call is content."""
-    if isinstance(parser, Format):
-        reasoning, rest = split(text, parser.think)
+def call_format(
+    name: str, think: Tags = THINK, call_id: str = "call_{}"
+) -> Callable[[FindBlocks], CallFormat]:
+    """Decorator: make a parser of a function that finds the blocks of calls, and register it."""
+
+    def register(blocks: FindBlocks) -> CallFormat:
+        made = CallFormat(blocks, think, call_id)
+        parsers.register(name)(made)
+        return made
+
+    return register
+
+
+def parse_turn(parser: Parser, text: str, *, tools: bool) -> Parsed:
+    """A turn, read. Where there are no `tools`, nothing is a call: whatever looks like one is content."""
+    if tools:
+        return parser(text)
+    if isinstance(parser, CallFormat):
+        reasoning, rest = split_reasoning(text, parser.think)
         return Parsed(rest.strip(), reasoning=reasoning)
     parsed = parser(text)
     return Parsed(text, reasoning=parsed.reasoning) if parsed.calls or parsed.errors else parsed
 
 
-@runtime_checkable
-class _Streamed(Protocol):
-    def visible(self, text: str, thinking: bool) -> str: ...
-
-
-def visible(parser: Parser, text: str, thinking: bool = True) -> str:
-    """The part of the content that stays content whatever the model writes after `text`; it only ever grows.
-
-    `thinking`: the prompt may have opened the reasoning, so that nothing is certain before its closing tag;
-    say False where it has not. '' for parsers of which only the function is known.
-    """
-    return parser.visible(text, thinking) if isinstance(parser, _Streamed) else ""
-
-
-def split(text: str, think: Tags) -> tuple[str, str]:
-    """Reasoning and the rest. The opening tag may be part of the prompt; what was not closed is reasoning to
-    the end."""
+def split_reasoning(text: str, think: Tags) -> tuple[str, str]:
+    """Reasoning and the rest. The opening tag may be part of the prompt; reasoning that is not closed goes on
+    to the end."""
     head, closed, rest = text.partition(think.close)
     if not closed and not text.lstrip().startswith(think.open):
         return "", text
     return head.replace(think.open, "", 1).strip(), rest
 
 
-def assemble(content: str, reasoning: str, found: Iterable[Draft | Malformed], call_id: str) -> Parsed:
-    """The calls with ids, the complaints as lines."""
+def assemble(content: str, reasoning: str, found: list[RawCall | Malformed], call_id: str) -> Parsed:
+    """Give the well-formed calls their ids, and each malformed one a line of `errors`."""
     calls: list[ToolCall] = []
     errors: list[str] = []
-    everything = list(found)
-    for item in everything[:MAX_CALLS]:
+    for item in found[:MAX_CALLS]:
         try:
             if isinstance(item, Malformed):
                 raise item
@@ -144,77 +129,63 @@ def assemble(content: str, reasoning: str, found: Iterable[Draft | Malformed], c
             calls.append(ToolCall(name, arguments, item.id or call_id.format(len(calls))))
         except Malformed as error:
             errors.append(str(error))
-    if len(everything) > MAX_CALLS:
+    if len(found) > MAX_CALLS:
         errors.append(f"a turn may have {MAX_CALLS} tool calls; what follows was not read")
     return Parsed(content, tuple(calls), tuple(errors), reasoning)
 
 
-def before(text: str, tags: tuple[str, ...]) -> str:
-    """The text up to the first of these tags, or to what may become one."""
-    at, tag = first_of(text, 0, tags)
-    return text[:at] if tag else settled(text, tags)
+ReadCall = Callable[[str, int], tuple[RawCall, int]]
 
 
-def settled(text: str, tags: Iterable[str]) -> str:
-    """The text without an end that may become one of these tags."""
-    return text[: min(len(text) - _partial(text, tag) for tag in tags)]
-
-
-def _partial(text: str, tag: str) -> int:
-    """How many characters at the end of the text are the first ones of the tag, but not all of it."""
-    return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
-
-
-Reader = Callable[[str, int], tuple[Draft, int]]
-
-
-def enclosed(text: str, tags: Tags, read: Reader, section: Tags | None = None) -> Iterator[Block]:
-    """Calls between tags. `read` is told where one begins, gives it and where it ends, or raises Malformed.
-    A `section` encloses all calls of a turn; models forget its tags, so they bind nothing."""
+def enclosed(text: str, tags: Tags, read: ReadCall, section: Tags | None = None) -> Iterator[CallBlock]:
+    """Calls between `tags`. `read(text, at)` returns the call that begins at `at` and its end, or raises
+    Malformed. The tags of a `section` around all calls of a turn are optional: models forget them."""
     marks = (tags.open, *(section or ()))
     at, tag = first_of(text, 0, marks)
     while tag:
         inside = at + len(tag)
         if tag == tags.open:
-            block = _one(text, at, tags, read, marks)
-        elif section and tag == section.open and not text.startswith(tags.open, skip(text, inside)):
-            stop = first_of(text, inside, marks)[0]
-            block = Block(at, stop, (Malformed(f"{tag} must be followed by {tags.open}"),))
+            block = _one_call(text, at, tags, read, marks)
+        elif section and tag == section.open and not text.startswith(tags.open, skip_space(text, inside)):
+            end = first_of(text, inside, marks)[0]
+            block = CallBlock(at, end, (Malformed(f"{tag} must be followed by {tags.open}"),))
         else:
-            block = Block(at, inside)
+            block = CallBlock(at, inside)
         yield block
         at, tag = first_of(text, block.end, marks)
 
 
-def _one(text: str, at: int, tags: Tags, read: Reader, marks: tuple[str, ...]) -> Block:
+def _one_call(text: str, at: int, tags: Tags, read: ReadCall, marks: tuple[str, ...]) -> CallBlock:
     inside = at + len(tags.open)
     try:
-        draft, end = read(text, inside)
-        end = skip(text, end)
+        call, end = read(text, inside)
+        end = skip_space(text, end)
         if text.startswith(tags.close, end):
-            return Block(at, end + len(tags.close), (draft,))
+            return CallBlock(at, end + len(tags.close), (call,))
         error = Malformed(f"only the call belongs between {tags.open} and {tags.close}")
     except Malformed as raised:
         error = raised
     end, tag = first_of(text, inside, (*marks, tags.close))
     if tag == tags.close:
-        return Block(at, end + len(tag), (error,))
-    return Block(at, end, (Malformed(f"a {tags.open} was not closed with {tags.close}"),))
+        return CallBlock(at, end + len(tag), (error,))
+    return CallBlock(at, end, (Malformed(f"a {tags.open} was not closed with {tags.close}"),))
 
 
 def first_of(text: str, at: int, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Where the first of the tags is, and which; the end and '' if there is none."""
-    match = _any(tags).search(text, at)
+    """Where the first of the tags is from `at` on, and which; the end of the text and '' if there is none."""
+    match = _any_of(tags).search(text, at)
     return (match.start(), match[0]) if match else (len(text), "")
 
 
 @cache
-def _any(tags: tuple[str, ...]) -> re.Pattern[str]:
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tags)))
 
 
-def skip(text: str, at: int) -> int:
-    """The first place from `at` on that is not white."""
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+_SPACE = re.compile(r"\s*")
+
+
+def skip_space(text: str, at: int) -> int:
+    """The first position from `at` on that is no white space."""
+    match = _SPACE.match(text, at)
+    return match.end() if match else at

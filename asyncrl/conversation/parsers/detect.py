@@ -1,8 +1,8 @@
-"""Which parser fits a model: a hint for people, so a short table of what templates give away."""
+"""Which parser fits a model, by marks in its chat template. Only a hint for people."""
 
 from __future__ import annotations
 
-# The first mark that a chat template contains says its format: the rarer, the earlier.
+# The first mark that a chat template contains says its format; the rarest marks come first.
 _MARKS = (
     ("<|channel|>", "harmony"),
     ("<|tool_calls_section_begin|>", "kimi"),
@@ -40,7 +40,7 @@ _MODEL_TYPES = {
 def detect(model: str) -> str | None:
     """The parser that fits a chat template, or a `model_type` of a model's config.json; None if neither says.
 
-    The template knows better: models of one type were taught different formats.
+    Prefer the template: models of one type were trained on different formats.
     """
     marked = (parser for mark, parser in _MARKS if mark in model)
     return next(marked, _MODEL_TYPES.get(model))

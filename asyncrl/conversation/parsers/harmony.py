@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from asyncrl.conversation.parsers.base import Draft, Parsed, assemble, parsers, settled
+from asyncrl.conversation.parsers.base import Parsed, RawCall, assemble, parsers
 from asyncrl.conversation.parsers.values import Malformed, object_at, quote
 
 _MESSAGE, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -20,7 +20,7 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
-class _Part(NamedTuple):
+class _HarmonyMessage(NamedTuple):
     header: str
     body: str | None  # None: the header was not finished
 
@@ -34,33 +34,27 @@ class _Part(NamedTuple):
         return _ANALYSIS.search(self.header) is not None
 
 
-class Harmony:
-    """A parser. Channels say what is content, so nothing depends on how the prompt ended."""
-
-    def __call__(self, text: str) -> Parsed:
-        parts = _parts(text)
-        calls = [_call(part) for part in parts if part.recipient]
-        said = [part for part in parts if not part.recipient]
-        content = _joined(part.body for part in said if not part.reasoning)
-        return assemble(content, _joined(part.body for part in said if part.reasoning), calls, "call_{}")
-
-    def visible(self, text: str, thinking: bool) -> str:
-        """See `visible`: once a header is finished, it says what the body is, whatever comes later."""
-        whole = settled(text, _TAGS)
-        return self(whole).content if _MESSAGE in whole or _END.search(whole) else ""
+@parsers.register("harmony")
+def harmony(text: str) -> Parsed:
+    """A parser. The channels say what is content, so nothing depends on how the prompt ended."""
+    parts = _parts(text)
+    calls = [_call(part) for part in parts if part.recipient]
+    texts = [part for part in parts if not part.recipient]
+    content = _joined(part.body for part in texts if not part.reasoning)
+    return assemble(content, _joined(part.body for part in texts if part.reasoning), calls, "call_{}")
 
 
-def _parts(text: str) -> list[_Part]:
-    """The messages. A model without channels just speaks: what begins the turn without any tag is content."""
-    parts: list[_Part] = []
+def _parts(text: str) -> list[_HarmonyMessage]:
+    """The messages of a turn. Text at its beginning without any tag is content."""
+    parts: list[_HarmonyMessage] = []
     for number, chunk in enumerate(_END.split(text)):
         header, tag, body = chunk.partition(_MESSAGE)
         plain = number == 0 and not any(tag in chunk for tag in _TAGS) and not _RECIPIENT.search(chunk)
-        parts.append(_Part("", chunk) if plain else _Part(header, body if tag else None))
+        parts.append(_HarmonyMessage("", chunk) if plain else _HarmonyMessage(header, body if tag else None))
     return parts
 
 
-def _call(part: _Part) -> Draft | Malformed:
+def _call(part: _HarmonyMessage) -> RawCall | Malformed:
     name = part.recipient
     if part.body is None:
         return Malformed(f"the call of {quote(name)} has no {_MESSAGE}")
@@ -70,11 +64,8 @@ def _call(part: _Part) -> Draft | Malformed:
         return error
     if part.body[end:].strip():
         return Malformed(f"only the arguments of {quote(name)} belong between {_MESSAGE} and <|call|>")
-    return Draft(name, arguments)
+    return RawCall(name, arguments)
 
 
 def _joined(bodies: Iterable[str | None]) -> str:
     return "\n".join(body.strip() for body in bodies if body and body.strip())
-
-
-harmony = parsers.register("harmony")(Harmony())

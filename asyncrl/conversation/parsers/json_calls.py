@@ -6,23 +6,23 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.conversation.parsers.base import Block, Draft, Format, Tags, enclosed, parsers, skip
+from asyncrl.conversation.parsers.base import CallBlock, RawCall, Tags, call_format, enclosed, skip_space
 from asyncrl.conversation.parsers.values import Malformed, json_at, object_at, quote
 
-_HARMLESS = {"name", "arguments", "parameters", "id", "type"}
+_KNOWN_KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
-def draft(value: Any, key: str) -> Draft:
-    """The call that a JSON object says. Its arguments are under `key`; without it, there are none."""
+def _object_call(value: Any, key: str) -> RawCall:
+    """The call that a JSON object is. Its arguments are under `key`; without it, there are none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise Malformed(f'a tool call must be an object with "name" and "{key}"')
     name = value["name"]
-    if foreign := sorted(value.keys() - _HARMLESS):
-        raise Malformed(f'a tool call has "name" and "{key}", but {quote(name)} has {quote(foreign[0])}')
+    if unknown := sorted(value.keys() - _KNOWN_KEYS):
+        raise Malformed(f'a tool call has "name" and "{key}", but {quote(name)} has {quote(unknown[0])}')
     arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
     if not isinstance(arguments, dict):
         raise Malformed(f'the "{key}" of {quote(name)} must be an object')
-    return Draft(name, arguments)
+    return RawCall(name, arguments)
 
 
 # -- <tool_call>{"name": ..., "arguments": {...}}</tool_call> ------------------------------------------
@@ -30,16 +30,14 @@ def draft(value: Any, key: str) -> Draft:
 _TOOL_CALL = Tags("<tool_call>", "</tool_call>")
 
 
-def _hermes_call(text: str, at: int) -> tuple[Draft, int]:
+def _hermes_call(text: str, at: int) -> tuple[RawCall, int]:
     value, end = json_at(text, at)
-    return draft(value, "arguments"), end
+    return _object_call(value, "arguments"), end
 
 
-def _hermes(text: str) -> Iterator[Block]:
+@call_format("hermes")
+def hermes(text: str) -> Iterator[CallBlock]:
     return enclosed(text, _TOOL_CALL, _hermes_call)
-
-
-hermes = parsers.register("hermes")(Format(_hermes, opens=(_TOOL_CALL.open,)))
 
 
 # -- {"name": ..., "parameters": {...}}; {...} ---------------------------------------------------------
@@ -48,7 +46,8 @@ _PYTHON = "<|python_tag|>"
 _KEYED = re.compile(r'\s*\{\s*"(?:name|parameters|arguments|type|function)"\s*:')
 
 
-def _llama3(text: str) -> Iterator[Block]:
+@call_format("llama3")
+def llama3(text: str) -> Iterator[CallBlock]:
     """The calls follow the tag, or begin the turn. Other JSON at the beginning is an answer."""
     first = _untagged(text)
     if first:
@@ -60,7 +59,7 @@ def _llama3(text: str) -> Iterator[Block]:
         at = text.find(_PYTHON, block.end)
 
 
-def _untagged(text: str) -> Block | None:
+def _untagged(text: str) -> CallBlock | None:
     if not _KEYED.match(text):
         return None
     try:
@@ -70,26 +69,23 @@ def _untagged(text: str) -> Block | None:
     return _sequence(text, 0, 0) if {"parameters", "arguments"} & value.keys() else None
 
 
-def _sequence(text: str, start: int, at: int) -> Block:
-    found: list[Draft | Malformed] = []
+def _sequence(text: str, start: int, at: int) -> CallBlock:
+    found: list[RawCall | Malformed] = []
     more = True
     while more:
         try:
             value, at = json_at(text, at)
         except Malformed as error:
             at = text.find(_PYTHON, at)
-            return Block(start, at if at >= 0 else len(text), (*found, error))
+            return CallBlock(start, at if at >= 0 else len(text), (*found, error))
         try:
-            found.append(draft(value, "parameters"))
+            found.append(_object_call(value, "parameters"))
         except Malformed as error:
             found.append(error)
-        following = skip(text, at)
+        following = skip_space(text, at)
         more = text.startswith((";", "{"), following)
         at = following + text.startswith(";", following) if more else at
-    return Block(start, at, tuple(found))
-
-
-llama3 = parsers.register("llama3")(Format(_llama3, opens=(_PYTHON,), leads="{"))
+    return CallBlock(start, at, tuple(found))
 
 
 # -- [TOOL_CALLS][{...}, ...] and [TOOL_CALLS]name[ARGS]{...} ------------------------------------------
@@ -99,7 +95,8 @@ _NAMED = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*([^\s\[\]{}]*)\s*)?\[
 _OWN_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def _mistral(text: str) -> Iterator[Block]:
+@call_format("mistral", think=Tags("[THINK]", "[/THINK]"), call_id="call{:05}")
+def mistral(text: str) -> Iterator[CallBlock]:
     at = text.find(_CALLS)
     while at >= 0:
         inside = at + len(_CALLS)
@@ -108,23 +105,23 @@ def _mistral(text: str) -> Iterator[Block]:
         except Malformed as error:
             following = text.find(_CALLS, inside)
             found, end = (error,), following if following >= 0 else len(text)
-        yield Block(at, end, found)
+        yield CallBlock(at, end, found)
         at = text.find(_CALLS, end)
 
 
-def _mistral_calls(text: str, at: int) -> tuple[tuple[Draft | Malformed, ...], int]:
+def _mistral_calls(text: str, at: int) -> tuple[tuple[RawCall | Malformed, ...], int]:
     if named := _NAMED.match(text, at):
         arguments, end = object_at(text, named.end(), named[1])
-        return (Draft(named[1], arguments, _own_id(named[2])),), end
+        return (RawCall(named[1], arguments, _own_id(named[2])),), end
     value, end = json_at(text, at)
     if not isinstance(value, list) or not value:
         raise Malformed(f"after {_CALLS} comes a list of calls, or name[ARGS] and an object")
     return tuple(map(_mistral_item, value)), end
 
 
-def _mistral_item(value: Any) -> Draft | Malformed:
+def _mistral_item(value: Any) -> RawCall | Malformed:
     try:
-        return draft(value, "arguments")._replace(id=_own_id(value.get("id")))
+        return _object_call(value, "arguments")._replace(id=_own_id(value.get("id")))
     except Malformed as error:
         return error
 
@@ -132,8 +129,3 @@ def _mistral_item(value: Any) -> Draft | Malformed:
 def _own_id(value: Any) -> str:
     """Mistral's templates take ids of nine letters and digits only."""
     return value if isinstance(value, str) and _OWN_ID.fullmatch(value) else ""
-
-
-mistral = parsers.register("mistral")(
-    Format(_mistral, opens=(_CALLS,), think=Tags("[THINK]", "[/THINK]"), call_id="call{:05}")
-)

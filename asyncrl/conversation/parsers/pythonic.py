@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.conversation.parsers.base import Block, Draft, Format, Tags, parsers
+from asyncrl.conversation.parsers.base import CallBlock, RawCall, Tags, call_format
 from asyncrl.conversation.parsers.values import Malformed, quote
 
 _WRAPPED = (Tags("<|python_start|>", "<|python_end|>"), Tags("<|tool_call_start|>", "<|tool_call_end|>"))
@@ -19,10 +19,11 @@ _WORDS = {"true": True, "false": False, "null": None}
 _LONGEST = 1 << 16  # Python's parser takes 2 us for a character
 
 
-def _pythonic(text: str) -> Iterator[Block]:
+@call_format("pythonic")
+def pythonic(text: str) -> Iterator[CallBlock]:
     """The whole turn is the list, or it is between tags."""
     if _BARE.match(text):
-        yield Block(0, len(text), _listed(text))
+        yield CallBlock(0, len(text), _listed(text))
         return
     at = 0
     while tag := _OPEN.search(text, at):
@@ -30,10 +31,10 @@ def _pythonic(text: str) -> Iterator[Block]:
         end = text.find(close, tag.end())
         body = text[tag.end() : end] if end >= 0 else text[tag.end() :]
         at = end + len(close) if end >= 0 else len(text)
-        yield Block(tag.start(), at, _listed(body))
+        yield CallBlock(tag.start(), at, _listed(body))
 
 
-def _listed(body: str) -> tuple[Draft | Malformed, ...]:
+def _listed(body: str) -> tuple[RawCall | Malformed, ...]:
     try:
         tree = _tree(body.strip())
         if not isinstance(tree, ast.List) or not tree.elts:
@@ -48,21 +49,21 @@ def _tree(body: str) -> ast.expr:
         raise Malformed(f"a list of tool calls may have {_LONGEST} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an unknown escape is the model's affair
+            warnings.simplefilter("ignore")  # about unknown escapes in what the model wrote
             return ast.parse(body, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         detail = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise Malformed(f"tool calls are not a Python list such as [f(a=1)]: {detail}") from None
 
 
-def _item(node: ast.expr) -> Draft | Malformed:
+def _item(node: ast.expr) -> RawCall | Malformed:
     try:
         return _call(node)
     except Malformed as error:
         return error
 
 
-def _call(node: ast.expr) -> Draft:
+def _call(node: ast.expr) -> RawCall:
     if not isinstance(node, ast.Call):
         raise Malformed(f"{_source(node)} is no call such as f(a=1)")
     name = _name(node.func)
@@ -73,7 +74,7 @@ def _call(node: ast.expr) -> Draft:
         arguments[keyword.arg] = _value(keyword.value)
     if node.args:
         raise Malformed(f"the arguments of {quote(name)} must be named, such as a=1")
-    return Draft(name, arguments)
+    return RawCall(name, arguments)
 
 
 def _name(node: ast.expr) -> str:
@@ -111,10 +112,5 @@ def _dict(keys: list[Any], values: list[Any]) -> dict[str, Any]:
 
 
 def _source(node: ast.expr) -> str:
-    """The kind of expression: the text itself could be as long as the turn."""
+    """The kind of expression; its text could be as long as the turn."""
     return f"an expression of kind {type(node).__name__}"
-
-
-pythonic = parsers.register("pythonic")(
-    Format(_pythonic, opens=tuple(tags.open for tags in _WRAPPED), leads="[")
-)

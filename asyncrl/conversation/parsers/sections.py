@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from asyncrl.conversation.parsers.base import Block, Draft, Format, Tags, enclosed, parsers, skip
+from asyncrl.conversation.parsers.base import CallBlock, RawCall, Tags, call_format, enclosed, skip_space
 from asyncrl.conversation.parsers.values import Malformed, object_at
 
 # -- <｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜> ---------------------------------------
@@ -17,25 +17,23 @@ _V31 = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>")
 _FENCE = "```"
 
 
-def _deepseek_call(text: str, at: int) -> tuple[Draft, int]:
+def _deepseek_call(text: str, at: int) -> tuple[RawCall, int]:
     """V3 writes the word "function", the name and a fenced object; V3.1 the name and the object."""
     head = _V3.match(text, at) or _V31.match(text, at)
     if not head:
         raise Malformed(f"a call begins {_DEEPSEEK.open}name<｜tool▁sep｜>")
     arguments, end = object_at(text, head.end(), head[1])
     if head.re is _V3:
-        end = skip(text, end)
+        end = skip_space(text, end)
         if not text.startswith(_FENCE, end):
             raise Malformed(f"the arguments of {head[1]} must end with {_FENCE}")
         end += len(_FENCE)
-    return Draft(head[1], arguments), end
+    return RawCall(head[1], arguments), end
 
 
-def _deepseek(text: str) -> Iterator[Block]:
+@call_format("deepseek")
+def deepseek(text: str) -> Iterator[CallBlock]:
     return enclosed(text, _DEEPSEEK, _deepseek_call, _DEEPSEEK_ALL)
-
-
-deepseek = parsers.register("deepseek")(Format(_deepseek, opens=(_DEEPSEEK.open, *_DEEPSEEK_ALL)))
 
 
 # -- <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|> ---------------
@@ -45,16 +43,14 @@ _KIMI_ALL = Tags("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_HEAD = re.compile(r"\s*((?:functions\.)?([^\s<:]+):\d+)\s*<\|tool_call_argument_begin\|>")
 
 
-def _kimi_call(text: str, at: int) -> tuple[Draft, int]:
+def _kimi_call(text: str, at: int) -> tuple[RawCall, int]:
     head = _KIMI_HEAD.match(text, at)
     if not head:
         raise Malformed(f"a call begins {_KIMI.open}functions.name:0<|tool_call_argument_begin|>")
     arguments, end = object_at(text, head.end(), head[2])
-    return Draft(head[2], arguments, head[1]), end
+    return RawCall(head[2], arguments, head[1]), end
 
 
-def _kimi(text: str) -> Iterator[Block]:
+@call_format("kimi")
+def kimi(text: str) -> Iterator[CallBlock]:
     return enclosed(text, _KIMI, _kimi_call, _KIMI_ALL)
-
-
-kimi = parsers.register("kimi")(Format(_kimi, opens=(_KIMI.open, *_KIMI_ALL)))

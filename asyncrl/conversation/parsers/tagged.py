@@ -1,4 +1,4 @@
-"""Formats that write each argument between tags, its type unsaid: Qwen3-Coder, GLM."""
+"""Formats that write each argument between tags, without its type: Qwen3-Coder, GLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from asyncrl.conversation.parsers.base import Block, Draft, Format, Tags, enclosed, first_of, parsers, skip
+from asyncrl.conversation.parsers.base import (
+    CallBlock,
+    RawCall,
+    Tags,
+    call_format,
+    enclosed,
+    first_of,
+    skip_space,
+)
 from asyncrl.conversation.parsers.values import Malformed, quote, typed
 
 _TOOL_CALL = Tags("<tool_call>", "</tool_call>")
@@ -36,25 +44,23 @@ _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
 _PARAMETER_TAGS = Tags("<parameter=", "</parameter>")
 
 
-def _qwen3_call(text: str, at: int) -> tuple[Draft, int]:
+def _qwen3_call(text: str, at: int) -> tuple[RawCall, int]:
     head = _NAME.match(text, at)
     if not head:
         raise Malformed("a call begins <function=name>")
-    name, at = head[1].strip(), skip(text, head.end())
+    name, at = head[1].strip(), skip_space(text, head.end())
     arguments: dict[str, Any] = {}
     while parameter := _PARAMETER.match(text, at):
         key = parameter[1].strip()
         value, end = _value(text, parameter.end(), _PARAMETER_TAGS, key, name)
         _add(arguments, name, key, value.removeprefix("\n").removesuffix("\n"))
-        at = skip(text, end)
-    return Draft(name, arguments), at
+        at = skip_space(text, end)
+    return RawCall(name, arguments), at
 
 
-def _qwen3_coder(text: str) -> Iterator[Block]:
+@call_format("qwen3_coder")
+def qwen3_coder(text: str) -> Iterator[CallBlock]:
     return enclosed(text, _FUNCTION, _qwen3_call, _TOOL_CALL)
-
-
-qwen3_coder = parsers.register("qwen3_coder")(Format(_qwen3_coder, opens=(_FUNCTION.open, *_TOOL_CALL)))
 
 
 # -- <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> -----------------------
@@ -64,7 +70,7 @@ _ARGUMENT = Tags("<arg_value>", "</arg_value>")
 _GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 
 
-def _glm_call(text: str, at: int) -> tuple[Draft, int]:
+def _glm_call(text: str, at: int) -> tuple[RawCall, int]:
     head = _GLM_NAME.match(text, at)
     if not head:
         raise Malformed("a call begins <tool_call>name")
@@ -73,12 +79,10 @@ def _glm_call(text: str, at: int) -> tuple[Draft, int]:
     while pair := _GLM_KEY.match(text, at):
         value, end = _value(text, pair.end(), _ARGUMENT, pair[1], head[1])
         _add(arguments, head[1], pair[1].strip(), value)
-        at = skip(text, end)
-    return Draft(head[1], arguments), at
+        at = skip_space(text, end)
+    return RawCall(head[1], arguments), at
 
 
-def _glm(text: str) -> Iterator[Block]:
+@call_format("glm")
+def glm(text: str) -> Iterator[CallBlock]:
     return enclosed(text, _TOOL_CALL, _glm_call)
-
-
-glm = parsers.register("glm")(Format(_glm, opens=(_TOOL_CALL.open,)))

@@ -1,4 +1,4 @@
-"""Values in calls: strict JSON, and complaints about what is not."""
+"""The values of a call's arguments: strict JSON, or an error text for the model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from asyncrl.values import encodable
 
-MAX_DEPTH = 64  # whoever reads the arguments later may do so deeper in the stack
+MAX_DEPTH = 64  # levels of nesting: later readers must not exceed the recursion limit either
 
 
 class Malformed(ValueError):
-    """What is wrong with a call, in one line that the model can learn from."""
+    """What is wrong with a call, in one line that the model reads."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -30,8 +30,8 @@ _JSON = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 
 
 def json_at(text: str, at: int, what: str = "a tool call") -> tuple[Any, int]:
-    """The JSON value at `at`, and where it ends. Malformed if there is none; duplicate keys, NaN and numbers
-    of thousands of digits are none."""
+    """The JSON value at `at`, and where it ends. Malformed if there is none, and for duplicate keys, NaN and
+    numbers of thousands of digits."""
     while at < len(text) and text[at] in " \t\r\n":
         at += 1
     try:
@@ -54,8 +54,8 @@ def object_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
 
 
 def typed(text: str) -> Any:
-    """A value of a format that does not write the types of values: JSON, unless that would change how it is
-    written (1.10, "quoted"): the tool's signature has the last word."""
+    """A value in a format that does not write types: JSON where that keeps its spelling, else text (1.10,
+    "quoted"). The tool's signature converts it later."""
     try:
         value, end = json_at(text, 0)
     except Malformed:
@@ -66,7 +66,7 @@ def typed(text: str) -> Any:
 
 
 def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
-    """A call's name and arguments as text that any JSON reader takes. Malformed if there is none."""
+    """A call's name and arguments as text that any JSON reader takes. Malformed if that is impossible."""
     if not name:
         raise Malformed("a tool call has no name")
     if _deeper(arguments, MAX_DEPTH):
@@ -79,7 +79,7 @@ def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
 
 
 def quote(text: str) -> str:
-    """A name in a complaint: on one line, and short."""
+    """A name in an error text: on one line, and short."""
     return json.dumps(text[:60] + "…" * (len(text) > 60), ensure_ascii=False)
 
 

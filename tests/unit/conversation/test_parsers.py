@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.conversation.parsers import Parsed, Parser, hermes, parsers, visible
+from asyncrl.conversation.parsers import Parsed, Parser, hermes, parsers
 from asyncrl.conversation.parsers.base import MAX_CALLS
 from asyncrl.errors import ConfigError
 from tests.unit.conversation.call_writers import WRITERS, can_write, values
@@ -128,21 +129,23 @@ def test_any_text_is_read_without_raising(name: str, data: st.DataObject) -> Non
 
 
 GARBAGE = ["", "{", "[", '{"a":', '["', "(", "<", '\\"', "[[1,", " ", "\n", "-", '"x', "f(a="]
+OPENERS = {
+    "deepseek": ["<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>"],
+    "glm": ["<tool_call>f"],
+    "harmony": ["<|channel|>commentary to=functions.f<|message|>", "<|message|>"],
+    "hermes": ["<tool_call>"],
+    "kimi": ["<|tool_call_begin|>f:0<|tool_call_argument_begin|>", "<|tool_calls_section_begin|>"],
+    "llama3": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]f[ARGS]"],
+    "pythonic": ["<|python_start|>", "<|tool_call_start|>"],
+    "qwen3_coder": ["<function=f><parameter=a>", "<tool_call>"],
+}
 
 
 def timed(parser: Parser, text: str) -> tuple[float, Parsed]:
     began = time.process_time()
     parsed = parser(text)
     return time.process_time() - began, parsed
-
-
-HEADS = {
-    "mistral": "f[ARGS]",
-    "deepseek": "f<｜tool▁sep｜>",
-    "kimi": "f:0<|tool_call_argument_begin|>",
-    "qwen3_coder": "f><parameter=a>",
-    "glm": "f",
-}
 
 
 @pytest.fixture
@@ -155,16 +158,14 @@ def no_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("filler", GARBAGE)
-def test_linear_time_on_nested_garbage(name: str, filler: str) -> None:
+def test_linear_time_on_nested_garbage(name: str) -> None:
     """Openers of the format, each followed by what may begin a value, 100 kB in all."""
     parser = parsers.get(name)
-    openers = getattr(parser, "opens", ("<|channel|>commentary to=functions.f<|message|>", "<|message|>"))
-    for opener in openers:
-        unit = opener + HEADS.get(name, "") + filler
+    for opener, filler in itertools.product(OPENERS[name], GARBAGE):
+        unit = opener + filler
         for text in (unit * (100_000 // len(unit)), unit + (filler or "x") * (100_000 // len(filler or "x"))):
             took, parsed = timed(parser, text)
-            assert took < 0.2
+            assert took < 0.2, text[:100]
             assert len(parsed.calls) + len(parsed.errors) <= MAX_CALLS + 1
 
 
@@ -179,55 +180,3 @@ def test_a_turn_has_a_bounded_number_of_calls() -> None:
 def test_arguments_may_be_nested_only_so_deep() -> None:
     parsed = hermes('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 80 + "]" * 80 + "}}</tool_call>")
     assert parsed.errors == ('the arguments of "f" are nested deeper than 64 levels',)
-
-
-# -- streaming -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-@few
-@given(data=st.data())
-def test_what_is_visible_stays(name: str, data: st.DataObject) -> None:
-    parser = parsers.get(name)
-    text = data.draw(pieces | cut_somewhere(TEXTS[name]))
-    content = parser(text).content
-    thinking = data.draw(st.booleans()) or "think>" in text.lower() or "THINK]" in text
-    shown = ""
-    for end in range(len(text) + 1):
-        now = visible(parser, text[:end], thinking)
-        assert now.startswith(shown)
-        shown = now
-    assert content.startswith(shown)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "shown"),
-    [
-        ("hermes", "Hello the", "Hello the"),
-        ("hermes", " Hello \n", "Hello"),
-        ("hermes", "Hello <tool", "Hello"),
-        ("hermes", "Hello <toolbox", "Hello <toolbox"),
-        ("hermes", 'Hello <tool_call>{"name": "f"}</tool_call> Bye', "Hello"),
-        ("hermes", "<th", ""),
-        ("hermes", "<think>Hm", ""),
-        ("hermes", "<think>Hm</think> Hello", "Hello"),
-        ("llama3", '{"answer": 4', ""),
-        ("llama3", 'Say {"answer": 4', 'Say {"answer": 4'),
-        ("pythonic", "[1, 2", ""),
-        ("harmony", "<|channel|>analysis<|message|>Hm", ""),
-        ("harmony", "<|channel|>final<|message|>Hello<|en", "Hello"),
-        ("harmony", "<|channel|>commentary to=functions.f<|message|>{", ""),
-        ("mistral", "[THINK]a[/THINK]b [TOOL_CALLS][", "b"),
-    ],
-)
-def test_visible(name: str, text: str, shown: str) -> None:
-    assert visible(parsers.get(name), text, thinking=False) == shown
-
-
-def test_nothing_is_certain_while_the_prompt_may_have_opened_the_thinking() -> None:
-    assert visible(hermes, "Hello") == ""
-    assert visible(hermes, "Hm</think>Hello") == "Hello"
-
-
-def test_nothing_is_certain_of_a_plain_function() -> None:
-    assert visible(lambda text: Parsed(text), "Hello", thinking=False) == ""
