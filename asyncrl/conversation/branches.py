@@ -1,13 +1,13 @@
-"""The rows of an agent's episode: where a request of the agent belongs, and what its answer makes of it.
+"""The rows of an agent's episode: which row a request of the agent extends, and what its answer adds.
 
-    Ask ──place──► Place ──(engine)──► Generation ──turn──► Turn ──add──► a row is longer, or one more
-             └───► Refusal: a limit of the run
+    AgentRequest --place--> Placement --(engine)--> Generation --turn--> Turn --add--> its row is longer
+                 \\-------> Refusal: a limit of the run
 
-A request that repeats what a row shows and adds news to it extends that row: the template writes the news
-after the very ids of the model. Everything else begins a new row, whose prompt is rendered as a whole: an
-edited history, a second conversation, the same prompt again, a row that another request extends right now, a
-template that rewrites. A turn whose client left before it was told answers that request when it comes again.
-No awaits and no clocks; requests of one agent may overlap.
+A request that repeats the messages of a row and adds new ones extends that row: the template writes the new
+messages after the very ids of the model. Everything else begins a new row, whose prompt is rendered as a
+whole: an edited history, a second conversation, the same prompt again, a row that another request is
+extending, a template that rewrites. A turn whose client left before it was delivered answers the same request
+when it comes again. No awaits and no clocks; requests of one agent may overlap.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import json
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
-from asyncrl.conversation.episode import spoken
-from asyncrl.conversation.parsers import parse_turn
+from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.errors import ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
-NEWS = ("system", "tool", "user")  # roles that can follow what the model said
+ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
 CHARACTERS = 16  # of a token, at most, on average: more text than that is too long whatever its tokens are
 
 
-class Ask(msgspec.Struct, frozen=True):
+class AgentRequest(msgspec.Struct, frozen=True):
     """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's."""
 
     messages: tuple[Message, ...]
@@ -35,59 +35,57 @@ class Ask(msgspec.Struct, frozen=True):
     max_new_tokens: int | None = None
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where the answer to `ask` goes. Sample at most `max_new_tokens` after `ids`, of which `context` is new.
-
-    `said` are the messages that `ids` show. A row gets its number when its first turn is done (None: it has
+class Placement(msgspec.Struct, frozen=True):
+    """Where the answer to a request goes. Sample at most `max_new_tokens` after `ids`, of which `context` is
+    new; `messages` are those that `ids` show. A row gets its number when its first turn is done (None: it has
     none yet); `session` names it from the start.
     """
 
-    ask: Ask
+    request: AgentRequest
     session: int
     row: int | None
     ids: tuple[int, ...]
     context: tuple[int, ...]
     max_new_tokens: int
-    said: tuple[Message, ...]
+    messages: tuple[Message, ...]
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A request that a limit forbids. An agent that gives up after it has ended so."""
+    """A request that a limit forbids. If the agent gives up after it, the episode ends so."""
 
     end: EpisodeEnd
     detail: str
 
 
-class Row(msgspec.Struct, frozen=True):
-    """`tip`, the last turn, answers `ask`; `said` and `ids` end with it. `taken`: a request extends the row
-    right now. `lost`: nobody heard the tip."""
+class TokenRow(msgspec.Struct, frozen=True):
+    """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. `busy`: a request
+    is extending the row. `undelivered`: the client left before it got the last turn."""
 
-    ask: Ask
+    request: AgentRequest
     session: int
-    said: tuple[Message, ...]
+    messages: tuple[Message, ...]
     ids: tuple[int, ...]
-    tip: Turn
-    taken: bool = False
-    lost: bool = False
+    last: Turn
+    busy: bool = False
+    undelivered: bool = False
 
 
 class Branches:
-    """Owner of the rows and turns of one episode. Every `place` is followed by `add`, or by `forget`.
+    """Owner of the rows and turns of one episode. Every `place` is followed by `add` or by `cancel`.
 
-    `recorded`: the turns of an earlier attempt, which are answered from before anything is sampled.
+    `recorded`: the turns of an earlier attempt, which answer the agent's requests before anything is sampled.
     """
 
     def __init__(self, rules: Rules, recorded: Sequence[Turn] = ()) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[TokenRow] = []
         self.turns: list[Turn] = []
         self.refused: Refusal | None = None  # since the last turn
         self._rules, self._recorded = rules, recorded
-        self._prefixes = _prefixes(recorded)
-        self._begun = 0  # rows, those that were forgotten included
-        self._open: dict[int, Place] = {}  # by session
+        self._begun = 0  # rows, cancelled ones included
+        self._pending: dict[int, Placement] = {}  # by session
 
     @property
-    def recalling(self) -> bool:
+    def replaying(self) -> bool:
         """Some recorded turn was not asked for again, yet."""
         return len(self.turns) < len(self._recorded)
 
@@ -99,170 +97,166 @@ class Branches:
         return EpisodeEnd.LENGTH if self.turns[-1].stop is StopReason.LENGTH else EpisodeEnd.DONE
 
     @property
-    def shown(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[Message, ...]:
         """The conversation that the last turn belongs to."""
-        return self.rows[self.turns[-1].row].said
+        return self.rows[self.turns[-1].row].messages
 
     @property
     def calls(self) -> int:
         """Well-formed tool calls of the model."""
-        return sum(len(self._spoken(turn, self.rows[turn.row].ask).tool_calls) for turn in self.turns)
+        return sum(len(self._message(turn, self.rows[turn.row].request).tool_calls) for turn in self.turns)
 
     @property
     def answer(self) -> str:
         """The last turn's text outside tool calls."""
         last = self.turns[-1]
-        text = self._rules.chat.decode(last.ids)
-        return parse_turn(self._rules.parse, text, tools=bool(self.rows[last.row].ask.tools)).content
+        return read_turn(self._rules, last, tools=bool(self.rows[last.row].request.tools)).content
 
     # -- a request -----------------------------------------------------------------------------------
 
-    def place(self, ask: Ask) -> Place | Refusal:
-        """Where the answer to a request belongs. ConfigError when the template cannot write its messages."""
-        found = self._place(ask)
+    def place(self, request: AgentRequest) -> Placement | Refusal:
+        """Where the answer to a request goes. ConfigError when the template cannot write its messages."""
+        found = self._find(request)
         if isinstance(found, Refusal):
             self.refused = found
             return found
-        self._open[found.session] = found
+        self._pending[found.session] = found
         if found.row is None:
             self._begun += 1
         else:
-            self._change(found.row, taken=True)
+            self._change(found.row, busy=True)
         return found
 
-    def recalled(self, place: Place) -> Turn | None:
+    def recorded_turn(self, place: Placement) -> Turn | None:
         """The recorded turn that answers it; it can be added once all before it are. None: sample it.
-        ProtocolError when none does, though some are left: the agent does not repeat itself."""
-        if not self.recalling:
+        ProtocolError when no recorded turn that is left does: the agent does not repeat itself."""
+        if not self.replaying:
             return None
+        seen: set[int] = set()
         for turn in self._recorded[len(self.turns) :]:
-            begins = len(turn.context) == len(self._prefixes[turn.index])
-            if self._prefixes[turn.index] == place.ids and (
-                place.row == turn.row or (place.row is None and begins)
-            ):
+            row = turn.row if turn.row < len(self.rows) else None  # None: the turn begins it
+            if turn.row not in seen and (row, turn.context) == (place.row, place.context):
                 return turn
+            seen.add(turn.row)
         raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
 
-    def turn(self, place: Place, generation: Generation) -> Turn:
+    def turn(self, place: Placement, generation: Generation) -> Turn:
         """The next turn of the episode, to be added before anything else happens."""
-        return Turn(
-            index=len(self.turns),
-            context=place.context,
-            ids=generation.ids,
-            logprobs=generation.logprobs,
-            spans=generation.spans,
-            stop=generation.stop,
-            seconds=generation.seconds,
-            row=len(self.rows) if place.row is None else place.row,
-        )
+        return make_turn(len(self.turns), self._number(place), place.context, generation)
 
-    def add(self, place: Place, turn: Turn) -> Message:
-        """What the model said in it. ProtocolError, changing nothing, if it is not the next turn there."""
-        row = len(self.rows) if place.row is None else place.row
+    def add(self, place: Placement, turn: Turn) -> Message:
+        """The model's message in it. ProtocolError, changing nothing, if it is not the next turn there."""
+        row = self._number(place)
         before = () if place.row is None else self.rows[row].ids
         if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
-        message = self._spoken(turn, place.ask)
-        said, ids = (*place.said, message), place.ids + turn.ids
-        self.rows[row : row + 1] = [Row(place.ask, place.session, said, ids, turn)]
+        message = self._message(turn, place.request)
+        messages, ids = (*place.messages, message), place.ids + turn.ids
+        self.rows[row : row + 1] = [TokenRow(place.request, place.session, messages, ids, turn)]
         self.turns.append(turn)
         self.refused = None
-        del self._open[place.session]
+        del self._pending[place.session]
         return message
 
-    def forget(self, place: Place) -> None:
-        """Nobody will answer it."""
-        if self._open.pop(place.session, None) is not None and place.row is not None:
-            self._change(place.row, taken=False)
+    def cancel(self, place: Placement) -> None:
+        """The request will not be answered. No effect once it was."""
+        if self._pending.pop(place.session, None) is not None and place.row is not None:
+            self._change(place.row, busy=False)
 
-    def lose(self, turn: Turn) -> None:
-        """Whoever asked for it has left without it. No effect once its row has gone on: then it was heard."""
-        if self.rows[turn.row].tip is turn:
-            self._change(turn.row, lost=True)
+    def mark_undelivered(self, turn: Turn) -> None:
+        """The client left without this turn. No effect once its row has gone on: then it was delivered."""
+        if self.rows[turn.row].last is turn:
+            self._change(turn.row, undelivered=True)
 
-    def repeated(self, ask: Ask) -> Turn | None:
-        """The newest lost turn that answers the very same request; it counts as heard again."""
-        lost = [row.tip for row in self.rows if row.lost and not row.taken and row.ask == ask]
-        turn = max(lost, key=lambda turn: turn.index, default=None)
+    def redeliver(self, request: AgentRequest) -> Turn | None:
+        """The newest undelivered turn that answers the very same request; it counts as delivered now."""
+        rows = [row for row in self.rows if row.undelivered and not row.busy and row.request == request]
+        turn = max((row.last for row in rows), key=lambda turn: turn.index, default=None)
         if turn is not None:
-            self._change(turn.row, lost=False)
+            self._change(turn.row, undelivered=False)
         return turn
 
     # -- finding the row -----------------------------------------------------------------------------
 
-    def _place(self, ask: Ask) -> Place | Refusal:
-        if len(self.turns) + len(self._open) >= (most := self._rules.limits.max_turns):
-            return Refusal(EpisodeEnd.MAX_TURNS, f"the episode has had its {most} turns (rollout.max_turns)")
-        row = self._continued(ask)
+    def _find(self, request: AgentRequest) -> Placement | Refusal:
+        limits, chat = self._rules.config, self._rules.chat
+        if len(self.turns) + len(self._pending) >= limits.max_turns:
+            return _refusal(EpisodeEnd.MAX_TURNS, "turns", limits.max_turns)
+        row = self._extended(request)
         if row is not None:
-            tip = self.rows[row]
-            news = ask.messages[len(tip.said) :]
-            if refusal := self._too_long(news, len(tip.ids)):
+            known = self.rows[row]
+            new = request.messages[len(known.messages) :]
+            if refusal := self._too_long(new, len(known.ids)):
                 return refusal
-            delta = self._rules.chat.delta_ids(news, tip.ids[-1])
+            delta = chat.delta_ids(new, known.ids[-1])
             if delta is not None:
-                return self._roomy(Place(ask, tip.session, row, tip.ids + delta, delta, 0, tip.said + news))
-        begun = len(self.rows) + sum(place.row is None for place in self._open.values())
-        if begun >= (most := self._rules.limits.max_rows):
-            return Refusal(EpisodeEnd.MAX_ROWS, f"the episode has had its {most} rows (rollout.max_rows)")
-        known = self._known(ask.messages)
-        news = ask.messages[len(known) :]
-        if refusal := self._too_long(news, 0, sum(map(len, ask.tools))):
+                return self._limited(
+                    Placement(request, known.session, row, known.ids + delta, delta, 0, known.messages + new)
+                )
+        if len(self.rows) + sum(place.row is None for place in self._pending.values()) >= limits.max_rows:
+            return _refusal(EpisodeEnd.MAX_ROWS, "rows", limits.max_rows)
+        shown = self._shown(request.messages)
+        new = request.messages[len(shown) :]
+        if refusal := self._too_long(new, 0, sum(map(len, request.tools))):
             return refusal
-        prompt = self._rules.chat.prompt_ids(known + news, ask.tools)
-        return self._roomy(Place(ask, self._begun, None, prompt, prompt, 0, known + news))
+        prompt = chat.prompt_ids(shown + new, request.tools)
+        return self._limited(Placement(request, self._begun, None, prompt, prompt, 0, shown + new))
 
-    def _too_long(self, news: Sequence[Message], tokens: int, characters: int = 0) -> Refusal | None:
-        """A look at the text that no row can hold after so many tokens: to render and tokenise it would hold
-        up all episodes of the worker. A message is a token at least."""
-        most = self._rules.limits.max_tokens
-        characters += sum(map(_characters, news))
+    def _too_long(self, new: Sequence[Message], tokens: int, characters: int = 0) -> Refusal | None:
+        """A refusal of text that cannot fit a row after so many tokens. It is not tokenised to find out: that
+        would hold up all episodes of the worker. A message is a token at least."""
+        most = self._rules.config.max_tokens
+        characters += sum(map(_characters, new))
         if characters <= CHARACTERS * (most - tokens):
             return None
         return Refusal(
             EpisodeEnd.LENGTH, f"{characters} new characters are too long, rollout.max_tokens is {most}"
         )
 
-    def _roomy(self, place: Place) -> Place | Refusal:
-        """The place with its token limit, or what says that its row is full."""
-        ask, limits = place.ask, self._rules.limits
+    def _limited(self, place: Placement) -> Placement | Refusal:
+        """The placement with its token limit, or a refusal because its row is full."""
+        limits, asked = self._rules.config, place.request.max_new_tokens
         room = limits.max_tokens - len(place.ids)
         if room < 1:
             detail = f"the messages have {len(place.ids)} tokens, rollout.max_tokens is {limits.max_tokens}"
             return Refusal(EpisodeEnd.LENGTH, detail)
-        wanted = limits.max_new_tokens if ask.max_new_tokens is None else ask.max_new_tokens
-        return msgspec.structs.replace(place, max_new_tokens=min(room, wanted, limits.max_new_tokens))
+        most = limits.max_new_tokens if asked is None else min(asked, limits.max_new_tokens)
+        return replace(place, max_new_tokens=min(room, most))
 
-    def _continued(self, ask: Ask) -> int | None:
+    def _extended(self, request: AgentRequest) -> int | None:
         """The free row that the request extends: the longest, and of equal ones the first."""
         fit = [
             number
             for number, row in enumerate(self.rows)
-            if not row.taken and row.ask.tools == ask.tools and self._extends(row, ask.messages)
+            if not row.busy and row.request.tools == request.tools and self._extends(row, request.messages)
         ]
-        return max(fit, key=lambda number: len(self.rows[number].said), default=None)
+        return max(fit, key=lambda number: len(self.rows[number].messages), default=None)
 
-    def _extends(self, row: Row, messages: tuple[Message, ...]) -> bool:
-        news = messages[len(row.said) :]
-        ended = row.ids[-1] in self._rules.chat.stop_ids  # else the template's delta does not fit its tip
-        answers = bool(news) and all(message.role in NEWS for message in news)
-        return ended and answers and _shared(row.said, messages) == len(row.said)
+    def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
+        new = messages[len(row.messages) :]
+        ended = row.ids[-1] in self._rules.chat.stop_ids  # else the template's delta does not fit after it
+        answers = bool(new) and all(message.role in ANSWERING_ROLES for message in new)
+        return ended and answers and _common(row.messages, messages) == len(row.messages)
 
-    def _known(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """The first of the messages, as far as some row shows them: the model's own in its own spelling."""
-        return max((row.said[: _shared(row.said, messages)] for row in self.rows), key=len, default=())
+    def _shown(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The longest beginning of the messages that a row shows; the model's messages as it wrote them."""
+        shown = (row.messages[: _common(row.messages, messages)] for row in self.rows)
+        return max(shown, key=len, default=())
 
-    def _spoken(self, turn: Turn, ask: Ask) -> Message:
+    def _message(self, turn: Turn, request: AgentRequest) -> Message:
         """What an agent that sends no tools gets is text, whatever it looks like."""
-        return spoken(self._rules, turn, tools=bool(ask.tools))
+        return turn_message(self._rules, turn, tools=bool(request.tools))
+
+    def _number(self, place: Placement) -> int:
+        return len(self.rows) if place.row is None else place.row
 
     def _change(self, row: int, **changes: bool) -> None:
-        self.rows[row] = msgspec.structs.replace(self.rows[row], **changes)
+        self.rows[row] = replace(self.rows[row], **changes)
 
 
-def same(ours: Message, theirs: Message) -> bool:
-    """Whether an agent's message is the one that we know. What the model said comes back through a client:
-    with other whitespace around it, arguments spelled anew, the reasoning left out."""
+def same_message(ours: Message, theirs: Message) -> bool:
+    """Whether an agent's message is the one that we know. Clients change messages of the model: white space
+    around the content, the spelling of arguments, the reasoning left out."""
     if ours.role != "assistant":
         return ours == theirs
     return (
@@ -278,23 +272,17 @@ def same(ours: Message, theirs: Message) -> bool:
     )
 
 
+def _refusal(end: EpisodeEnd, what: str, most: int) -> Refusal:
+    return Refusal(end, f"the episode has had its {most} {what} (rollout.max_{what})")
+
+
 def _characters(message: Message) -> int:
     texts = [message.content, message.reasoning, message.name, message.tool_call_id]
     texts += [text for call in message.tool_calls for text in (call.name, call.arguments, call.id)]
     return CHARACTERS + sum(map(len, texts))
 
 
-def _shared(said: tuple[Message, ...], messages: tuple[Message, ...]) -> int:
+def _common(ours: tuple[Message, ...], theirs: tuple[Message, ...]) -> int:
     """How many messages both begin with."""
-    pairs = zip(said, messages, strict=False)
-    return next((count for count, pair in enumerate(pairs) if not same(*pair)), min(len(said), len(messages)))
-
-
-def _prefixes(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
-    """What the engine was shown for each turn."""
-    rows: dict[int, tuple[int, ...]] = {}
-    shown = []
-    for turn in turns:
-        shown.append(rows.get(turn.row, ()) + turn.context)
-        rows[turn.row] = shown[-1] + turn.ids
-    return shown
+    pairs = zip(ours, theirs, strict=False)
+    return next((n for n, pair in enumerate(pairs) if not same_message(*pair)), min(len(ours), len(theirs)))

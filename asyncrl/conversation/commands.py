@@ -1,17 +1,15 @@
-"""What an episode asks for and what it is answered: commands, events, and the rules that hold for all.
-
-Plain values: the machine (`episode.py`) makes commands of events, whoever drives it events of commands.
-"""
+"""The commands of the episode machine (`episode.py`), the events that answer them, and its rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
 
-from asyncrl.conversation.parsers import Parsed
+from asyncrl.config import RolloutConfig
+from asyncrl.conversation.parsers import Parser
 from asyncrl.types import (
     EpisodeEnd,
     EpisodeResult,
@@ -38,28 +36,17 @@ class Template(Protocol):
     def shorten(self, text: str, limit: int, where: Cut) -> str: ...
 
 
-class EpisodeLimits(msgspec.Struct, frozen=True):
-    """See RolloutConfig, which has the same keys."""
-
-    max_turns: int
-    max_tokens: int
-    max_new_tokens: int
-    max_bad_calls: int
-    max_calls: int = 64
-    max_reply_tokens: int = 2048
-    cut_replies: Cut = "middle"
-    history: Literal["append", "fork", "fold"] = "append"
-    max_rows: int = 8
-
-
 @dataclass(frozen=True)
 class Rules:
-    """What all episodes of a run have in common. `environment`: somebody answers turns without tool calls."""
+    """What all episodes of a run have in common. `config` has their limits."""
 
     chat: Template
-    parse: Callable[[str], Parsed]
-    limits: EpisodeLimits
-    environment: bool = False
+    parse: Parser
+    config: RolloutConfig
+
+    def shorten(self, text: str) -> str:
+        """A tool's reply, or an environment's message, as much of it as the model reads."""
+        return self.chat.shorten(text, self.config.max_reply_tokens, self.config.cut_replies)
 
 
 # -- commands: what the episode waits for ----------------------------------------------------------
@@ -85,13 +72,13 @@ class CallTools(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Tell the environment what the model said, once that turn is durable."""
+    """Give the model's message to the environment, once its turn is durable."""
 
     message: Message
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Reward the episode. `answer` is the last turn's text outside tool calls."""
+    """Compute the reward. `answer` is the last turn's text outside tool calls."""
 
     answer: str
     end: EpisodeEnd
@@ -118,7 +105,7 @@ Command = Open | Generate | CallTools | Step | Score | Done | Fail
 
 class Opened(msgspec.Struct, frozen=True):
     """Answers Open: schemas of the tools (JSON text), the names of those that the environment answers itself,
-    and what it says after the sample's prompt."""
+    and its messages after the sample's prompt."""
 
     tools: tuple[str, ...] = ()
     own_tools: frozenset[str] = frozenset()
@@ -146,7 +133,7 @@ class Observed(msgspec.Struct, frozen=True):
 class EpisodeScored(msgspec.Struct, frozen=True):
     """Answers Score."""
 
-    verdict: RewardResult
+    result: RewardResult
 
 
 Event = Opened | TurnGenerated | ToolsReplied | Observed | EpisodeScored

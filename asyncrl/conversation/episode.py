@@ -1,26 +1,36 @@
-"""An episode as a pure state machine: (episode, event) -> episode, whose `command` says what to do next.
+"""An episode as a state machine: a pure function (episode, event) -> episode.
 
-    Open ──Opened──► Generate ──Generated──► CallTools ──Replied──► Generate ──► … ──► Score ──Scored──► Done
-                        ▲          └───────► Step ──Observed──┐        (Fail ends it from any of these)
-                        └─────────────────────────────────────┘
+The state is the command that the episode waits for. Whoever drives it (rollout/turn_player.py) carries the
+command out and gives the answer back as an event:
 
-No awaits, clocks or I/O: whoever drives it carries out the command and feeds the answer back. Ids are only
-ever appended to a row; where the history must be rewritten, a new row begins. Folding recorded turns over a
-fresh episode (`resume`) gives the state it had, on any worker.
+    command     to be done                             answered by     commands that may follow
+    Open        open the tools, reset the environment  Opened          Generate
+    Generate    sample a turn after these ids          TurnGenerated   CallTools, Step, Generate, Score
+    CallTools   run the calls of the turn              ToolsReplied    Generate, Score
+    Step        give the turn to the environment       Observed        Generate, Score
+    Score       compute the reward                     EpisodeScored   Done
+    Done, Fail  nothing: the episode is over
+
+Fail may follow every event. With one tool call: Open, Generate -> "f(1)", CallTools -> "2", Generate ->
+"It is 2.", Score -> 1.0, Done. A turn of malformed calls only is followed by Generate at once.
+
+There are no awaits, clocks or I/O here. Tokens are only ever appended to a row; where the template rewrites
+the history, or a full row is to go on without old tool replies, a new row begins. The same events give the
+same state on any worker: `resume` repeats them from the recorded turns.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.conversation.commands import (
     CallTools,
     Command,
     Done,
-    EpisodeLimits,
     EpisodeScored,
     Event,
     Fail,
@@ -34,8 +44,8 @@ from asyncrl.conversation.commands import (
     ToolsReplied,
     TurnGenerated,
 )
-from asyncrl.conversation.parsers import Parsed, parse_turn
-from asyncrl.conversation.turns import problem, scored
+from asyncrl.conversation.parsers import Parsed
+from asyncrl.conversation.turns import make_turn, problem, read_turn, scored, turn_message
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -50,13 +60,13 @@ from asyncrl.types import (
     Turn,
 )
 
-FREE_SHARE = 4  # folding frees at least 1 / FREE_SHARE of a row, or it would come again with the next turn
+FREE_SHARE = 4  # folding frees at least 1 / FREE_SHARE of a row, so that the next turns need no folding again
 DROPPED = "[dropped]"
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """`rows`: all tokens up to the last one the model wrote in each, the contexts and ids of its turns in
-    order. `folded`: tool replies, the oldest first, that the newest row does not show."""
+    """`rows`: the tokens of each row up to the last one the model wrote. `folded`: how many tool replies, the
+    oldest first, the newest row does not show."""
 
     sample: Sample
     command: Command
@@ -72,8 +82,8 @@ class Episode(msgspec.Struct, frozen=True):
         return isinstance(self.command, Done | Fail)
 
     @property
-    def model_tokens(self) -> int:
-        return sum(len(turn.ids) for turn in self.turns)
+    def has_tools(self) -> bool:
+        return bool(self.opened.tools)
 
     @property
     def tool_seconds(self) -> float:
@@ -95,24 +105,23 @@ def advance(rules: Rules, episode: Episode, event: Event) -> Episode:
     match episode.command, event:
         case Open(), Opened():
             return _opened(rules, episode, event)
-        case Generate() as command, TurnGenerated():
-            return _generated(rules, episode, command, event.generation)
-        case CallTools() as command, ToolsReplied():
-            if tuple(reply.call for reply in event.replies) != command.calls:
-                raise ProtocolError(f"{len(event.replies)} replies do not match {len(command.calls)} calls")
-            return _replied(rules, episode, event.replies, command.errors)
+        case Generate() as asked, TurnGenerated():
+            return _generated(rules, episode, asked, event.generation)
+        case CallTools() as asked, ToolsReplied():
+            if tuple(reply.call for reply in event.replies) != asked.calls:
+                raise ProtocolError(f"{len(event.replies)} replies do not match {len(asked.calls)} calls")
+            return _replied(rules, episode, event.replies, asked.errors)
         case Step(), Observed():
             return _observed(rules, episode, event.observation)
-        case Score() as command, EpisodeScored():
-            return _with(episode, command=scored(episode.turns, command.end, event.verdict))
-        case command, _:
-            raise ProtocolError(f"{type(event).__name__} does not answer {type(command).__name__}")
+        case Score() as asked, EpisodeScored():
+            return replace(episode, command=scored(episode.turns, asked.end, event.result))
+        case asked, _:
+            raise ProtocolError(f"{type(event).__name__} does not answer {type(asked).__name__}")
 
 
 def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) -> Episode:
-    """The state after recorded turns, by the same events. What the last turn was answered with may be
-    missing: its tools are to be run, its environment is to be stepped. ProtocolError when the turns are not
-    what these rules would have made of them."""
+    """The state after recorded turns, by the same events. What answered the last turn may be missing: then
+    its tools or its environment come next. ProtocolError when these rules would not make the same turns."""
     episode = advance(rules, begin(sample), opened)
     for turn in turns:
         asked = episode.command
@@ -130,199 +139,189 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             episode = advance(rules, episode, ToolsReplied(turn.replies[: len(episode.command.calls)]))
         if turn.observation is not None and isinstance(episode.command, Step):
             episode = advance(rules, episode, Observed(turn.observation))
-        now = episode.turns[-1]
-        if (turn.replies and now.replies != turn.replies) or now.observation != turn.observation:
+        again = episode.turns[-1]
+        if (turn.replies and again.replies != turn.replies) or again.observation != turn.observation:
             raise ProtocolError(f"what is recorded after turn {turn.index} does not answer it")
     return episode
 
 
 def expire(rules: Rules, episode: Episode) -> Episode:
-    """The episode's time is up. What it has done is scored, as for any ending that the policy caused; an
-    unfinished turn is forgotten. Without a turn there is nothing to score."""
+    """The episode's time is up. Its finished turns are scored; an unfinished one does not count. Without a
+    turn there is nothing to score, and the episode fails."""
     if not episode.turns:
-        detail = "not one turn was done within rollout.episode_timeout"
-        return _with(episode, command=Fail(FailReason.DEADLINE, detail))
-    return _over(rules, episode, EpisodeEnd.TIMEOUT)
+        return _fail(episode, FailReason.DEADLINE, "not one turn was done within rollout.episode_timeout")
+    return _score(rules, episode, EpisodeEnd.TIMEOUT)
 
 
 def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
-    """Everything that was said, the prompt included, without what the newest row no longer shows."""
-    said = [*episode.sample.prompt, *episode.opened.messages]
-    hidden = episode.folded
+    """All messages, the prompt included, as the newest row shows them: folded replies are DROPPED."""
+    messages = [*episode.sample.prompt, *episode.opened.messages]
+    folded = episode.folded
     for turn in episode.turns:
-        said.append(spoken(rules, turn, tools=bool(episode.opened.tools)))
+        messages.append(turn_message(rules, turn, tools=episode.has_tools))
         for reply in turn.replies:
-            said.append(tool_message(reply, DROPPED if hidden > 0 else reply.content))
-            hidden -= 1
-        said += turn.observation.messages if turn.observation else ()
-    return tuple(said)
+            messages.append(_tool_message(reply, DROPPED if folded > 0 else reply.content))
+            folded -= 1
+        messages += turn.observation.messages if turn.observation else ()
+    return tuple(messages)
 
 
-def spoken(rules: Rules, turn: Turn, *, tools: bool = True) -> Message:
-    """What the model said in a turn. One with malformed calls is quoted as it is. `tools`: there are any."""
-    text = rules.chat.decode(turn.ids)
-    parsed = parse_turn(rules.parse, text, tools=tools)
-    if parsed.errors:
-        return Message("assistant", text)
-    return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
+def shorten_observation(rules: Rules, observation: Observation) -> Observation:
+    """The observation with its messages as short as the model reads them."""
+    return replace(observation, messages=_shorten_messages(rules, observation.messages))
 
 
-def as_read(rules: Rules, observation: Observation) -> Observation:
-    """With its messages cut, as the model reads them."""
-    return msgspec.structs.replace(observation, messages=tuple(_read_by_model(rules, observation.messages)))
-
-
-def tool_message(reply: ToolReply, content: str) -> Message:
-    """A tool's reply as the template sees it."""
-    return Message("tool", content, tool_call_id=reply.call.id, name=reply.call.name)
-
-
-# -- transitions -------------------------------------------------------------------------------------
+# -- transitions, in the order of the table above ------------------------------------------------------
 
 
 def _opened(rules: Rules, episode: Episode, opened: Opened) -> Episode:
-    limits = rules.limits
-    opened = msgspec.structs.replace(opened, messages=tuple(_read_by_model(rules, opened.messages)))
-    prompt = rules.chat.prompt_ids((*episode.sample.prompt, *opened.messages), opened.tools)
-    room = limits.max_tokens - len(prompt)
-    episode = _with(episode, opened=opened)
-    if room < 1:
-        detail = f"the prompt has {len(prompt)} tokens, rollout.max_tokens is {limits.max_tokens}"
-        return _with(episode, command=Fail(FailReason.PROMPT_TOO_LONG, detail))
-    return _with(episode, command=Generate(prompt, min(room, limits.max_new_tokens)))
+    opened = replace(opened, messages=_shorten_messages(rules, opened.messages))
+    episode = replace(episode, opened=opened)
+    prompt, most = _prompt(rules, episode), rules.config.max_tokens
+    if len(prompt) >= most:
+        detail = f"the prompt has {len(prompt)} tokens, rollout.max_tokens is {most}"
+        return _fail(episode, FailReason.PROMPT_TOO_LONG, detail)
+    return _generate(rules, episode, prompt, row=0)
 
 
 def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Generation) -> Episode:
     before = _row(episode, asked)
     if asked.ids[: len(before)] != before:
         detail = f"the prompt of turn {len(episode.turns)} does not extend the tokens of its row"
-        return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
+        return _fail(episode, FailReason.MISALIGNED, detail)
     if trouble := problem(rules.chat.stop_ids, asked.max_new_tokens, generation):
-        return _with(episode, command=Fail(FailReason.ENGINE_ERROR, trouble))
-    parsed = parse_turn(rules.parse, rules.chat.decode(generation.ids), tools=bool(episode.opened.tools))
-    turn = Turn(
-        index=len(episode.turns),
-        context=asked.ids[len(before) :],
-        ids=generation.ids,
-        logprobs=generation.logprobs,
-        spans=generation.spans,
-        stop=generation.stop,
-        seconds=generation.seconds,
-        row=asked.row,
-    )
-    episode = _with(
-        episode,
-        rows=(*episode.rows[: asked.row], asked.ids + generation.ids),
-        turns=(*episode.turns, turn),
-    )
-    if generation.stop is StopReason.LENGTH:
-        return _over(rules, episode, EpisodeEnd.LENGTH)
-    if episode.tool_calls + len(parsed.calls) > rules.limits.max_calls:
-        return _over(rules, episode, EpisodeEnd.MAX_CALLS)
-    own = not parsed.errors and any(call.name in episode.opened.own_tools for call in parsed.calls)
-    if own or (rules.environment and not parsed.calls and not parsed.errors):
-        episode = _with(episode, tool_calls=episode.tool_calls + len(parsed.calls), bad_calls=0)
-        return _with(episode, command=Step(spoken(rules, turn, tools=bool(episode.opened.tools))))
-    end = _end(rules.limits, episode, parsed)
-    if end is not None:
-        return _over(rules, episode, end)
-    if not parsed.calls:
-        return _replied(rules, episode, (), parsed.errors)
-    return _with(episode, command=CallTools(parsed.calls, parsed.errors))
+        return _fail(episode, FailReason.ENGINE_ERROR, trouble)
+    turn = make_turn(len(episode.turns), asked.row, asked.ids[len(before) :], generation)
+    rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
+    episode = replace(episode, rows=rows, turns=(*episode.turns, turn))
+    parsed = read_turn(rules, turn, tools=episode.has_tools)
+    to_environment = _for_environment(rules, episode, parsed)
+    if (end := _end(rules, episode, parsed, to_environment)) is not None:
+        return _score(rules, episode, end)
+    if to_environment:
+        message = turn_message(rules, turn, tools=episode.has_tools)
+        calls = episode.tool_calls + len(parsed.calls)
+        return replace(episode, tool_calls=calls, bad_calls=0, command=Step(message))
+    if parsed.calls:
+        return replace(episode, command=CallTools(parsed.calls, parsed.errors))
+    return _replied(rules, episode, (), parsed.errors)  # all calls are malformed: no tool is needed
 
 
-def _end(limits: EpisodeLimits, episode: Episode, parsed: Parsed) -> EpisodeEnd | None:
-    """Why the episode is over after this turn, if it is. Tools of a last turn are not run: nobody would
-    read their replies."""
-    if not parsed.calls and not parsed.errors:
+def _for_environment(rules: Rules, episode: Episode, parsed: Parsed) -> bool:
+    """Whether the environment answers the turn: one without calls, or with a call of its own tools."""
+    if parsed.errors:
+        return False
+    own = any(call.name in episode.opened.own_tools for call in parsed.calls)
+    return own or (bool(rules.config.environment) and not parsed.calls)
+
+
+def _end(rules: Rules, episode: Episode, parsed: Parsed, to_environment: bool) -> EpisodeEnd | None:
+    """Why the episode is over after this turn, if it is. Tools of a last turn are not run: no turn would read
+    their replies."""
+    limits, calls, errors = rules.config, len(parsed.calls), len(parsed.errors)
+    if episode.turns[-1].stop is StopReason.LENGTH:
+        return EpisodeEnd.LENGTH
+    if episode.tool_calls + calls > limits.max_calls:
+        return EpisodeEnd.MAX_CALLS
+    if to_environment:
+        return None
+    if not calls and not errors:
         return EpisodeEnd.ANSWERED
-    if not parsed.calls and episode.bad_calls + len(parsed.errors) >= limits.max_bad_calls:
+    if not calls and episode.bad_calls + errors >= limits.max_bad_calls:
         return EpisodeEnd.BAD_CALLS
-    if len(episode.turns) >= limits.max_turns:
-        return EpisodeEnd.MAX_TURNS
-    return None
+    return EpisodeEnd.MAX_TURNS if len(episode.turns) >= limits.max_turns else None
 
 
 def _replied(
     rules: Rules, episode: Episode, replies: tuple[ToolReply, ...], errors: tuple[str, ...]
 ) -> Episode:
-    """Attach the replies to the turn, malformed calls last, as the model may read them."""
+    """Attach to the turn the tools' replies and, after them, one reply for each malformed call."""
     everything = tuple(
-        msgspec.structs.replace(reply, content=_cut(rules, reply.content))
-        for reply in (*replies, *map(_malformed, errors))
+        replace(reply, content=rules.shorten(reply.content)) for reply in (*replies, *map(_malformed, errors))
     )
-    turn = msgspec.structs.replace(episode.turns[-1], replies=everything)
     bad = sum(reply.refused for reply in everything)
-    episode = _with(
+    episode = replace(
         episode,
-        turns=(*episode.turns[:-1], turn),
+        turns=(*episode.turns[:-1], replace(episode.turns[-1], replies=everything)),
         tool_calls=episode.tool_calls + len(replies),
         bad_calls=bad + (episode.bad_calls if bad == len(everything) else 0),
     )
-    if episode.bad_calls >= rules.limits.max_bad_calls:
-        return _over(rules, episode, EpisodeEnd.BAD_CALLS)
-    return _go_on(rules, episode, tuple(tool_message(reply, reply.content) for reply in everything))
+    if episode.bad_calls >= rules.config.max_bad_calls:
+        return _score(rules, episode, EpisodeEnd.BAD_CALLS)
+    return _next_turn(rules, episode, tuple(_tool_message(reply, reply.content) for reply in everything))
 
 
 def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episode:
-    observation = as_read(rules, observation)
-    turn = msgspec.structs.replace(episode.turns[-1], observation=observation)
-    episode = _with(episode, turns=(*episode.turns[:-1], turn))
+    observation = shorten_observation(rules, observation)
+    turn = replace(episode.turns[-1], observation=observation)
+    episode = replace(episode, turns=(*episode.turns[:-1], turn))
     if observation.done:
-        return _over(rules, episode, EpisodeEnd.DONE)
-    if len(episode.turns) >= rules.limits.max_turns:
-        return _over(rules, episode, EpisodeEnd.MAX_TURNS)
+        return _score(rules, episode, EpisodeEnd.DONE)
+    if len(episode.turns) >= rules.config.max_turns:
+        return _score(rules, episode, EpisodeEnd.MAX_TURNS)
     if not observation.messages:
-        detail = "the environment said nothing, and is not done"
-        return _with(episode, command=Fail(FailReason.ENVIRONMENT_ERROR, detail))
-    return _go_on(rules, episode, observation.messages)
+        return _fail(episode, FailReason.ENVIRONMENT_ERROR, "the environment said nothing, and is not done")
+    return _next_turn(rules, episode, observation.messages)
 
 
-def _go_on(rules: Rules, episode: Episode, news: tuple[Message, ...]) -> Episode:
-    """Ask for the next turn: after the newest row where the template only appends, else in a new one."""
-    limits, count = rules.limits, len(episode.rows)
-    delta = rules.chat.delta_ids(news, episode.rows[-1][-1])
-    if delta is None and limits.history == "append":
+def _next_turn(rules: Rules, episode: Episode, messages: tuple[Message, ...]) -> Episode:
+    """Ask for the turn after these messages: in the newest row where the template only appends them, else in
+    a new row. With history=fold, a row that is full goes on as a new one."""
+    limits, row = rules.config, len(episode.rows) - 1
+    delta = rules.chat.delta_ids(messages, episode.rows[-1][-1])
+    if delta is not None:
+        ids = episode.rows[-1] + delta
+    elif limits.history == "append":
         detail = "the chat template rewrites earlier turns after what was replied; set rollout.history=fork"
-        return _with(episode, command=Fail(FailReason.MISALIGNED, detail))
-    ids = _rewritten(rules, episode) if delta is None else episode.rows[-1] + delta
-    row = count if delta is None else count - 1
-    if limits.history == "fold" and len(ids) + limits.max_new_tokens > limits.max_tokens:
-        shorter = _folded(rules, episode) if count < limits.max_rows else None
-        if shorter is not None:
-            episode, ids, row = shorter, _rewritten(rules, shorter), count
+        return _fail(episode, FailReason.MISALIGNED, detail)
+    else:
+        ids, row = _prompt(rules, episode), row + 1
+    full = len(ids) + limits.max_new_tokens > limits.max_tokens
+    if limits.history == "fold" and full and len(episode.rows) < limits.max_rows:
+        folded = _folded(rules, episode)
+        if folded.folded > episode.folded:
+            episode, ids, row = folded, _prompt(rules, folded), len(episode.rows)
     if row >= limits.max_rows:
-        return _over(rules, episode, EpisodeEnd.MAX_ROWS)
+        return _score(rules, episode, EpisodeEnd.MAX_ROWS)
     if len(ids) >= limits.max_tokens:
-        return _over(rules, episode, EpisodeEnd.LENGTH)
-    room = limits.max_tokens - len(ids)
-    return _with(episode, command=Generate(ids, min(room, limits.max_new_tokens), row))
+        return _score(rules, episode, EpisodeEnd.LENGTH)
+    return _generate(rules, episode, ids, row)
 
 
-def _rewritten(rules: Rules, episode: Episode) -> tuple[int, ...]:
-    """The prompt of a new row: the history as it is shown from now on."""
-    return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
-
-
-def _folded(rules: Rules, episode: Episode) -> Episode | None:
-    """Without as few of the oldest tool replies as leave room for a turn, and for some more. Those of the
-    last turn are always shown; None: there are no others to drop."""
-    limits = rules.limits
+def _folded(rules: Rules, episode: Episode) -> Episode:
+    """The episode without as few of the oldest tool replies as leave room for a turn, and at least 1 /
+    FREE_SHARE of a row. Replies of the last turn are always shown, so there may be nothing to fold."""
+    limits = rules.config
     counts = range(episode.folded + 1, 1 + sum(len(turn.replies) for turn in episode.turns[:-1]))
-    most = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_SHARE)
     if not counts:
-        return None
+        return episode
+    most = limits.max_tokens - max(limits.max_new_tokens, limits.max_tokens // FREE_SHARE)
     at = bisect.bisect_left(
-        counts, True, key=lambda count: len(_rewritten(rules, _with(episode, folded=count))) <= most
+        counts, True, key=lambda count: len(_prompt(rules, replace(episode, folded=count))) <= most
     )
-    return _with(episode, folded=counts[min(at, len(counts) - 1)])
+    return replace(episode, folded=counts[min(at, len(counts) - 1)])
 
 
-def _over(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
-    text = rules.chat.decode(episode.turns[-1].ids)
-    return _with(
-        episode, command=Score(parse_turn(rules.parse, text, tools=bool(episode.opened.tools)).content, end)
-    )
+# -- parts of the transitions ----------------------------------------------------------------------------
+
+
+def _generate(rules: Rules, episode: Episode, ids: tuple[int, ...], row: int) -> Episode:
+    room = rules.config.max_tokens - len(ids)
+    return replace(episode, command=Generate(ids, min(room, rules.config.max_new_tokens), row))
+
+
+def _score(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
+    answer = read_turn(rules, episode.turns[-1], tools=episode.has_tools).content
+    return replace(episode, command=Score(answer, end))
+
+
+def _fail(episode: Episode, reason: FailReason, detail: str) -> Episode:
+    return replace(episode, command=Fail(reason, detail))
+
+
+def _prompt(rules: Rules, episode: Episode) -> tuple[int, ...]:
+    """The ids that begin a row: the whole conversation, with the tools."""
+    return rules.chat.prompt_ids(conversation(rules, episode), episode.opened.tools)
 
 
 def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:
@@ -330,18 +329,15 @@ def _row(episode: Episode, asked: Generate) -> tuple[int, ...]:
     return episode.rows[asked.row] if asked.row < len(episode.rows) else ()
 
 
-def _with(episode: Episode, **changes: object) -> Episode:
-    return msgspec.structs.replace(episode, **changes)
+def _shorten_messages(rules: Rules, messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(
+        replace(message, content=rules.shorten(message.content), reasoning=rules.shorten(message.reasoning))
+        for message in messages
+    )
 
 
-def _cut(rules: Rules, text: str) -> str:
-    return rules.chat.shorten(text, rules.limits.max_reply_tokens, rules.limits.cut_replies)
-
-
-def _read_by_model(rules: Rules, messages: Sequence[Message]) -> Iterator[Message]:
-    for message in messages:
-        content, reasoning = _cut(rules, message.content), _cut(rules, message.reasoning)
-        yield msgspec.structs.replace(message, content=content, reasoning=reasoning)
+def _tool_message(reply: ToolReply, content: str) -> Message:
+    return Message("tool", content, tool_call_id=reply.call.id, name=reply.call.name)
 
 
 def _malformed(error: str) -> ToolReply:

@@ -1,46 +1,23 @@
-"""What every kind of episode shares, whoever leads it: tokens of its rows, rewards, a sound answer."""
+"""What the turn-by-turn machine (`episode.py`) and the rows of an agent (`branches.py`) do alike with a turn:
+check and build it, read it, add up its rewards."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from asyncrl.conversation.commands import Done, Fail
-from asyncrl.types import EpisodeEnd, EpisodeResult, FailReason, Generation, RewardResult, StopReason, Turn
-
-
-def scored(turns: Sequence[Turn], end: EpisodeEnd, verdict: RewardResult) -> Done | Fail:
-    """Turn k earns what the verdict, its tools and the environment give it; the last one, score and shaping
-    too."""
-    if verdict.turns and len(verdict.turns) != len(turns):
-        detail = (
-            f"the reward function gave {len(verdict.turns)} turn rewards to an episode of {len(turns)} turns"
-        )
-        return Fail(FailReason.REWARD_ERROR, detail)
-    parts = [
-        [*(reply.reward for reply in turn.replies), turn.observation.reward if turn.observation else 0.0]
-        for turn in turns
-    ]
-    for part, given in zip(parts, verdict.turns, strict=False):
-        part.append(given)
-    parts[-1] += [verdict.score, verdict.shaping]
-    try:
-        rewards = tuple(map(math.fsum, parts))
-        total = math.fsum(rewards)
-    except (OverflowError, ValueError):  # finite numbers whose sum is not, or infinities
-        total = math.nan
-    if not math.isfinite(total):
-        return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
-    tokens = sum(len(turn.ids) for turn in turns)
-    return Done(EpisodeResult(total, tokens, rewards, verdict.components, verdict.shaping, end))
-
-
-def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
-    """The tokens of each row."""
-    rows: dict[int, tuple[int, ...]] = {}
-    for turn in turns:
-        rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.ids
-    return [rows[row] for row in sorted(rows)]
+from asyncrl.conversation.commands import Done, Fail, Rules
+from asyncrl.conversation.parsers import Parsed, parse_turn
+from asyncrl.types import (
+    EpisodeEnd,
+    EpisodeResult,
+    FailReason,
+    Generation,
+    Message,
+    RewardResult,
+    StopReason,
+    Turn,
+)
 
 
 def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
@@ -60,3 +37,64 @@ def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
     if generation.stop is StopReason.STOP and generation.ids[-1] not in stop_ids:
         return f"the engine stopped at token {generation.ids[-1]}, which is no stop id"
     return ""
+
+
+def make_turn(index: int, row: int, context: tuple[int, ...], generation: Generation) -> Turn:
+    """The turn of a generation; nothing answers it yet."""
+    return Turn(
+        index=index,
+        context=context,
+        ids=generation.ids,
+        logprobs=generation.logprobs,
+        spans=generation.spans,
+        stop=generation.stop,
+        seconds=generation.seconds,
+        row=row,
+    )
+
+
+def read_turn(rules: Rules, turn: Turn, *, tools: bool) -> Parsed:
+    """The turn's content, calls and reasoning. Without `tools` nothing is a call."""
+    return parse_turn(rules.parse, rules.chat.decode(turn.ids), tools=tools)
+
+
+def turn_message(rules: Rules, turn: Turn, *, tools: bool) -> Message:
+    """The model's message. A turn with malformed calls is quoted as it is."""
+    parsed = read_turn(rules, turn, tools=tools)
+    if parsed.errors:
+        return Message("assistant", rules.chat.decode(turn.ids))
+    return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
+
+
+def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
+    """The tokens of each row."""
+    rows: dict[int, tuple[int, ...]] = {}
+    for turn in turns:
+        rows[turn.row] = rows.get(turn.row, ()) + turn.context + turn.ids
+    return [rows[row] for row in sorted(rows)]
+
+
+def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done | Fail:
+    """Turn k earns what the reward function, its tools and the environment give it; the last turn also earns
+    the score and the shaping."""
+    if result.turns and len(result.turns) != len(turns):
+        detail = (
+            f"the reward function gave {len(result.turns)} turn rewards to an episode of {len(turns)} turns"
+        )
+        return Fail(FailReason.REWARD_ERROR, detail)
+    parts = [
+        [*(reply.reward for reply in turn.replies), turn.observation.reward if turn.observation else 0.0]
+        for turn in turns
+    ]
+    for part, given in zip(parts, result.turns, strict=False):
+        part.append(given)
+    parts[-1] += [result.score, result.shaping]
+    try:
+        rewards = tuple(map(math.fsum, parts))
+        total = math.fsum(rewards)
+    except (OverflowError, ValueError):  # finite numbers whose sum is not, or infinities
+        total = math.nan
+    if not math.isfinite(total):
+        return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
+    tokens = sum(len(turn.ids) for turn in turns)
+    return Done(EpisodeResult(total, tokens, rewards, result.components, result.shaping, end))

@@ -1,6 +1,6 @@
 """The endpoint: one HTTP server per worker, on 127.0.0.1, for the agents of the episodes that it runs.
 
-    agent program ──key──► guest ──Ask──► its episode ──Reply | Refusal──► JSON, or a stream of events
+    agent program ──key──► guest ──AgentRequest──► episode ──Reply | Refusal──► JSON, or a stream of events
 
 A key is random and names one episode, as long as that runs. Whatever a request does wrong is answered in
 OpenAI's shape; nothing that it does ends the server. A stream is sent when the whole turn is there.
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from asyncrl.conversation.branches import Ask, Refusal
+from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.gateway import wire
 from asyncrl.gateway.wire import ApiError, ChatRequest, Reply
@@ -44,7 +44,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
-    async def answer(self, ask: Ask) -> Reply | Refusal:
+    async def answer(self, ask: AgentRequest) -> Reply | Refusal:
         """ConfigError: the template cannot write the messages. Anything else it raises ends the episode."""
 
     def lose(self, reply: Reply) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from asyncrl.conversation.branches import Ask, Refusal
+from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 
@@ -143,11 +143,11 @@ def request_of(body: bytes) -> ChatRequest:
     return asked
 
 
-def ask_of(asked: ChatRequest) -> Ask:
+def ask_of(asked: ChatRequest) -> AgentRequest:
     """The request as the episode sees it. ApiError for a message or a tool that no template can write."""
     tools = () if asked.tool_choice == "none" else tuple(map(_tool, asked.tools or ()))
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
-    return Ask(_messages(asked.messages), tools, min(limits, default=None))
+    return AgentRequest(_messages(asked.messages), tools, min(limits, default=None))
 
 
 def _tool(schema: dict[str, Any]) -> str:

@@ -202,20 +202,23 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     tools."""
     from asyncrl.algorithms.recipe import compose
     from asyncrl.conversation.parsers import parsers
+    from asyncrl.environments import load_environment
     from asyncrl.gateway import load_agent
-    from asyncrl.rollout.setup import BUILT_IN, load_scorer, load_world
+    from asyncrl.rollout.components import ENGINE_MODULES, load_scorer, load_toolbox
 
-    world = load_world(config)
+    toolbox = load_toolbox(config)
+    if config.rollout.environment:
+        load_environment(config.rollout.environment)
     if config.rollout.agent:
         load_agent(config.rollout.agent)
     load_scorer(config)
     parsers.load(config.rollout.parser)
     compose(config)
     if (
-        not config.engine.remote and config.engine.name not in BUILT_IN
+        not config.engine.remote and config.engine.name not in ENGINE_MODULES
     ):  # those are known without the seconds that their import takes
-        check_engine(config.engine.name, BUILT_IN.values())
-    return world.toolbox.tools
+        check_engine(config.engine.name, ENGINE_MODULES.values())
+    return toolbox.tools
 
 
 def check_engine(name: str, built_in: Iterable[str]) -> None:
@@ -269,7 +272,7 @@ def check_installed(
 def check_chat(config: RunConfig) -> list[str]:
     """Whether the chat template fits who answers the model; warnings. It takes seconds: the workers look
     themselves, before anything else."""
-    from asyncrl.rollout.setup import chat_warnings, load_chat
+    from asyncrl.rollout.components import chat_warnings, load_chat
 
     with quiet():
         return chat_warnings(config, load_chat(config))

@@ -1,10 +1,10 @@
-"""Leads an episode by an agent program: its requests become turns, token by token what the engine wrote.
+"""Plays an episode that an agent program leads: each of its requests becomes a turn.
 
-    agent ──request──► Gateway ──Ask──► AgentHost: place ─► engine ─► turn, durable ─► Reply ──► agent
-                                                                                  its end ──► reward
+    agent --request--> Gateway --AgentRequest--> AgentHost: place, sample, post, wait until durable --> agent
+    the agent ends --> reward
 
-A turn is durable before the agent hears it: what it does next may change the world. A turn that nobody heard,
-because the client timed out, is kept for the same request.
+A turn is durable before the agent gets it, which may then have side effects. A turn whose client had left
+(a timeout) is kept for the same request.
 """
 
 from __future__ import annotations
@@ -15,109 +15,110 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.conversation.branches import Ask, Branches, Place, Refusal
+from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.turns import problem, scored
 from asyncrl.errors import EngineError, ProtocolError, one_line
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
 from asyncrl.gateway.wire import Reply
 from asyncrl.rollout.agent_threads import AgentThreads
-from asyncrl.rollout.context import Ended, EpisodeRun
+from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
 
-class Absence:
-    """The time in which an agent asks nothing: it has a name while it lasts, and adds up to `seconds`."""
+class IdleTimer:
+    """Adds up the seconds in which an agent has no request under way; they count as one named wait."""
 
     def __init__(self, waits: Waits) -> None:
         self.seconds = 0.0
         self._waits, self._requests, self._since = waits, 0, 0.0
-        self._named = ExitStack()
+        self._wait = ExitStack()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._since = asyncio.get_running_loop().time()
-        self._named.enter_context(self._waits.named("the agent program"))
+        self._wait.enter_context(self._waits.named("the agent program"))
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self.seconds += asyncio.get_running_loop().time() - self._since
-        self._named.close()
+        self._wait.close()
 
     @contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """The body answers a request; several may overlap."""
         if not self._requests:
-            self.end()
+            self.stop()
         self._requests += 1
         try:
             yield
         finally:
             self._requests -= 1
             if not self._requests:
-                self.begin()
+                self.start()
 
 
 class AgentHost:
     """Answers the requests of one agent. `failed` is done, with the error, when the episode cannot go on."""
 
-    def __init__(self, job: EpisodeRun, branches: Branches, absence: Absence) -> None:
+    def __init__(self, run: EpisodeRun, branches: Branches, idle: IdleTimer) -> None:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        self._job, self._branches, self._absence = job, branches, absence
-        self._keeping = asyncio.Lock()  # turns are posted in the order of their numbers
+        self._run, self._branches, self._idle = run, branches, idle
+        self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
         self._changed = Changed()  # there is one more turn
 
-    async def answer(self, ask: Ask) -> Reply | Refusal:
-        found = self._branches.repeated(ask) or self._branches.place(ask)
+    async def answer(self, request: AgentRequest) -> Reply | Refusal:
+        found = self._branches.redeliver(request) or self._branches.place(request)
         if isinstance(found, Refusal):
             return found
         try:
-            with self._absence.interrupted():
-                return await self._told(found if isinstance(found, Turn) else await self._turn(found))
+            with self._idle.paused():
+                return await self._deliver(found if isinstance(found, Turn) else await self._turn(found))
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
 
     def lose(self, reply: Reply) -> None:
-        self._branches.lose(reply.turn)
+        self._branches.mark_undelivered(reply.turn)
 
-    async def _turn(self, place: Place) -> Turn:
-        """Recalled, or sampled and posted."""
+    async def _turn(self, place: Placement) -> Turn:
+        """A recorded turn, or one that is sampled and posted."""
         try:
-            return await self._recall(place) or await self._sample(place)
+            return await self._recorded(place) or await self._sample(place)
         finally:
-            self._branches.forget(place)
+            self._branches.cancel(place)
 
-    async def _told(self, turn: Turn) -> Reply:
+    async def _deliver(self, turn: Turn) -> Reply:
         """The answer, once the turn is durable."""
         row = self._branches.rows[turn.row]
-        reply = Reply(row.said[-1], turn, len(row.ids) - len(turn.ids))
+        reply = Reply(row.messages[-1], turn, len(row.ids) - len(turn.ids))
         try:
-            await self._job.until_durable()
+            await self._run.until_durable()
         except asyncio.CancelledError:  # the client has left
             self.lose(reply)
             raise
         return reply
 
-    async def _recall(self, place: Place) -> Turn | None:
-        """The turn that an earlier attempt got, in the order in which it got them."""
-        while (turn := self._branches.recalled(place)) is not None:
+    async def _recorded(self, place: Placement) -> Turn | None:
+        """The turn that answered this request in an earlier attempt, once all turns before it were added."""
+        while (turn := self._branches.recorded_turn(place)) is not None:
             if turn.index == len(self._branches.turns):
                 return self._add(place, turn)
             await self._changed.wait()
         return None
 
-    async def _sample(self, place: Place) -> Turn:
-        generation = await self._job.generate(place.ids, place.max_new_tokens, place.session)
-        if trouble := problem(self._job.desk.rules.chat.stop_ids, place.max_new_tokens, generation):
+    async def _sample(self, place: Placement) -> Turn:
+        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session)
+        stop_ids = self._run.context.rules.chat.stop_ids
+        if trouble := problem(stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
-        async with self._keeping:
+        async with self._posting:
             turn = self._branches.turn(place, generation)
-            await self._job.keep(turn)
+            await self._run.post_turn(turn)
             return self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
 
-    def _add(self, place: Place, turn: Turn) -> Turn:
+    def _add(self, place: Placement, turn: Turn) -> Turn:
         self._branches.add(place, turn)
         self._changed.fire()
         return turn
@@ -127,46 +128,46 @@ class AgentHost:
 class AgentPlayer:
     """See `Player`."""
 
-    job: EpisodeRun
+    run: EpisodeRun
     shared: Agents
     _branches: Branches = field(init=False)
-    _absence: Absence = field(init=False)
-    _known: tuple[EpisodeEnd, Any] | None = None  # how it ended, and the result, once the agent has
+    _idle: IdleTimer = field(init=False)
+    _ended: tuple[EpisodeEnd, Any] | None = None  # how, and with what result, once the agent has
 
     def __post_init__(self) -> None:
-        self._branches = Branches(self.job.desk.rules)
-        self._absence = Absence(self.job.desk.waits)
+        self._branches = Branches(self.run.context.rules)
+        self._idle = IdleTimer(self.run.context.waits)
 
-    async def play(self, recorded: Sequence[Turn]) -> Ended:
-        self._branches = Branches(self.job.desk.rules, recorded)
-        result = await self._led()
-        self._check_recalled()
+    async def play(self, recorded: Sequence[Turn]) -> Outcome:
+        self._branches = Branches(self.run.context.rules, recorded)
+        result = await self._serve_agent()
+        self._check_replayed()
         if self._branches.turns:
-            self._known = self._branches.end, result
-            return await self._scored(*self._known)
+            self._ended = self._branches.end, result
+            return await self._scored(*self._ended)
         if self._branches.refused is not None:
-            return Ended(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
+            return Outcome(Fail(FailReason.PROMPT_TOO_LONG, self._branches.refused.detail), ())
         raise AgentError("the agent ended without asking the model")
 
-    async def expire(self) -> Ended:
-        self._check_recalled()
+    async def expire(self) -> Outcome:
+        self._check_replayed()
         if not self._branches.turns:
             detail = "not one turn was done within rollout.episode_timeout"
-            return Ended(Fail(FailReason.DEADLINE, detail), ())
-        return await self._scored(*(self._known or (EpisodeEnd.TIMEOUT, None)))
+            return Outcome(Fail(FailReason.DEADLINE, detail), ())
+        return await self._scored(*(self._ended or (EpisodeEnd.TIMEOUT, None)))
 
     async def close(self) -> None:
-        """The agent has ended with `play`."""
+        """Nothing: the agent has ended with `play`."""
 
-    async def _led(self) -> Any:
-        """What the agent returned; None from one that gave up because a limit refused its request."""
-        host = AgentHost(self.job, self._branches, self._absence)
-        self._absence.begin()
+    async def _serve_agent(self) -> Any:
+        """What the agent returned; None if it gave up because a limit refused its request."""
+        host = AgentHost(self.run, self._branches, self._idle)
+        self._idle.start()
         try:
             async with self.shared.gateway.admit(host) as endpoint:
-                agent = await self._run(endpoint, host.failed)
+                agent = await self._run_agent(endpoint, host.failed)
         finally:
-            self._absence.end()
+            self._idle.stop()
         if host.failed.done():
             raise host.failed.result()
         try:
@@ -176,10 +177,10 @@ class AgentPlayer:
                 raise AgentError(one_line(error)) from error
             return None
 
-    async def _run(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
-        """The agent, when it has ended, or was ended because the episode cannot go on."""
-        run = self.shared.threads.run(self.shared.agent, self.job.assign.sample, endpoint)
-        agent = asyncio.ensure_future(run)
+    async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
+        """Run the agent until it ends, or `failed` is done; it is done in both cases."""
+        call = self.shared.threads.run(self.shared.agent, self.run.assign.sample, endpoint)
+        agent = asyncio.ensure_future(call)
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -187,15 +188,15 @@ class AgentPlayer:
             await asyncio.gather(agent, return_exceptions=True)
         return agent
 
-    async def _scored(self, end: EpisodeEnd, result: Any) -> Ended:
-        """`rollout.reward_timeout` bounds it, whatever is left of the episode's time."""
+    async def _scored(self, end: EpisodeEnd, result: Any) -> Outcome:
+        """Not limited by what is left of the episode's time, but by `rollout.reward_timeout`."""
         turns, branches = tuple(self._branches.turns), self._branches
         calls = branches.calls
-        verdict = await self.job.verdict(turns, branches.answer, end, branches.shown, calls, result)
-        return Ended(scored(turns, end, verdict), turns, calls, self._absence.seconds)
+        earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
+        return Outcome(scored(turns, end, earned), turns, calls, self._idle.seconds)
 
-    def _check_recalled(self) -> None:
-        if self._branches.recalling:
+    def _check_replayed(self) -> None:
+        if self._branches.replaying:
             raise ProtocolError("the agent did not repeat its recorded turns, so the episode starts again")
 
 
@@ -205,9 +206,9 @@ class Agents:
     def __init__(self, agent: Agent, gateway: Gateway) -> None:
         self.agent, self.gateway, self.threads = agent, gateway, AgentThreads()
 
-    def lead(self, job: EpisodeRun) -> AgentPlayer:
-        """The player of an attempt."""
-        return AgentPlayer(job, self)
+    def player(self, run: EpisodeRun) -> AgentPlayer:
+        """The player of one attempt."""
+        return AgentPlayer(run, self)
 
     async def start(self) -> None:
         """To be awaited before the first episode."""

@@ -1,6 +1,6 @@
-"""One attempt at one episode, as all ways to lead it share it: sample a turn, make it durable, reward, end.
+"""One attempt at one episode: what both players use to sample a turn, post records and compute the reward.
 
-Generated(turn) ──► durable ──► tools, environment, agent ──► Replied ──► … ──► Finished | Failed
+generate -> post_turn -> until_durable -> (tools, environment or agent) -> post_reply -> ... -> reward
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.config import RolloutConfig
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request, Sampling
@@ -23,19 +22,19 @@ from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated, Replied
-from asyncrl.wire.outbox import Outbox
+from asyncrl.wire.outbox import Outbox, Record
 
 NO_VERSION = 1 << 62  # Generated.oldest of a turn without model tokens
 _ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
 _KEYS = (1 << 63) - 1
 
 _encode = msgspec.msgpack.Encoder().encode
-_turn = msgspec.msgpack.Decoder(Turn).decode
-_heard = msgspec.msgpack.Decoder(TurnReply).decode
+_decode_turn = msgspec.msgpack.Decoder(Turn).decode
+_decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
 
 
 class Sampler(Protocol):
-    """Where an episode is sampled: an engine of this process, or a fleet of servers."""
+    """Where an episode is sampled: an engine of this process, or a pool of servers."""
 
     def episode(self) -> AbstractAsyncContextManager[None]:
         """The body is one episode."""
@@ -54,7 +53,6 @@ class Sampler(Protocol):
 class EpisodeContext:
     """What all episodes of a worker share. `oldest` is the version a training turn must not be below."""
 
-    config: RolloutConfig
     rules: Rules
     scorer: Scorer
     outbox: Outbox
@@ -62,7 +60,7 @@ class EpisodeContext:
     oldest: Callable[[], int]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True):
     """An episode that is over. `tool_s`: seconds in tools and the environment."""
 
     command: Done | Fail
@@ -73,11 +71,11 @@ class Ended(msgspec.Struct, frozen=True):
 
 @dataclass
 class EpisodeRun:
-    """One attempt. It is used by one task, but for `generate`."""
+    """One attempt. One task uses it, but several may call `generate`."""
 
-    desk: EpisodeContext
+    context: EpisodeContext
     assign: Assign
-    lane: Sampler
+    sampler: Sampler
     started: float
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
@@ -94,35 +92,39 @@ class EpisodeRun:
         """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
-        await self.lane.fresh(self.desk.oldest)
-        sampling = Sampling(max_new_tokens, self.desk.rules.chat.stop_ids, self.assign.temperature)
+        await self.sampler.fresh(self.context.oldest)
+        sampling = Sampling(max_new_tokens, self.context.rules.chat.stop_ids, self.assign.temperature)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        return await self.lane.generate(Request(session, ids, sampling, key))
+        return await self.sampler.generate(Request(session, ids, sampling, key))
 
     def release(self) -> None:
         """The engines may forget the episode."""
         for session in self._sessions | {self.name}:
-            self.lane.release(session)
+            self.sampler.release(session)
 
-    async def keep(self, turn: Turn) -> None:
-        """Post a turn. What it is answered with is posted later."""
-        with self.desk.waits.named("acks: the window of unacknowledged records is full"):
-            self._durable = await self.desk.outbox.post(*generated(self.attempt, turn))
+    async def post_turn(self, turn: Turn) -> None:
+        """Post a turn. Its replies are posted later."""
+        self._durable = await self.post(*generated(self.attempt, turn))
 
     async def until_durable(self) -> None:
-        """Whoever hears the newest turn may change the world: it must survive a crash first. The wait ends
-        with the ack, the episode's deadline or the worker's lease."""
+        """Wait until the newest turn would survive a crash: whoever gets it may have side effects. The wait
+        ends with the ack, the episode's deadline or the worker's lease."""
         if self._durable is not None:
-            with self.desk.waits.named("acks: turns that are not yet durable"):
+            with self.context.waits.named("acks: turns that are not yet durable"):
                 await asyncio.shield(self._durable)
 
-    async def heard(self, turn: Turn) -> None:
-        """Post what a turn was answered with."""
-        frame = _encode(TurnReply(turn.replies, turn.observation))
-        with self.desk.waits.named("acks: the window of unacknowledged records is full"):
-            await self.desk.outbox.post(Replied(0, self.attempt, turn.index), frame)
+    async def post_reply(self, turn: Turn) -> None:
+        """Post what answered a turn: the replies of tools, the observation."""
+        await self.post(
+            Replied(0, self.attempt, turn.index), _encode(TurnReply(turn.replies, turn.observation))
+        )
 
-    async def verdict(
+    async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
+        """Hand a record to the outbox once its window has room. The future is done when it is durable."""
+        with self.context.waits.named("acks: the window of unacknowledged records is full"):
+            return await self.context.outbox.post(record, *frames)
+
+    async def reward(
         self,
         turns: Sequence[Turn],
         answer: str,
@@ -133,7 +135,7 @@ class EpisodeRun:
     ) -> RewardResult:
         """The reward of the episode, shaped if it trains. `tool_calls`: well-formed ones; `result`: what an
         agent program returned, a JSON value. Raises RewardError."""
-        given = RewardInput(
+        reward_input = RewardInput(
             sample=self.assign.sample,
             answer=answer,
             messages=messages,
@@ -143,52 +145,52 @@ class EpisodeRun:
             transcript=self.transcript(turns),
             result=result,
         )
-        with self.desk.waits.named("the reward function"):
-            verdict = await self.desk.scorer.score(given)
+        with self.context.waits.named("the reward function"):
+            earned = await self.context.scorer.score(reward_input)
         if self.assign.lane == "eval":  # validation reports scores as they are
-            return verdict
-        rollout = self.desk.config
+            return earned
+        limits = self.context.rules.config
         shaping = ShapingInput(
-            score=verdict.score,
+            score=earned.score,
             tokens=sum(len(turn.ids) for turn in turns),
             turns=len(turns),
             end=end,
-            limit=min(rollout.rows * rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens),
+            limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
         )
-        return msgspec.structs.replace(verdict, shaping=self.desk.scorer.shape(shaping))
+        return msgspec.structs.replace(earned, shaping=self.context.scorer.shape(shaping))
 
     def transcript(self, turns: Sequence[Turn]) -> str:
         """The rows as the model read and wrote them."""
-        decode = self.desk.rules.chat.decode
+        decode = self.context.rules.chat.decode
         texts = [decode(ids) for ids in rows_of(turns)]
         if len(texts) < 2:
             return "".join(texts)
         return "\n".join(f"=== row {number} ===\n{text}" for number, text in enumerate(texts))
 
-    def ending(self, ended: Ended) -> Finished | Failed:
+    def final_record(self, outcome: Outcome) -> Finished | Failed:
         """The last record."""
-        command = ended.command
+        command = outcome.command
         if isinstance(command, Fail):
             return Failed(0, self.attempt, command.reason, command.detail)
-        rows = rows_of(ended.turns)
+        rows = rows_of(outcome.turns)
         return Finished(
             seq=0,
             attempt=self.attempt,
             result=command.result,
             stats=EpisodeStats(
-                turns=len(ended.turns),
-                tool_calls=ended.tool_calls,
+                turns=len(outcome.turns),
+                tool_calls=outcome.tool_calls,
                 rows=len(rows),
                 longest_row=max(map(len, rows)),
                 seconds=asyncio.get_running_loop().time() - self.started,
-                tool_s=ended.tool_s,
+                tool_s=outcome.tool_s,
             ),
-            text=self.transcript(ended.turns) if self.assign.lane == "eval" else "",
+            text=self.transcript(outcome.turns) if self.assign.lane == "eval" else "",
         )
 
 
 def generated(attempt: Attempt, turn: Turn) -> tuple[Generated, bytes]:
-    """The record of a turn, and its frame: the turn without what it was answered with."""
+    """The record of a turn, and its frame: the turn without its replies."""
     versions = [span.version for span in turn.spans]
     record = Generated(
         seq=0,
@@ -203,14 +205,14 @@ def generated(attempt: Attempt, turn: Turn) -> tuple[Generated, bytes]:
 
 
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
-    """The turns of an Assign: two frames each, the turn and what it was answered with (empty: nothing is
-    recorded)."""
+    """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded)."""
     try:
-        return [_answered(_turn(turn), heard) for turn, heard in zip(frames[::2], frames[1::2], strict=True)]
+        return [_with_reply(turn, reply) for turn, reply in zip(frames[::2], frames[1::2], strict=True)]
     except (msgspec.DecodeError, ValueError) as error:
         raise ProtocolError(f"recorded turns cannot be read: {error}") from error
 
 
-def _answered(turn: Turn, frame: bytes) -> Turn:
-    heard = _heard(frame) if frame else TurnReply()
-    return msgspec.structs.replace(turn, replies=heard.replies, observation=heard.observation)
+def _with_reply(turn_frame: bytes, reply_frame: bytes) -> Turn:
+    turn = _decode_turn(turn_frame)
+    reply = _decode_reply(reply_frame) if reply_frame else TurnReply()
+    return msgspec.structs.replace(turn, replies=reply.replies, observation=reply.observation)

@@ -1,8 +1,8 @@
-"""Runs attempts at episodes, each within its deadline, whoever leads them.
+"""Runs attempts at episodes, each within its deadline.
 
-    Assign ──► Job ──► Player (the machine over tools and an environment, or an agent) ──► Finished | Failed
+    Assign -> EpisodeRun -> TurnPlayer (tools, environment) or AgentPlayer -> Finished | Failed
 
-Whatever goes wrong in there becomes a Failed record with one line; a cancelled episode says nothing more.
+Every error becomes a Failed record with one line; a cancelled episode posts nothing more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, one_line
-from asyncrl.rollout.context import Ended, EpisodeContext, EpisodeRun, Sampler, turns_of
+from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler, turns_of
 from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
@@ -43,51 +43,48 @@ _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
 
 
 class Player(Protocol):
-    """Leads one attempt. Used by one task."""
+    """Plays one attempt. Used by one task."""
 
-    async def play(self, recorded: Sequence[Turn]) -> Ended:
-        """To the end, going on after recorded turns. ProtocolError: they cannot be gone on from."""
+    async def play(self, recorded: Sequence[Turn]) -> Outcome:
+        """To the end, continuing after recorded turns. ProtocolError: they cannot be continued."""
 
-    async def expire(self) -> Ended:
-        """`play` was cancelled because the time is up: score what was done."""
+    async def expire(self) -> Outcome:
+        """`play` was cancelled because the time is up: score the finished turns."""
 
     async def close(self) -> None:
-        """However it ended. Bounded in time, and never raises."""
+        """Called once, however the attempt ended. Bounded in time, and never raises."""
 
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """`lead` makes the player of an attempt."""
+    context: EpisodeContext
+    make_player: Callable[[EpisodeRun], Player]
 
-    desk: EpisodeContext
-    lead: Callable[[EpisodeRun], Player]
-
-    async def run(self, assign: Assign, frames: Sequence[bytes], lane: Sampler) -> None:
+    async def run(self, assign: Assign, frames: Sequence[bytes], sampler: Sampler) -> None:
         """Play an episode, or the rest of one, and post its end."""
-        job = EpisodeRun(self.desk, assign, lane, asyncio.get_running_loop().time())
-        player = self.lead(job)
+        run = EpisodeRun(self.context, assign, sampler, asyncio.get_running_loop().time())
+        player = self.make_player(run)
         try:
             try:
-                record = await self._attempt(job, player, frames)
+                record = await self._attempt(run, player, frames)
             finally:
-                job.release()
-            with self.desk.waits.named("acks: the window of unacknowledged records is full"):
-                await self.desk.outbox.post(record)
+                run.release()
+            await run.post(record)
         finally:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 
-    async def _attempt(self, job: EpisodeRun, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
-        limit = asyncio.timeout(self.desk.config.episode_timeout)
+    async def _attempt(self, run: EpisodeRun, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
+        limit = asyncio.timeout(self.context.rules.config.episode_timeout)
         try:
             try:
-                async with limit, job.lane.episode():
-                    return job.ending(await player.play(turns_of(frames)))
+                async with limit, run.sampler.episode():
+                    return run.final_record(await player.play(turns_of(frames)))
             except TimeoutError:
                 if not limit.expired():
                     raise
-                return job.ending(await player.expire())
+                return run.final_record(await player.expire())
         except Exception as error:
             reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
             if reason is FailReason.EPISODE_ERROR:
-                log.warning("episode %s failed", job.name, exc_info=error)
-            return Failed(0, job.attempt, reason, one_line(error))
+                log.warning("episode %s failed", run.name, exc_info=error)
+            return Failed(0, run.attempt, reason, one_line(error))

@@ -27,12 +27,12 @@ from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolErr
 from asyncrl.gateway import Gateway
 from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.agent_player import Agents
-from asyncrl.rollout.context import EpisodeContext
+from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.roster import Client
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import ServerPool
-from asyncrl.rollout.setup import Parts, prepare
+from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
@@ -96,7 +96,7 @@ class RolloutWorker:
         endpoints: Endpoints,
         index: int,
         incarnation: str,
-        parts: Parts,
+        parts: WorkerParts,
         engine: Engine | None,
     ) -> None:
         self.config, self.index, self.incarnation = config, index, incarnation
@@ -108,16 +108,17 @@ class RolloutWorker:
         self.lanes = self._own_lanes(parts.build, engine) if parts.build is not None else {}
         self.fleets = self._fleets(parts.connect) if parts.connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
-        desk = EpisodeContext(
-            config.rollout, parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
+        context = EpisodeContext(
+            parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
         self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
-        self.runner = EpisodeRunner(
-            desk, self.agents.lead if self.agents else lambda job: TurnPlayer(job, parts.world)
-        )
+        self.runner = EpisodeRunner(context, self.agents.player if self.agents else self._turn_player)
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = self._beats = 0
         self._epoch = -1
+
+    def _turn_player(self, run: EpisodeRun) -> TurnPlayer:
+        return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
 
     def _own_lanes(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
         shared = (build, self.waits, self.meter, self.timeline, self.config.weights.deadline)
@@ -176,7 +177,7 @@ class RolloutWorker:
             await self._lane(name).close()
         if self.agents is not None:
             await self.agents.close()
-        await asyncio.gather(self._parts.world.toolbox.close(), self._parts.scorer.close())
+        await asyncio.gather(self._parts.toolbox.close(), self._parts.scorer.close())
         self.meter.flush()
         self.timeline.close()
         self._control.close()

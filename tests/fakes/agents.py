@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from asyncrl.config import RolloutConfig
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
@@ -61,10 +60,10 @@ class AgentBench:
         self.text = script
         self.waits = Waits()
         self.outbox = Outbox(self._send)
-        config = RolloutConfig(**{"episode_timeout": SECONDS, "agent": "a:b", **options})
-        made = rules(**(limits or {}), chat=chat)
-        self.desk = EpisodeContext(
-            config, made, Scorer([in_loop(reward)], 60.0), self.outbox, self.waits, oldest=lambda: 0
+        config = {"episode_timeout": SECONDS, "agent": "a:b", **(limits or {}), **options}
+        made = rules(**config, chat=chat)
+        self.context = EpisodeContext(
+            made, Scorer([in_loop(reward)], 60.0), self.outbox, self.waits, oldest=lambda: 0
         )
 
     def script(self, request: Request) -> str:
@@ -89,13 +88,13 @@ class AgentBench:
             "train", lambda: self.engine, self.waits, BusyTimer(Intervals()), Intervals(), 60.0
         )
         lane.engine = self.engine
-        shared = Agents(self.agent, Gateway(self.desk.rules.chat.decode))
+        shared = Agents(self.agent, Gateway(self.context.rules.chat.decode))
         await shared.start()
         service = asyncio.create_task(self.outbox.run())
         assign = Assign(1, Attempt("u", 1), sample(), "train", temperature=1.0, key=99)
         try:
             async with asyncio.timeout(SECONDS):
-                runner = EpisodeRunner(self.desk, shared.lead)
+                runner = EpisodeRunner(self.context, shared.player)
                 await runner.run(assign, frames, lane)
                 await settle()
         finally:

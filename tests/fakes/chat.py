@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.conversation.commands import Cut, EpisodeLimits, Opened, Rules
+from asyncrl.config import RolloutConfig
+from asyncrl.conversation.commands import Cut, Opened, Rules
 from asyncrl.conversation.episode import Episode, advance, begin
 from asyncrl.conversation.parsers import hermes
 from asyncrl.types import Message, Sample
@@ -53,17 +54,10 @@ def _written(message: Message) -> str:
 
 
 def rules(
-    max_turns: int = 8,
-    max_tokens: int = 4096,
-    max_new_tokens: int = 512,
-    max_bad_calls: int = 3,
-    *,
-    chat: FakeChat | None = None,
-    environment: bool = False,
-    **limits: Any,
+    *, chat: FakeChat | None = None, environment: bool = False, max_tokens: int = 4096, **config: Any
 ) -> Rules:
-    made = EpisodeLimits(max_turns, max_tokens, max_new_tokens, max_bad_calls, **limits)
-    return Rules(chat or FakeChat(), hermes, made, environment)
+    config = {"max_turns": 8, "max_new_tokens": 512, "environment": "fake" if environment else "", **config}
+    return Rules(chat or FakeChat(), hermes, RolloutConfig(max_tokens=max_tokens, **config))
 
 
 def sample(prompt: str = "q", ground_truth: str = "42", row: int = 0) -> Sample:

@@ -31,14 +31,14 @@ from transformers import AutoTokenizer
 
 from asyncrl.config import RolloutConfig
 from asyncrl.conversation.chat import Chat
-from asyncrl.conversation.commands import EpisodeLimits, Rules
+from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import hermes
 from asyncrl.engines.base import Request
 from asyncrl.rewards import in_loop
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.scoring import Scorer
-from asyncrl.rollout.turn_player import TurnPlayer, World
+from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, load_tool, tool
 from asyncrl.types import Generation, Message, Sample, StopReason, VersionSpan
@@ -195,7 +195,6 @@ async def run(load: Load) -> Figures:
     tools: dict[str, Tool] = {made.name: made for made in (work, *BAD)}
     box = Toolbox(tools, 2 * LONGEST)
     engine = Engine(load, lambda text: tokenizer.encode(text, add_special_tokens=False), chat.stop_ids[0])
-    limits = EpisodeLimits(max_turns=load.turns, max_tokens=1 << 16, max_new_tokens=512, max_bad_calls=3)
     outbox, figures = Outbox(None), Figures()  # type: ignore[arg-type]
 
     async def send(record: Record, frames: Sequence[bytes]) -> None:
@@ -204,16 +203,21 @@ async def run(load: Load) -> Figures:
         outbox.ack(record.seq)
 
     outbox._send = send
-    config = RolloutConfig(episode_timeout=3600.0, tool_timeout=2 * LONGEST)
-    desk = EpisodeContext(
-        config,
-        Rules(chat, hermes, limits),
+    config = RolloutConfig(
+        max_turns=load.turns,
+        max_tokens=1 << 16,
+        max_new_tokens=512,
+        episode_timeout=3600.0,
+        tool_timeout=2 * LONGEST,
+    )
+    context = EpisodeContext(
+        Rules(chat, hermes, config),
         Scorer([in_loop(lambda **_: 1.0)], 60.0),
         outbox,
         Waits(),
         lambda: 0,
     )
-    runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, World(box)))
+    runner = EpisodeRunner(context, lambda run: TurnPlayer(run, box))
     bad = [f"{BAD[n % len(BAD)].name}-{n}" for n in range(load.bad)]
     names = [*bad, *(f"work-{n}" for n in range(load.episodes - load.bad))]
     random.Random(2).shuffle(names)

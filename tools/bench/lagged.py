@@ -35,7 +35,7 @@ from asyncrl.data import load_samples
 from asyncrl.engines.base import Engine, Request, Sampling
 from asyncrl.engines.torch.engine import TorchEngine, replace_weights
 from asyncrl.rewards import RewardInput
-from asyncrl.rollout.setup import Parts, prepare
+from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.tools import ToolSession
 from asyncrl.trainer.model import whole_tensors
 from asyncrl.trainer.step import Learner
@@ -87,7 +87,7 @@ class Player:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.parts: Parts = prepare(config)
+        self.parts: WorkerParts = prepare(config)
         self.model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
         self._initial: dict[tuple[Ask, ...], list[Episode]] = {}
 
@@ -115,7 +115,7 @@ class Player:
             await engine.close()
 
     async def _episode(self, engine: Engine, ask: Ask) -> Episode:
-        rules, tools = self.parts.rules, self.parts.world.toolbox.session(ask.sample)
+        rules, tools = self.parts.rules, self.parts.toolbox.session(ask.sample)
         await tools.open()
         episode = machine.advance(rules, machine.begin(ask.sample), commands.Opened(tools.schemas))
         while not episode.over:

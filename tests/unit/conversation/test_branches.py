@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.conversation.branches import CHARACTERS, Ask, Branches, Place, Refusal, same
+from asyncrl.conversation.branches import CHARACTERS, AgentRequest, Branches, Placement, Refusal, same_message
 from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import ProtocolError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
@@ -21,13 +21,13 @@ USER, AGAIN = Message("user", "q"), Message("user", "and?")
 TOOLS = ("",)  # there are tools; the prompt does not show them
 
 
-def placed(branches: Branches, *messages: Message, **options: Any) -> Place:
-    place = branches.place(Ask(messages, **options))
-    assert isinstance(place, Place), place
+def placed(branches: Branches, *messages: Message, **options: Any) -> Placement:
+    place = branches.place(AgentRequest(messages, **options))
+    assert isinstance(place, Placement), place
     return place
 
 
-def answered(branches: Branches, place: Place, text: str, stop: StopReason = StopReason.STOP) -> Message:
+def answered(branches: Branches, place: Placement, text: str, stop: StopReason = StopReason.STOP) -> Message:
     return branches.add(place, branches.turn(place, generation(text, stop=stop)))
 
 
@@ -94,7 +94,7 @@ def test_a_new_row_shows_the_models_words_as_it_spelled_them() -> None:
     say(branches, "one", USER, theirs, reply, tools=TOOLS)
     again = placed(branches, USER, theirs, reply, tools=TOOLS)  # the row has gone on since
     assert again.row is None
-    assert again.said[1].tool_calls[0].arguments == said.tool_calls[0].arguments
+    assert again.messages[1].tool_calls[0].arguments == said.tool_calls[0].arguments
 
 
 NEW_ROWS: dict[str, tuple[tuple[Message, ...], dict[str, Any]]] = {
@@ -141,9 +141,9 @@ def test_of_two_requests_that_extend_a_row_the_first_gets_it() -> None:
 
 def test_what_is_forgotten_leaves_no_trace() -> None:
     branches = Branches(rules(max_rows=1))
-    branches.forget(placed(branches, USER))
+    branches.cancel(placed(branches, USER))
     said = say(branches, "42", USER)
-    branches.forget(placed(branches, USER, said, AGAIN))
+    branches.cancel(placed(branches, USER, said, AGAIN))
     assert placed(branches, USER, said, AGAIN).row == 0
 
 
@@ -151,7 +151,7 @@ def test_rows_are_numbered_as_their_first_turns_are_done() -> None:
     branches = Branches(rules())
     slow, quick = placed(branches, USER), placed(branches, AGAIN)
     answered(branches, quick, "b")
-    branches.forget(slow)
+    branches.cancel(slow)
     say(branches, "c", Message("user", "third"))
     assert shape(branches) == [0, 1]
 
@@ -167,7 +167,7 @@ def test_limits_refuse_and_name_the_end() -> None:
     ):
         branches = Branches(rules(**limits))
         say(branches, "4", USER)
-        refusal = branches.place(Ask((Message("user", "a longer prompt"),)))
+        refusal = branches.place(AgentRequest((Message("user", "a longer prompt"),)))
         assert isinstance(refusal, Refusal)
         assert (refusal.end, branches.end) == (end, end)
 
@@ -175,16 +175,16 @@ def test_limits_refuse_and_name_the_end() -> None:
 def test_requests_under_way_count() -> None:
     branches = Branches(rules(max_turns=1))
     placed(branches, USER)
-    assert isinstance(branches.place(Ask((AGAIN,))), Refusal)
+    assert isinstance(branches.place(AgentRequest((AGAIN,))), Refusal)
     branches = Branches(rules(max_rows=1))
     placed(branches, USER)
-    assert isinstance(branches.place(Ask((AGAIN,))), Refusal)
+    assert isinstance(branches.place(AgentRequest((AGAIN,))), Refusal)
 
 
 def test_an_agent_that_goes_on_after_a_refusal_is_not_held_to_it() -> None:
     branches = Branches(rules(max_tokens=10))
     say(branches, "4", USER)
-    assert isinstance(branches.place(Ask((Message("user", "a longer prompt"),))), Refusal)
+    assert isinstance(branches.place(AgentRequest((Message("user", "a longer prompt"),))), Refusal)
     say(branches, "5", Message("user", "short"))
     assert branches.end is EpisodeEnd.DONE
 
@@ -207,11 +207,11 @@ def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyP
     most = CHARACTERS * 100
     long, call_ids = Message("user", "x" * most), ToolCall("t", "{}", "x" * most)
     for ask in (
-        Ask((long,)),
-        Ask((USER, said, long)),
-        Ask((USER, Message("assistant", "", (call_ids,)), AGAIN)),
-        Ask((Message("user"),) * 101),
-        Ask((USER,), ("x" * (most + 1),)),
+        AgentRequest((long,)),
+        AgentRequest((USER, said, long)),
+        AgentRequest((USER, Message("assistant", "", (call_ids,)), AGAIN)),
+        AgentRequest((Message("user"),) * 101),
+        AgentRequest((USER,), ("x" * (most + 1),)),
     ):
         refusal = branches.place(ask)
         assert isinstance(refusal, Refusal)
@@ -236,7 +236,9 @@ def test_what_a_row_shows_is_no_news() -> None:
     said = say(branches, "x" * 50, USER)
     assert len(said.content) > CHARACTERS * 100
     assert placed(branches, USER, said, AGAIN).ids == (1, 2, 3)
-    assert isinstance(branches.place(Ask((USER, Message("assistant", said.content + "!"), AGAIN))), Refusal)
+    assert isinstance(
+        branches.place(AgentRequest((USER, Message("assistant", said.content + "!"), AGAIN))), Refusal
+    )
 
 
 # -- agents without tools ----------------------------------------------------------------------------
@@ -260,12 +262,17 @@ def test_without_tools_nothing_is_a_call() -> None:
 def test_a_turn_that_was_lost_answers_the_same_request() -> None:
     branches = Branches(rules())
     said = say(branches, "42", USER)
-    assert branches.repeated(Ask((USER,))) is None  # it was heard: another sample is wanted
-    branches.lose(branches.turns[0])
-    for other in (Ask((AGAIN,)), Ask((USER,), TOOLS), Ask((USER,), (), 7), Ask((USER, said, AGAIN))):
-        assert branches.repeated(other) is None
-    assert branches.repeated(Ask((USER,))) is branches.turns[0]
-    assert branches.repeated(Ask((USER,))) is None
+    assert branches.redeliver(AgentRequest((USER,))) is None  # it was heard: another sample is wanted
+    branches.mark_undelivered(branches.turns[0])
+    for other in (
+        AgentRequest((AGAIN,)),
+        AgentRequest((USER,), TOOLS),
+        AgentRequest((USER,), (), 7),
+        AgentRequest((USER, said, AGAIN)),
+    ):
+        assert branches.redeliver(other) is None
+    assert branches.redeliver(AgentRequest((USER,))) is branches.turns[0]
+    assert branches.redeliver(AgentRequest((USER,))) is None
 
 
 def test_of_several_lost_turns_the_newest_comes_first() -> None:
@@ -273,20 +280,20 @@ def test_of_several_lost_turns_the_newest_comes_first() -> None:
     say(branches, "a", USER)
     say(branches, "b", USER)
     for turn in branches.turns:
-        branches.lose(turn)
-    assert [branches.repeated(Ask((USER,))) for _ in range(3)] == [*reversed(branches.turns), None]
+        branches.mark_undelivered(turn)
+    assert [branches.redeliver(AgentRequest((USER,))) for _ in range(3)] == [*reversed(branches.turns), None]
 
 
 def test_a_turn_that_its_row_goes_on_from_was_heard() -> None:
     branches = Branches(rules())
     said = say(branches, "42", USER)
-    branches.lose(branches.turns[0])
+    branches.mark_undelivered(branches.turns[0])
     place = placed(branches, USER, said, AGAIN)
-    assert branches.repeated(Ask((USER,))) is None
-    branches.forget(place)
+    assert branches.redeliver(AgentRequest((USER,))) is None
+    branches.cancel(place)
     answered(branches, placed(branches, USER, said, AGAIN), "43")
-    branches.lose(branches.turns[0])
-    assert branches.repeated(Ask((USER,))) is None
+    branches.mark_undelivered(branches.turns[0])
+    assert branches.redeliver(AgentRequest((USER,))) is None
 
 
 # -- recalling ---------------------------------------------------------------------------------------
@@ -298,14 +305,14 @@ def test_recorded_turns_answer_the_same_requests() -> None:
     say(first, "43", USER, said, AGAIN)
     second = Branches(rules(), first.turns)
     for messages in ((USER,), (USER, said, AGAIN)):
-        assert second.recalling
+        assert second.replaying
         place = placed(second, *messages)
-        turn = second.recalled(place)
+        turn = second.recorded_turn(place)
         assert turn is not None
         second.add(place, turn)
     assert second.rows == first.rows
-    assert not second.recalling
-    assert second.recalled(placed(second, AGAIN)) is None
+    assert not second.replaying
+    assert second.recorded_turn(placed(second, AGAIN)) is None
 
 
 def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:
@@ -313,7 +320,7 @@ def test_an_agent_that_does_not_repeat_itself_is_found_out() -> None:
     say(first, "42", USER)
     second = Branches(rules(), first.turns)
     with pytest.raises(ProtocolError, match="does not repeat its recorded turn 0"):
-        second.recalled(placed(second, AGAIN))
+        second.recorded_turn(placed(second, AGAIN))
 
 
 def test_twins_are_recalled_one_by_one() -> None:
@@ -323,7 +330,7 @@ def test_twins_are_recalled_one_by_one() -> None:
     second = Branches(rules(), first.turns)
     one, two = placed(second, USER), placed(second, USER)
     for place, text in ((two, "a"), (one, "b")):
-        turn = second.recalled(place)
+        turn = second.recorded_turn(place)
         assert turn is not None
         assert second.add(place, turn).content == text
 
@@ -343,28 +350,28 @@ TEXTS = st.sampled_from(["", "a", " a", call("t"), call("t", '{"x": 1}'), "<tool
 STEPS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), TEXTS), max_size=24)
 
 
-def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[Place], list[Place]]:
+def drive(branches: Branches, steps: list[tuple[int, int, str]]) -> tuple[list[Placement], list[Placement]]:
     """Requests that begin, extend, repeat, are answered in any order, or are forgotten. All places, and those
     of the turns."""
     known: list[tuple[Message, ...]] = [(USER,), (AGAIN,)]
-    waiting: list[Place] = []
-    seen: list[Place] = []
-    done: list[Place] = []
+    waiting: list[Placement] = []
+    seen: list[Placement] = []
+    done: list[Placement] = []
     for action, which, text in steps:
         if action < 3:
-            found = branches.place(Ask(known[-1 - which % len(known)], TOOLS))
-            if isinstance(found, Place):
+            found = branches.place(AgentRequest(known[-1 - which % len(known)], TOOLS))
+            if isinstance(found, Placement):
                 waiting.append(found)
                 seen.append(found)
         elif waiting:
             place = waiting.pop(which % len(waiting))
             if action == 3:
-                branches.forget(place)
+                branches.cancel(place)
                 continue
             stop = StopReason.LENGTH if action == 5 and text else StopReason.STOP
             said = answered(branches, place, text, stop)
             done.append(place)
-            known.append((*place.said, said, Message("tool" if said.tool_calls else "user", text[:3])))
+            known.append((*place.messages, said, Message("tool" if said.tool_calls else "user", text[:3])))
     return seen, done
 
 
@@ -384,7 +391,7 @@ def test_tokens_line_up_whatever_the_agent_does(
     assert len(branches.turns) <= max_turns
     assert all(len(place.ids) + place.max_new_tokens <= 120 for place in seen)
     for row in branches.rows:
-        assert row.said[-1].role == "assistant"
+        assert row.messages[-1].role == "assistant"
 
 
 @settings(deadline=None, max_examples=100)
@@ -401,9 +408,9 @@ def test_any_beginning_of_the_record_can_be_recalled(
     recorded: list[Turn] = first.turns[:count]
     second = Branches(rules(), recorded)
     for before in asked[:count]:
-        place = placed(second, *before.said, tools=TOOLS)
+        place = placed(second, *before.messages, tools=TOOLS)
         try:
-            found = second.recalled(place)
+            found = second.recorded_turn(place)
         except ProtocolError:
             assert overlap
             return
@@ -412,7 +419,7 @@ def test_any_beginning_of_the_record_can_be_recalled(
             assert overlap
             return
         second.add(place, found)
-    assert not second.recalling
+    assert not second.replaying
     assert second.turns == recorded
 
 
@@ -425,18 +432,18 @@ def converse(branches: Branches, plan: list[tuple[int, str, int]], lossy: bool) 
     known: list[tuple[Message, ...]] = [(USER,), (AGAIN,)]
     heard: list[Turn] = []
     for which, text, losses in plan:
-        ask = Ask(known[-1 - which % len(known)], TOOLS)
+        ask = AgentRequest(known[-1 - which % len(known)], TOOLS)
         for left in range(losses if lossy else 0, -1, -1):
-            turn = branches.repeated(ask)
+            turn = branches.redeliver(ask)
             if turn is None:
                 place = branches.place(ask)
-                assert isinstance(place, Place)
-                turn = branches.recalled(place) or branches.turn(place, generation(text))
+                assert isinstance(place, Placement)
+                turn = branches.recorded_turn(place) or branches.turn(place, generation(text))
                 branches.add(place, turn)
             if left:
-                branches.lose(turn)
+                branches.mark_undelivered(turn)
         heard.append(turn)
-        known.append((*branches.rows[turn.row].said, AGAIN))
+        known.append((*branches.rows[turn.row].messages, AGAIN))
     return heard
 
 
@@ -454,10 +461,10 @@ def test_answers_that_were_lost_leave_no_trace(
     assert [row.ids for row in first.rows] == [row.ids for row in second.rows]
     third = Branches(made, first.turns[:count])
     assert converse(third, plan, lossy_again) == first.turns
-    assert not third.recalling
+    assert not third.replaying
 
 
 @given(TEXTS)
 def test_a_message_is_itself(text: str) -> None:
     message = Message("assistant", text, (ToolCall("t", '{"x": NaN}'),))
-    assert same(message, message)
+    assert same_message(message, message)

@@ -7,10 +7,10 @@ import datetime
 
 import pytest
 
+from asyncrl.config import RolloutConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import (
     CallTools,
-    EpisodeLimits,
     Generate,
     Observed,
     Opened,
@@ -51,8 +51,14 @@ SAMPLE = Sample(0, "test", (Message("system", "Be brief."), Message("user", "Rai
 
 def rules_of(name: str, *, environment: bool = False, history: str = "append") -> Rules:
     chat = Chat(tokenizer_of(name), datetime.date(2026, 1, 31))
-    limits = EpisodeLimits(8, 100_000, 4096, 3, history=history)  # type: ignore[arg-type]
-    return Rules(chat, parsers.load(PARSERS[name]), limits, environment)
+    config = RolloutConfig(
+        max_turns=8,
+        max_tokens=100_000,
+        max_new_tokens=4096,
+        history=history,  # type: ignore[arg-type]
+        environment="fake" if environment else "",
+    )
+    return Rules(chat, parsers.load(PARSERS[name]), config)
 
 
 def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:
@@ -142,8 +148,7 @@ def test_a_prompt_of_another_day_does_not_continue() -> None:
     later = Rules(
         Chat(tokenizer_of("llama3.1"), datetime.date(2026, 2, 1)),
         rules.parse,
-        rules.limits,
-        rules.environment,
+        rules.config,
     )
     with pytest.raises(ProtocolError, match="does not continue"):
         resume(later, SAMPLE, episode.opened, episode.turns)

@@ -423,11 +423,11 @@ def test_every_script_keeps_its_tokens_and_replies(made: Rules, script: list[str
             asked += len(episode.command.calls)
             episode = advance(made, episode, replies(episode.command))
             check(episode)
-    assert len(episode.turns) <= made.limits.max_turns
-    assert len(newest(episode)) <= made.limits.max_tokens
+    assert len(episode.turns) <= made.config.max_turns
+    assert len(newest(episode)) <= made.config.max_tokens
     real = [r for turn in episode.turns for r in turn.replies if r.call.name != "malformed_call"]
     assert len(real) == episode.tool_calls == asked
-    if len(script) > made.limits.max_turns:
+    if len(script) > made.config.max_turns:
         assert isinstance(episode.command, Score | Fail)
 
 

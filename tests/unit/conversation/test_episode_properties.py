@@ -31,11 +31,11 @@ from asyncrl.conversation.episode import (
     DROPPED,
     Episode,
     advance,
-    as_read,
     begin,
     conversation,
     expire,
     resume,
+    shorten_observation,
 )
 from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import ProtocolError
@@ -191,7 +191,7 @@ def played(draw: st.DrawFn) -> Played:
 
 def most_events(made: Rules) -> int:
     """Opened, a turn and its answer max_turns times, Scored."""
-    return 2 + 2 * made.limits.max_turns
+    return 2 + 2 * made.config.max_turns
 
 
 # -- promises ------------------------------------------------------------------------------------------
@@ -200,10 +200,10 @@ def most_events(made: Rules) -> int:
 def every_episode_ends_within_its_limits(play: Played) -> None:
     made, last = play.made, play.last
     assert last.over and len(play.events) <= most_events(made)
-    assert len(last.turns) <= made.limits.max_turns
-    assert len(last.rows) <= made.limits.max_rows
-    assert last.tool_calls <= made.limits.max_calls
-    assert all(len(row) <= made.limits.max_tokens for row in last.rows)
+    assert len(last.turns) <= made.config.max_turns
+    assert len(last.rows) <= made.config.max_rows
+    assert last.tool_calls <= made.config.max_calls
+    assert all(len(row) <= made.config.max_tokens for row in last.rows)
     if isinstance(last.command, Fail):
         assert last.command.reason in (
             FailReason.PROMPT_TOO_LONG,
@@ -213,7 +213,7 @@ def every_episode_ends_within_its_limits(play: Played) -> None:
 
 
 def every_prompt_leaves_room(play: Played) -> None:
-    limits = play.made.limits
+    limits = play.made.config
     for state in play.states:
         if isinstance(asked := state.command, Generate):
             assert 1 <= asked.max_new_tokens <= limits.max_new_tokens
@@ -262,7 +262,7 @@ def calls_go_where_they_belong(play: Played) -> None:
             assert not for_environment
             assert (state.command.calls, state.command.errors) == (said.calls, said.errors)
         else:
-            assert for_environment or (play.made.environment and not said.calls and not said.errors)
+            assert for_environment or (play.made.config.environment and not said.calls and not said.errors)
             assert state.command.message.tool_calls == said.calls
 
 
@@ -281,10 +281,10 @@ def no_reply_is_lost_and_the_next_turn_reads_it(play: Played) -> None:
                 *(0.0 for _ in before.command.errors),
             ]
             for reply, given in zip(turn.replies, event.replies, strict=False):
-                assert reply.content == given.content[: made.limits.max_reply_tokens]
+                assert reply.content == given.content[: made.config.max_reply_tokens]
         else:
             assert isinstance(event, Observed)
-            assert turn.observation == as_read(made, event.observation)
+            assert turn.observation == shorten_observation(made, event.observation)
         if isinstance(after.command, Generate):
             assert_read(after, turn)
 
@@ -343,7 +343,7 @@ def time_may_run_out_at_any_moment(play: Played) -> None:
 def rewards_are_all_counted_once(play: Played) -> None:
     if not isinstance(done := play.last.command, Done):
         return
-    verdict = next(event.verdict for event in play.events if isinstance(event, EpisodeScored))
+    verdict = next(event.result for event in play.events if isinstance(event, EpisodeScored))
     earned = [reply.reward for turn in play.last.turns for reply in turn.replies]
     earned += [turn.observation.reward for turn in play.last.turns if turn.observation]
     assert (

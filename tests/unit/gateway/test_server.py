@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from asyncrl.conversation.branches import Ask, Refusal
+from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.gateway import Endpoint, Gateway, server
 from asyncrl.gateway.wire import Reply
@@ -25,7 +25,7 @@ class FakeHost:
 
     def __init__(self, found: Any = "42") -> None:
         self.found = found
-        self.asked: list[Ask] = []
+        self.asked: list[AgentRequest] = []
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.cancelled = asyncio.Event()
@@ -34,7 +34,7 @@ class FakeHost:
     def lose(self, reply: Reply) -> None:
         self.lost.append(reply)
 
-    async def answer(self, ask: Ask) -> Reply | Refusal:
+    async def answer(self, ask: AgentRequest) -> Reply | Refusal:
         self.asked.append(ask)
         self.entered.set()
         try:
@@ -205,7 +205,7 @@ def test_no_request_outlives_its_episode() -> None:
     class Slow(FakeHost):
         ended = False
 
-        async def answer(self, ask: Ask) -> Reply | Refusal:
+        async def answer(self, ask: AgentRequest) -> Reply | Refusal:
             try:
                 return await super().answer(ask)
             finally:

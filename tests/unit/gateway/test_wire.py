@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.conversation.branches import Ask
+from asyncrl.conversation.branches import AgentRequest
 from asyncrl.gateway import wire
 from asyncrl.gateway.wire import ApiError, Reply
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
@@ -16,7 +16,7 @@ USER = {"role": "user", "content": "q"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-def ask(**body: Any) -> Ask:
+def ask(**body: Any) -> AgentRequest:
     asked = wire.request_of(json.dumps({"messages": [USER], **body}).encode())
     return wire.ask_of(asked)
 

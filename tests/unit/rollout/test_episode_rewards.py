@@ -34,7 +34,7 @@ def bench(
     made = Bench(turns, lambda **_: result, **options)
     made.tools["look"] = paying()
     scorer = Scorer([in_loop(lambda **_: result)], 60.0, select_shapings(shaping or {}, "x"))
-    object.__setattr__(made.runner.desk, "scorer", scorer)
+    object.__setattr__(made.runner.context, "scorer", scorer)
     return made
 
 
@@ -106,7 +106,7 @@ def test_validation_is_not_shaped() -> None:
 def test_a_shaping_that_fails_is_a_reward_error() -> None:
     made = bench(["42"], 1.0)
     scorer = Scorer([in_loop(lambda **_: 1.0)], 60.0, [lambda given: 1 / 0])
-    object.__setattr__(made.runner.desk, "scorer", scorer)
+    object.__setattr__(made.runner.context, "scorer", scorer)
     end = made.play()
     assert isinstance(end, Failed)
     assert end.reason is FailReason.REWARD_ERROR and "algorithm.shaping" in end.detail

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.config import RolloutConfig
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
 from asyncrl.rewards import in_loop
@@ -17,7 +16,7 @@ from asyncrl.rollout.context import EpisodeContext, generated, turns_of
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.scoring import Scorer
-from asyncrl.rollout.turn_player import TurnPlayer, World
+from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, tool
@@ -52,15 +51,14 @@ class Bench:
         )
         self.lane.engine = self.engine
         self.outbox = Outbox(self.send)
-        config = RolloutConfig(**{"episode_timeout": 60.0, "reward_timeout": 60.0, **options})
         self.tools = {"look": self.looker()}
-        scorer = Scorer([in_loop(reward)], config.reward_timeout)
-        made = rules(environment=environment is not None)
-        desk = EpisodeContext(config, made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
-        self.runner = EpisodeRunner(desk, lambda job: TurnPlayer(job, self.world(config, environment)))
-
-    def world(self, config: RolloutConfig, environment: Any) -> World:
-        return World(Toolbox(self.tools, config.tool_timeout), environment)
+        config = {"episode_timeout": 60.0, "reward_timeout": 60.0, **options}
+        made = rules(environment=environment is not None, **config)
+        scorer = Scorer([in_loop(reward)], made.config.reward_timeout)
+        context = EpisodeContext(made, scorer, self.outbox, self.waits, oldest=lambda: self.oldest)
+        self.runner = EpisodeRunner(
+            context, lambda run: TurnPlayer(run, Toolbox(self.tools, made.config.tool_timeout), environment)
+        )
 
     def looker(self, **options: Any) -> Tool:
         @tool(name="look", **options)
@@ -282,9 +280,7 @@ def test_an_episode_without_a_turn_by_its_deadline_fails() -> None:
 
 
 def test_a_prompt_that_is_too_long_fails_by_name() -> None:
-    bench = Bench([])
-    made = bench.runner.desk.rules
-    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, max_tokens=1))
+    bench = Bench([], max_tokens=1)
     end = bench.play()
     assert isinstance(end, Failed)
     assert end.reason is FailReason.PROMPT_TOO_LONG

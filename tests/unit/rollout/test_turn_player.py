@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.conversation.commands import Done
 from asyncrl.environments import Environment
-from asyncrl.rollout.context import Ended, EpisodeRun
+from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.types import EpisodeEnd, FailReason, Message, Observation, Sample, ToolCall, TurnReply
 from asyncrl.wire.messages import Failed, Finished, Generated, Replied
 from tests.fakes.chat import call
@@ -113,9 +113,7 @@ class Generous(Game):
 def test_an_environment_that_a_limit_ends_is_asked_what_it_gives(
     limits: dict[str, Any], turns: list[str], said: str
 ) -> None:
-    bench = Bench(turns, nothing, Generous)
-    made = bench.runner.desk.rules
-    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, **limits))
+    bench = Bench(turns, nothing, Generous, **limits)
     end = bench.play()
     assert isinstance(end, Finished)
     assert end.result.turn_rewards[-1] == (0.75 if len(turns) == 1 else 0.5)
@@ -257,9 +255,7 @@ USER = Message("user", "so?")
     ],
 )
 def test_what_an_environment_says_is_checked(answer: Any, cut: Any, complaint: str) -> None:
-    bench = Bench(["7"], nothing, answering(answer, cut))
-    made = bench.runner.desk.rules
-    object.__setattr__(made, "limits", msgspec.structs.replace(made.limits, max_turns=1))
+    bench = Bench(["7"], nothing, answering(answer, cut), max_turns=1)
     end = bench.play()
     assert isinstance(end, Failed)
     assert end.reason is FailReason.ENVIRONMENT_ERROR
@@ -281,12 +277,12 @@ def test_numbers_may_be_numpys_and_messages_a_list() -> None:
     assert heard.observation.messages == (expected,)
 
 
-def out_of_time(bench: Bench, busy: asyncio.Event) -> Ended:
+def out_of_time(bench: Bench, busy: asyncio.Event) -> Outcome:
     """How an episode ends whose time is up when it is `busy`."""
 
-    async def main() -> Ended:
+    async def main() -> Outcome:
         service = asyncio.create_task(bench.outbox.run())
-        player = bench.runner.lead(EpisodeRun(bench.runner.desk, bench.assign(), bench.lane, 0.0))
+        player = bench.runner.make_player(EpisodeRun(bench.runner.context, bench.assign(), bench.lane, 0.0))
         play = asyncio.create_task(player.play(()))
         async with asyncio.timeout(60):
             await busy.wait()
