@@ -276,7 +276,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
 
 @pytest.mark.skipif(not (EXAMPLE / "model" / "config.json").exists(), reason="the example has no model yet")
 def test_the_examples_model_uses_its_tool(hub: FakeCoordinator, tmp_path: Path) -> None:
-    rollout = {"tools": ["calculator"], "slots": 16, "max_tokens": 512}
+    rollout = {"tools": ["calculator"], "slots": 16, "max_tokens": 512, "max_new_tokens": 128}
     config = fake.config(
         str(EXAMPLE / "model"), tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 60.0}
     )
