@@ -36,7 +36,7 @@ CLEAN_SECONDS = 5.0
 MAX_OUTPUT = 16 << 20
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class SandboxError(AsyncrlError):
