@@ -21,7 +21,7 @@ from asyncrl.tools.schema import docstring, outline
 from asyncrl.tools.toolbox import call_tool
 from asyncrl.types import Sample, ToolCall
 
-SHOWN = ("timeout", "retries", "concurrency", "rate", "replay", "max_chars", "blocking", "process")
+SHOWN = ("timeout", "retries", "concurrency", "rate", "replay", "blocking", "process")
 
 
 def main(argv: list[str]) -> int:

@@ -38,7 +38,6 @@ class Options(TypedDict, total=False):
     concurrency: int
     rate: float
     replay: Replay
-    max_chars: int
     blocking: bool
     process: bool
     end: Callable[[], Awaitable[None]]
@@ -69,8 +68,6 @@ class Tool:
     replay: Replay = "pure"
     """What is done with recorded calls when an episode goes on after a crash: `pure`: the recorded reply
     stands for it; `reapply`: run it again, its effects must be rebuilt; `no`: the episode begins again."""
-    max_chars: int = 32768
-    """A longer reply loses its middle at once; `rollout.max_reply_tokens` is what the model is to read."""
     blocking: bool = False
     """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""
     process: bool = False
@@ -81,7 +78,7 @@ class Tool:
     """Awaited once at the end of a worker, for what its tools share, such as connections."""
 
     def __post_init__(self) -> None:
-        bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0, "max_chars": 63}
+        bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0}
         for key, bound in bounds.items():
             value = getattr(self, key)
             if value is not None and not value > bound:

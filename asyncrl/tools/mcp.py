@@ -42,7 +42,6 @@ def mcp(
     start_timeout: float = 60.0,
     env: str = "",
     api_key_env: str = "",
-    max_chars: int = 16384,
 ) -> Sequence[Tool]:
     """One tool for each of the server's, which is asked for them now, over a connection of a moment.
 
@@ -62,7 +61,7 @@ def mcp(
     if api_key_env and not os.environ.get(api_key_env):
         raise ConfigError(f"mcp: the environment variable {api_key_env} holds no key; set it")
     server = Server(command, url, tuple(_names(env)), api_key_env, start_timeout)
-    options: dict[str, Any] = {"timeout": timeout or None, "max_chars": max_chars, "end": close_servers}
+    options: dict[str, Any] = {"timeout": timeout or None, "end": close_servers}
     make = _of_episode(server) if per_episode else _of_worker(server)
     return [
         make(found.name, _schema(found, prefix), _decoder(found), _repeatable(found), options)

@@ -30,11 +30,12 @@ from asyncrl.errors import AsyncrlError, ConfigError, one_line, reason
 from asyncrl.isolation.foreign import Late, in_thread
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool, ToolError
-from asyncrl.tools.replies import cut, reply_of
+from asyncrl.tools.replies import MAX_REPLY, reply_of, within_memory
 
 START_SECONDS = 60.0  # for a child to import what the tool needs
 LENGTH = struct.Struct(">I")
 LARGEST = 1 << 24  # bytes of a frame to a child
+ANSWER = 2 * MAX_REPLY  # bytes of a frame from a child
 
 
 class ChildError(AsyncrlError):
@@ -46,7 +47,6 @@ class Start(msgspec.Struct, frozen=True):
 
     spec: str
     arguments: dict[str, Any]
-    max_chars: int
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ def origin(tool: Tool) -> Start:
         raise ConfigError(f"tool {tool.name!r}: process=True needs a function at the top level of its file")
     if module == "__main__" or module.startswith("asyncrl_user_"):  # not importable by name
         module = os.path.abspath(sys.modules[module].__file__ or "")
-    return Start(f"{module}:{name}", arguments, tool.max_chars)
+    return Start(f"{module}:{name}", arguments)
 
 
 # -- the worker's end ------------------------------------------------------------------------------------
@@ -100,14 +100,14 @@ class Child:
     def usable(self) -> bool:
         return not self.busy and not self.ended
 
-    async def ask(self, message: Start | str, largest: int) -> Answer:
-        """ChildError when it ends, or answers with more than `largest` bytes."""
+    async def ask(self, message: Start | str) -> Answer:
+        """ChildError when it ends, or answers with more than ANSWER bytes."""
         self.busy = True
         body = _encode(message)
         try:
             self._writer.write(LENGTH.pack(len(body)) + body)
             size = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))[0]
-            if size > largest:
+            if size > ANSWER:
                 raise ChildError(f"the process of the tool gave {size} bytes")
             answer = _answer(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -137,7 +137,7 @@ class Lease:
         if self.child is None or not self.child.usable:
             self.give_back()
             self.child = await self._pool.take()
-        answer = await self.child.ask(arguments, self._pool.largest)
+        answer = await self.child.ask(arguments)
         if answer.error:
             raise (ToolError if answer.meant else ChildError)(answer.error)
         return answer
@@ -160,7 +160,6 @@ class Pool:
         self._idle: list[Child] = []
         self._starts: dict[asyncio.Task[Child], bool] = {}  # under way; whether a call waits for it
         self._all: set[Child] = set()  # but for those that have ended
-        self.largest = 8 * tool.max_chars + 8192  # bytes of an answer
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[Lease]:
@@ -219,7 +218,7 @@ class Pool:
         self._all = {child} | {other for other in self._all if not other.ended}
         try:
             async with asyncio.timeout(START_SECONDS):
-                answer = await child.ask(self._origin, self.largest)
+                answer = await child.ask(self._origin)
         except TimeoutError:
             child.kill()
             raise Late(f"the process of the tool was not ready within {START_SECONDS:g} s") from None
@@ -275,7 +274,7 @@ def serve() -> None:
         _write(stdout, Answer(error=one_line(problem)))
         return
     while True:
-        _write(stdout, _answered(tool, _text(frames.get()), start.max_chars))
+        _write(stdout, _answered(tool, _text(frames.get())))
 
 
 def _load(start: Start) -> Tool:
@@ -285,11 +284,11 @@ def _load(start: Start) -> Tool:
     return found
 
 
-def _answered(tool: Tool, arguments: str, max_chars: int) -> Answer:
+def _answered(tool: Tool, arguments: str) -> Answer:
     try:
-        content, reward = reply_of(tool.function(**tool.decode(arguments)), max_chars)
+        content, reward = reply_of(tool.function(**tool.decode(arguments)))
     except BaseException as problem:  # a SystemExit, too, is the tool's and not this process's
-        return Answer(error=cut(reason(problem), max_chars), meant=isinstance(problem, ToolError))
+        return Answer(error=within_memory(reason(problem)), meant=isinstance(problem, ToolError))
     return Answer(content, reward=reward)
 
 

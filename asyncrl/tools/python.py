@@ -14,10 +14,12 @@ from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
 from asyncrl.isolation.sandbox.confine import SandboxLimits
 from asyncrl.isolation.sandbox.wire import HOLDS
 from asyncrl.tools.base import Tool, ToolError, tools
+from asyncrl.tools.replies import MAX_REPLY
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
 ALL = " ".join(HOLDS)
+OUTPUT = MAX_REPLY - 1024  # bytes that are kept of an output; the rest is for the notes on its end
 SPARE = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -96,15 +98,14 @@ def _alone(label: str, method: Callable[..., Awaitable[str]]) -> Callable[..., T
         memory_mb: Size = 512,
         disk_mb: Size = 64,
         processes: Size = 32,
-        max_chars: Annotated[int, Meta(ge=64)] = 4096,
         require: str = ALL,
         name: str = label,
     ) -> Tool:
         """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
         `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
         can."""
-        limits = (seconds, memory_mb, disk_mb, processes, max_chars, require)
-        return _tool(name, method, _maker(f"tool {name!r}", *limits), seconds, max_chars)
+        limits = (seconds, memory_mb, disk_mb, processes, require)
+        return _tool(name, method, _maker(f"tool {name!r}", *limits), seconds)
 
     tools.register(label)(make)
     return make
@@ -121,14 +122,13 @@ def workspace(
     memory_mb: Size = 512,
     disk_mb: Size = 64,
     processes: Size = 32,
-    max_chars: Annotated[int, Meta(ge=64)] = 4096,
     require: str = ALL,
 ) -> Sequence[Tool]:
     """`python` and `shell` in one sandbox, over the same files. The options are those of `python`."""
-    make = _maker("tool 'workspace'", seconds, memory_mb, disk_mb, processes, max_chars, require)
+    make = _maker("tool 'workspace'", seconds, memory_mb, disk_mb, processes, require)
     return (
-        _tool("python", Workspace.python, make, seconds, max_chars),
-        _tool("shell", Workspace.shell, make, seconds, max_chars),
+        _tool("python", Workspace.python, make, seconds),
+        _tool("shell", Workspace.shell, make, seconds),
     )
 
 
@@ -150,15 +150,13 @@ def _signal(status: int) -> str:
 
 
 def _maker(
-    where: str, seconds: float, memory: int, disk: int, processes: int, output: int, require: str
+    where: str, seconds: float, memory: int, disk: int, processes: int, require: str
 ) -> Callable[[], Workspace]:
-    limits = SandboxLimits(memory=memory, disk=disk, file=disk, processes=processes, output=output)
+    limits = SandboxLimits(memory=memory, disk=disk, file=disk, processes=processes, output=OUTPUT)
     return functools.partial(Workspace, limits, demand(require, where), seconds)
 
 
-def _tool(
-    name: str, method: Callable[..., Any], make: Callable[[], Workspace], seconds: float, max_chars: int
-) -> Tool:
+def _tool(name: str, method: Callable[..., Any], make: Callable[[], Workspace], seconds: float) -> Tool:
     found = signature_of(method, name, method)
     return Tool(
         name,
@@ -168,5 +166,4 @@ def _tool(
         make,
         timeout=2 * seconds + SPARE,  # the setup may have to run again
         replay="reapply",
-        max_chars=max_chars + 256,  # room for the notes: the sandbox has cut the output already
     )

@@ -1,4 +1,4 @@
-"""What a tool gave back, as text of a bounded size."""
+"""What a tool gave back, as text. Only memory is bounded here: the episode cuts replies, in tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import msgspec
 
 from asyncrl.values import finite
 
+MAX_REPLY = 1 << 18
+"""Bytes of a reply, more than any model is to read: a tool may return a gigabyte."""
+
 
 @dataclass(frozen=True)
 class Rewarded:
@@ -20,32 +23,33 @@ class Rewarded:
     reward: float
 
 
-def reply_of(value: Any, limit: int) -> tuple[str, float]:
-    """(text of at most `limit` characters, reward) of what a tool returned."""
+def reply_of(value: Any) -> tuple[str, float]:
+    """(text, reward) of what a tool returned: text as it stands, other values as JSON. ValueError for a
+    reward that is no finite number."""
     given = value if isinstance(value, Rewarded) else Rewarded(value, 0.0)
     reward = finite("the tool's reward", given.reward)
-    return (
-        cut(given.content, limit) if isinstance(given.content, str) else _json(given.content, limit)
-    ), reward
+    text = given.content if isinstance(given.content, str) else _json(given.content)
+    return within_memory(text), reward
 
 
-def cut(text: str, limit: int) -> str:
-    """At most `limit` characters, saying so where the middle was lost. Costs the same for any length."""
-    if len(text) <= limit:
+def within_memory(text: str) -> str:
+    """The text, or its two ends where it has more than MAX_REPLY bytes. As quick for any length."""
+    data = text[: MAX_REPLY + 1].encode(errors="replace")
+    if len(data) <= MAX_REPLY:
         return text
-    note = f" [cut: {len(text)} characters] "
-    room = limit - len(note)
-    return text[: room - room // 2] + note + text[len(text) - room // 2 :]
+    half = MAX_REPLY // 2
+    end = text[-half:].encode(errors="replace")[-half:]
+    return f"{data[:half].decode(errors='ignore')}\n[...]\n{end.decode(errors='ignore')}"
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, default=msgspec.to_builtins)
 
 
-def _json(value: Any, limit: int) -> str:
-    """JSON, written only as far as it is read: a tool may return much more than anybody wants."""
+def _json(value: Any) -> str:
+    """As JSON, which is written no further than a quarter of MAX_REPLY: a character has up to four bytes."""
     text = ""
     for chunk in _encoder.iterencode(value):
         text += chunk
-        if len(text) > limit:
-            return text[: limit - 6] + " [cut]"
+        if len(text) > MAX_REPLY // 4:
+            return text[: MAX_REPLY // 4 - 5] + "[...]"
     return text

@@ -61,7 +61,7 @@ def search(
     def look_up(query: str) -> str:
         return reply(found.search(query, k), max_chars)
 
-    return _search_tool(look_up, name, description, k, max_chars, blocking=True, concurrency=THREADS)
+    return _search_tool(look_up, name, description, blocking=True, concurrency=THREADS)
 
 
 @tools.register("search_remote")
@@ -90,7 +90,7 @@ def search_remote(
         body = {"queries": [query], "topk": k, "return_scores": True}
         return reply(_passages(await post(url, body, seconds=timeout, retries=retries))[:k], max_chars)
 
-    return _search_tool(look_up, name, description, k, max_chars, timeout=timeout + 1)
+    return _search_tool(look_up, name, description, timeout=timeout + 1)
 
 
 def reply(passages: Iterable[Passage], max_chars: int) -> str:
@@ -117,13 +117,10 @@ def _search_tool(
     look_up: Callable[[str], str | Awaitable[str]],
     name: str,
     description: str,
-    k: int,
-    max_chars: int,
     **options: Any,
 ) -> Tool:
     look_up.__doc__ = f"{description}\n\nArgs:\n    query: what to look for, in a few words\n"
-    room = k * (max_chars + HEAD + 16)
-    return tool(name=name, max_chars=room, **options)(look_up)
+    return tool(name=name, **options)(look_up)
 
 
 def _check(k: int, max_chars: int) -> None:

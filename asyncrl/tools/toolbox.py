@@ -23,7 +23,7 @@ from asyncrl.isolation.foreign import bounded, finish
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.process import Lease
-from asyncrl.tools.replies import cut, reply_of
+from asyncrl.tools.replies import reply_of, within_memory
 from asyncrl.tools.sample_tools import Wanted, accepted, chosen, merged, wanted
 from asyncrl.tools.schema import outline
 from asyncrl.types import Sample, ToolCall, ToolReply
@@ -176,16 +176,16 @@ class ToolSession:
                 content, reward = await bounded(_attempts(tool, run), limit, self._running)
             return content, None, reward
         except Exception as problem:
-            error = reason(problem)
-            return cut(f"error: {error}", tool.max_chars), error, 0.0
+            error = within_memory(reason(problem))
+            return f"error: {error}", error, 0.0
 
     async def _run(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
         run = partial(finish, blocking=tool.blocking, live=self._box.gates[tool.name].live)
         if tool.state is None:
-            return reply_of(await run(partial(tool.function, **keywords)), tool.max_chars)
+            return reply_of(await run(partial(tool.function, **keywords)))
         kept = self._kept[id(tool.state)]
         async with kept.turn:  # until the reply is text: the next call may change what this one returned
-            return reply_of(await run(partial(tool.function, kept.state, **keywords)), tool.max_chars)
+            return reply_of(await run(partial(tool.function, kept.state, **keywords)))
 
 
 async def _ask(lease: Lease, arguments: str) -> tuple[str, float]:
@@ -214,7 +214,7 @@ def unknown_tool(call: ToolCall, known: Iterable[str]) -> ToolReply:
 
 def _bad_arguments(call: ToolCall, tool: Tool, problem: Exception) -> ToolReply:
     error = f"bad arguments for {tool.name}: {reason(problem)}; it takes {outline(tool.schema)}"
-    return ToolReply(call, cut(f"error: {error}", tool.max_chars), error, refused=True)
+    return ToolReply(call, f"error: {error}", error, refused=True)
 
 
 async def call_tool(

@@ -149,17 +149,6 @@ def test_cancellation_travels_on() -> None:
     asyncio.run(main())
 
 
-def test_replies_are_bounded() -> None:
-    @tool(max_chars=64)
-    def verbose(size: int) -> str:
-        return "x" * size
-
-    assert run(verbose, '{"size": 64}').content == "x" * 64
-    long = run(verbose, '{"size": 65}').content
-    assert len(long) == 64
-    assert "x [cut: 65 characters] x" in long
-
-
 def test_unknown_tools_are_answered_with_the_known_ones() -> None:
     reply = unknown_tool(ToolCall("add", "{}"), ["sub", "mul"])
     assert reply.content == "error: unknown tool 'add'; there are: mul, sub"

@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tools import Tool, Toolbox, ToolError, check_wanted, load_tool, tool
+from asyncrl.tools.replies import MAX_REPLY
 from asyncrl.tools.sample_tools import MOST_COMPLAINTS
 from asyncrl.tools.toolbox import CLOSE_SECONDS
 from asyncrl.types import Sample, ToolCall, ToolReply
@@ -211,7 +212,7 @@ def test_large_replies_are_cut(value: Any) -> None:
         return value
 
     reply = play([large], sample(), call("large"))[0]
-    assert len(reply.content) <= large.max_chars and "[cut" in reply.content
+    assert len(reply.content.encode()) <= MAX_REPLY + 10 and "[...]" in reply.content
 
 
 # -- options -------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def test_calls_are_spaced_at_the_rate() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout": 0}, {"retries": -1}, {"concurrency": 0}, {"rate": -1.0}, {"max_chars": 10}],
+    [{"timeout": 0}, {"retries": -1}, {"concurrency": 0}, {"rate": -1.0}],
 )
 def test_options_have_bounds(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"tool 'f': {next(iter(options))} must be above"):
