@@ -20,10 +20,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from asyncrl.isolation.sandbox.abilities import demand
-from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
-from asyncrl.isolation.sandbox.confine import SandboxLimits
-from asyncrl.isolation.sandbox.wire import HOLDS
+from asyncrl.isolation.sandbox.backends import check_isolation, new_sandbox
+from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunResult, Sandbox, SandboxLimits
 from asyncrl.rewards.base import RewardError, rewards
 
 FENCE = "```"
@@ -74,12 +72,12 @@ class Code:
         memory_mb: Annotated[int, Meta(ge=1)] = 512,
         max_tests: Annotated[int, Meta(ge=0)] = 0,
         at_once: Annotated[int, Meta(ge=1)] = 8,
-        require: str = " ".join(HOLDS),
+        require: str = " ".join(ISOLATION),
     ) -> None:
         self._partial, self._seconds, self._total = partial, seconds, total_seconds
         self._most = max_tests or None
         self._limits = SandboxLimits(memory=memory_mb, output=LARGEST)
-        self._require = demand(require, "reward 'code'")
+        self._require = check_isolation(require, "reward 'code'")
         self._room = asyncio.Semaphore(at_once)
 
     async def __call__(
@@ -99,13 +97,13 @@ class Code:
     async def _run(self, cases: list[Case]) -> int:
         """How many pass; without `partial` it stops at the first that does not."""
         passed = 0
-        async with self._place(), Sandbox(self._limits, require=self._require) as box:
+        async with self._started_sandbox() as sandbox:
             until = time.monotonic() + self._total
             for case in cases:
                 seconds = min(self._seconds, until - time.monotonic())
                 if seconds <= 0:
                     break
-                result = await box.program(case.source, seconds, case.stdin)
+                result = await sandbox.run("program", case.source, seconds, case.stdin)
                 right = passes(case, result)
                 passed += right
                 if not (right or self._partial):
@@ -113,7 +111,7 @@ class Code:
         return passed
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
+    async def _started_sandbox(self) -> AsyncIterator[Sandbox]:
         """One of `at_once`. RewardError when none comes free."""
         patience = PATIENCE * self._total
         try:
@@ -121,16 +119,21 @@ class Code:
                 await self._room.acquire()
         except TimeoutError:
             raise RewardError(f"no sandbox was free for {patience:g} s; raise at_once") from None
+        sandbox = new_sandbox(self._limits, self._require)
         try:
-            yield
+            await sandbox.start()
+            yield sandbox
         finally:
-            self._room.release()
+            try:
+                await sandbox.close()
+            finally:
+                self._room.release()
 
 
-def passes(case: Case, result: Result) -> bool:
+def passes(case: Case, result: RunResult) -> bool:
     """An output that cannot be compared, as it nests too deep or holds too large a number, is wrong."""
     try:
-        return result.ending == Ending.DONE and not result.omitted and case.right(result.output)
+        return result.ending == RunEnding.DONE and not result.omitted and case.right(result.output)
     except (ValueError, OverflowError, RecursionError):
         return False
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.isolation.sandbox.abilities import demand
-from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox
-from asyncrl.isolation.sandbox.confine import SandboxLimits
-from asyncrl.isolation.sandbox.wire import HOLDS
+from asyncrl.isolation.sandbox.backends import check_isolation, new_sandbox
+from asyncrl.isolation.sandbox.base import ISOLATION, RunEnding, RunKind, RunResult, SandboxLimits
 from asyncrl.tools.base import Tool, ToolError, tools
 from asyncrl.tools.replies import MAX_REPLY
 from asyncrl.tools.schema import signature_of
 from asyncrl.types import Sample
 
-ALL = " ".join(HOLDS)
 OUTPUT = MAX_REPLY - 1024  # bytes that are kept of an output; the rest is for the notes on its end
 SPARE = 10.0  # seconds that a call may take beside its code: a start, an interrupt, a kill
 
@@ -30,17 +27,17 @@ class Workspace:
     """One sandbox for one episode: an interpreter, a shell, and the directory they share."""
 
     def __init__(self, limits: SandboxLimits, require: frozenset[str], seconds: float) -> None:
-        self._box = Sandbox(limits, require=require)
+        self._sandbox = new_sandbox(limits, require)
         self._seconds = seconds
         self._setup = ""
         self._row = 0
         self._ready = False  # the interpreter has run the setup, and was not lost since
-        self._lost = self._emptied = False  # and the model was not told yet
+        self._lost = self._emptied = False  # what the next reply has to say of earlier calls
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
         self._setup, self._row = setup, sample.row
-        await self._box.open()
+        await self._sandbox.start()
         await self._prepare()
 
     async def python(self, code: str) -> str:
@@ -49,7 +46,7 @@ class Workspace:
         Args:
             code: The code to run.
         """
-        return spoken(await self._run(self._box.cell, code), self._seconds)
+        return reply_text(await self._run("cell", code), self._seconds)
 
     async def shell(self, command: str) -> str:
         """Run a shell command; shows what it prints. Files are kept.
@@ -57,113 +54,83 @@ class Workspace:
         Args:
             command: The command to run.
         """
-        result = await self._run(self._box.shell, command)
-        status = f"[exit status {result.status}]" if result.ending == Ending.FAILED else ""
-        return spoken(result, self._seconds, status)
+        result = await self._run("shell", command)
+        status = f"[exit status {result.status}]" if result.ending == RunEnding.FAILED else ""
+        return reply_text(result, self._seconds, status)
 
     async def close(self) -> None:
-        await self._box.close()
+        await self._sandbox.close()
 
-    async def _run(self, call: Callable[[str, float], Awaitable[Result]], text: str) -> Result:
+    async def _run(self, kind: RunKind, source: str) -> RunResult:
         await self._prepare()
         self._ready = False  # unless the call comes to its end: it may be cancelled
-        result = self._noted(await call(text, self._seconds))
+        result = await self._noting_losses(kind, source)
         self._ready = not result.lost
-        told = replace(result, lost=self._lost, emptied=self._emptied)
+        result = replace(result, lost=self._lost, emptied=self._emptied)
         self._lost = self._emptied = False
-        return told
-
-    def _noted(self, result: Result) -> Result:
-        """Any call may be the one that is told of a loss before it."""
-        self._lost |= result.lost
-        self._emptied |= result.emptied
         return result
 
     async def _prepare(self) -> None:
         """Run the setup where the interpreter has not."""
         if self._ready or not self._setup:
             return
-        result = self._noted(await self._box.cell(self._setup, self._seconds))
-        if result.ending != Ending.DONE:
+        result = await self._noting_losses("cell", self._setup)
+        if result.ending != RunEnding.DONE:
             raise ToolError(f"the setup of row {self._row} did not run: {result.output[-500:]}")
         self._ready = True
 
+    async def _noting_losses(self, kind: RunKind, source: str) -> RunResult:
+        """A loss is reported by the next run, which may be the setup's: keep it for the next reply."""
+        result = await self._sandbox.run(kind, source, self._seconds)
+        self._lost |= result.lost
+        self._emptied |= result.emptied
+        return result
 
-def _alone(label: str, method: Callable[..., Awaitable[str]]) -> Callable[..., Tool]:
-    """The factory of a tool that has a sandbox for itself."""
 
+def _register(label: str, *methods: Callable[..., Awaitable[str]]) -> None:
+    """A factory of tools, one for each method, that share a sandbox."""
+
+    @tools.register(label)
     def make(
         *,
         seconds: Seconds = 10.0,
         memory_mb: Size = 512,
         disk_mb: Size = 64,
         processes: Size = 32,
-        require: str = ALL,
-        name: str = label,
-    ) -> Tool:
+        require: str = " ".join(ISOLATION),
+        name: str = "",
+    ) -> Sequence[Tool]:
         """Code that runs longer than `seconds` is interrupted, then killed. `memory_mb` is of each process.
         `require`: what the sandbox must isolate (docs/sandbox.md), words in one text; empty: whatever it
-        can."""
-        limits = (seconds, memory_mb, disk_mb, processes, require)
-        return _tool(name, method, _maker(f"tool {name!r}", *limits), seconds)
-
-    tools.register(label)(make)
-    return make
-
-
-python = _alone("python", Workspace.python)
-shell = _alone("shell", Workspace.shell)
+        can. `name`: of the tool, where there is one."""
+        required = check_isolation(require, f"tool {name or label!r}")
+        limits = SandboxLimits(memory_mb, processes, file=disk_mb, disk=disk_mb, output=OUTPUT)
+        state = functools.partial(Workspace, limits, required, seconds)
+        return [_tool(name or method.__name__, method, state, seconds) for method in methods]
 
 
-@tools.register("workspace")
-def workspace(
-    *,
-    seconds: Seconds = 10.0,
-    memory_mb: Size = 512,
-    disk_mb: Size = 64,
-    processes: Size = 32,
-    require: str = ALL,
-) -> Sequence[Tool]:
-    """`python` and `shell` in one sandbox, over the same files. The options are those of `python`."""
-    make = _maker("tool 'workspace'", seconds, memory_mb, disk_mb, processes, require)
-    return (
-        _tool("python", Workspace.python, make, seconds),
-        _tool("shell", Workspace.shell, make, seconds),
-    )
+def _tool(
+    name: str, method: Callable[..., Awaitable[str]], state: Callable[[], Workspace], seconds: float
+) -> Tool:
+    found = signature_of(method, name, method)
+    timeout = 2 * seconds + SPARE  # the setup may have to run again
+    return Tool(name, found.schema, method, found.decode, state, timeout=timeout, replay="reapply")
 
 
-def spoken(result: Result, seconds: float, status: str = "") -> str:
+_register("python", Workspace.python)
+_register("shell", Workspace.shell)
+_register("workspace", Workspace.python, Workspace.shell)
+
+
+def reply_text(result: RunResult, seconds: float, status: str = "") -> str:
     """What the model reads: the output, and how it ended where that is not plain from it."""
+    signal = f" by signal {-result.status}" if result.status < 0 else ""
     notes = {
-        Ending.LATE: f"[stopped after {seconds:g} s]",
-        Ending.DIED: f"[the interpreter ended{_signal(result.status)}]",
+        RunEnding.LATE: f"[stopped after {seconds:g} s]",
+        RunEnding.DIED: f"[the interpreter ended{signal}]",
     }
     parts = [result.output.rstrip("\n"), notes.get(result.ending, ""), status]
     if result.lost:
         what = "variables and files" if result.emptied else "variables"
         parts.append(f"[the {what} of earlier calls are lost]")
     return "\n".join(part for part in parts if part) or "[no output]"
-
-
-def _signal(status: int) -> str:
-    return f" by signal {-status}" if status < 0 else ""
-
-
-def _maker(
-    where: str, seconds: float, memory: int, disk: int, processes: int, require: str
-) -> Callable[[], Workspace]:
-    limits = SandboxLimits(memory=memory, disk=disk, file=disk, processes=processes, output=OUTPUT)
-    return functools.partial(Workspace, limits, demand(require, where), seconds)
-
-
-def _tool(name: str, method: Callable[..., Any], make: Callable[[], Workspace], seconds: float) -> Tool:
-    found = signature_of(method, name, method)
-    return Tool(
-        name,
-        found.schema,
-        method,
-        found.decode,
-        make,
-        timeout=2 * seconds + SPARE,  # the setup may have to run again
-        replay="reapply",
-    )

@@ -20,16 +20,15 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.isolation.sandbox.box import Ending, Result, Sandbox, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxError, SandboxLimits
+from asyncrl.isolation.sandbox.jail import Jail
 
 SMALL = SandboxLimits(memory=200, processes=8, file=2, disk=4, output=2000)
 
 
-def in_box(
-    body: Callable[[Sandbox], Awaitable[object]], needs: str = "", limits: SandboxLimits = SMALL
-) -> None:
+def in_box(body: Callable[[Jail], Awaitable[object]], needs: str = "", limits: SandboxLimits = SMALL) -> None:
     async def main() -> None:
-        async with Sandbox(limits, require=()) as box:
+        async with Jail(limits, require=()) as box:
             if needs and needs not in box.holds:
                 pytest.skip(f"this machine does not isolate {needs}: {box.notes}")
             await asyncio.wait_for(body(box), 20)
@@ -37,22 +36,22 @@ def in_box(
     asyncio.run(main())
 
 
-def cells(*codes: str, seconds: float = 5.0, needs: str = "") -> list[Result]:
-    results: list[Result] = []
+def cells(*codes: str, seconds: float = 5.0, needs: str = "") -> list[RunResult]:
+    results: list[RunResult] = []
 
-    async def body(box: Sandbox) -> None:
+    async def body(box: Jail) -> None:
         for code in codes:
-            results.append(await box.cell(textwrap.dedent(code), seconds))
+            results.append(await box.run("cell", textwrap.dedent(code), seconds))
 
     in_box(body, needs)
     return results
 
 
-def program(code: str, needs: str = "", stdin: str = "", seconds: float = 5.0) -> Result:
-    results: list[Result] = []
+def program(code: str, needs: str = "", stdin: str = "", seconds: float = 5.0) -> RunResult:
+    results: list[RunResult] = []
 
-    async def body(box: Sandbox) -> None:
-        results.append(await box.program(textwrap.dedent(code), seconds, stdin))
+    async def body(box: Jail) -> None:
+        results.append(await box.run("program", textwrap.dedent(code), seconds, stdin))
 
     in_box(body, needs)
     return results[0]
@@ -63,14 +62,14 @@ def program(code: str, needs: str = "", stdin: str = "", seconds: float = 5.0) -
 
 def test_cells_keep_variables_and_print_the_last_value() -> None:
     first, second, third = cells("import math\nx = 6", "print('hm')\nx * 7", "x = None\nx")
-    assert (first.ending, first.output) == (Ending.DONE, "")
+    assert (first.ending, first.output) == (RunEnding.DONE, "")
     assert second.output == "hm\n42\n"
     assert third.output == ""
 
 
 def test_a_traceback_shows_the_cell_and_nothing_of_ours() -> None:
     failed, after = cells("def f(n):\n    return 1 / n\nf(0)", "f(2)")
-    assert failed.ending == Ending.FAILED and not failed.lost
+    assert failed.ending == RunEnding.FAILED and not failed.lost
     assert "return 1 / n" in failed.output and failed.output.endswith("ZeroDivisionError: division by zero\n")
     assert "asyncrl" not in failed.output
     assert after.output == "0.5\n"
@@ -101,19 +100,38 @@ def test_programs_read_stdin_and_end_with_a_status() -> None:
     result = program(
         "import sys, threading\nprint(int(input()) + int(sys.stdin.read()))\nsys.exit(3)", stdin="1\n41"
     )
-    assert (result.ending, result.status, result.output) == (Ending.FAILED, 3, "42\n")
+    assert (result.ending, result.status, result.output) == (RunEnding.FAILED, 3, "42\n")
     threaded = program("import threading\nthreading.Thread(target=lambda: print('late')).start()")
-    assert (threaded.ending, threaded.output) == (Ending.DONE, "late\n")
+    assert (threaded.ending, threaded.output) == (RunEnding.DONE, "late\n")
 
 
 def test_a_shell_shares_the_directory_with_the_cells() -> None:
-    async def body(box: Sandbox) -> None:
-        await box.cell("open('a.txt', 'w').write('hello'); kept = 1", 5)
-        assert (await box.shell("cat a.txt; pwd | wc -l; exit 7", 5)).status == 7
-        assert (await box.shell("cat", 5, stdin="in")).output == "in"
-        assert (await box.cell("kept", 5)).output == "1\n"
+    async def body(box: Jail) -> None:
+        await box.run("cell", "open('a.txt', 'w').write('hello'); kept = 1", 5)
+        assert (await box.run("shell", "cat a.txt; pwd | wc -l; exit 7", 5)).status == 7
+        assert (await box.run("shell", "cat", 5, stdin="in")).output == "in"
+        assert (await box.run("cell", "kept", 5)).output == "1\n"
 
     in_box(body)
+
+
+def test_files_are_written_and_read_with_the_rights_of_the_code() -> None:
+    async def body(box: Jail) -> None:
+        data = bytes(range(256))
+        await box.write_file("new/it's", data)
+        assert await box.read_file("new/it's") == data
+        assert (await box.run("cell", "len(open(\"new/it's\", 'rb').read())", 5)).output == "256\n"
+        await box.run("shell", "ln -s /etc/shadow link", 5)
+        for path, why in (("absent", "No such file"), ("/etc/shadow", "No such|denied"), ("link", "link")):
+            with pytest.raises(SandboxError, match=why):
+                await box.read_file(path)
+        await box.write_file("large", bytes(SMALL.output))
+        with pytest.raises(SandboxError, match="more than 2000 bytes"):
+            await box.read_file("large")
+        with pytest.raises(SandboxError, match="/usr/x"):
+            await box.write_file("/usr/x", data)
+
+    in_box(body, "files")
 
 
 # Attacks
@@ -121,7 +139,7 @@ def test_a_shell_shares_the_directory_with_the_cells() -> None:
 
 def test_an_infinite_loop_is_interrupted_and_keeps_its_variables() -> None:
     _, late, after = cells("n = 7", "while True: pass", "n", seconds=0.4)
-    assert (late.ending, late.lost) == (Ending.LATE, False)
+    assert (late.ending, late.lost) == (RunEnding.LATE, False)
     assert "KeyboardInterrupt" in late.output and after.output == "7\n"
 
 
@@ -135,23 +153,23 @@ def test_an_infinite_loop_is_interrupted_and_keeps_its_variables() -> None:
 )
 def test_a_loop_that_ignores_signals_is_killed_and_says_so(code: str) -> None:
     _, late, after = cells("n = 7", code, "n", seconds=0.3)
-    assert (late.ending, late.lost, late.status) == (Ending.LATE, True, -signal.SIGKILL)
+    assert (late.ending, late.lost, late.status) == (RunEnding.LATE, True, -signal.SIGKILL)
     assert "NameError" in after.output
 
 
 @pytest.mark.parametrize("end", ["import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), 9)"])
 def test_an_interpreter_that_ends_is_replaced(end: str) -> None:
     _, died, after = cells("n = 7", end, "'n' in globals()")
-    assert (died.ending, died.lost) == (Ending.DIED, True)
+    assert (died.ending, died.lost) == (RunEnding.DIED, True)
     assert after.output == "False\n"
 
 
 def test_an_interpreter_that_ends_beside_a_shell_is_told() -> None:
-    async def body(box: Sandbox) -> None:
-        await box.cell("import os, threading\nthreading.Timer(0.2, os._exit, [3]).start()", 5)
-        result = await box.shell("sleep 0.5", 5)
-        assert (result.ending, result.lost) == (Ending.DONE, True)
-        assert (await box.cell("'os' in globals()", 5)).output == "False\n"
+    async def body(box: Jail) -> None:
+        await box.run("cell", "import os, threading\nthreading.Timer(0.2, os._exit, [3]).start()", 5)
+        result = await box.run("shell", "sleep 0.5", 5)
+        assert (result.ending, result.lost) == (RunEnding.DONE, True)
+        assert (await box.run("cell", "'os' in globals()", 5)).output == "False\n"
 
     in_box(body)
 
@@ -166,7 +184,7 @@ def test_threads_and_process_pools_have_room() -> None:
 def test_a_stack_overflow_ends_only_the_interpreter() -> None:
     deep = "class A:\n    def __repr__(self): return repr(self)\nrepr(A())"
     died, after = cells(f"import sys\nsys.setrecursionlimit(10**9)\n{deep}", "1")
-    assert died.ending in (Ending.DIED, Ending.FAILED) and after.output == "1\n"
+    assert died.ending in (RunEnding.DIED, RunEnding.FAILED) and after.output == "1\n"
 
 
 def test_memory_is_bounded() -> None:
@@ -179,9 +197,9 @@ def test_memory_is_bounded() -> None:
 def test_a_program_has_the_seconds_of_cpu_of_its_call_and_cells_have_no_total() -> None:
     look = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
 
-    async def body(box: Sandbox) -> None:
-        assert (await box.program(look, 3.5)).output == "(5, 5)\n"
-        assert (await box.cell(look, 3.5)).output == "(-1, -1)\n"
+    async def body(box: Jail) -> None:
+        assert (await box.run("program", look, 3.5)).output == "(5, 5)\n"
+        assert (await box.run("cell", look, 3.5)).output == "(-1, -1)\n"
 
     in_box(body)
 
@@ -235,7 +253,7 @@ UNSHARE, CLONE, SHMGET, MSGGET, KEYS = {
 def test_memory_that_no_limit_counts_is_refused(attack: str) -> None:
     result = program(LIBC.replace("{unshare}", str(UNSHARE)) + attack, needs="memory", stdin="in")
     assert re.search("denied|refused|too large|not permitted|Function not impl|No such device", result.output)
-    assert result.ending == Ending.FAILED and "NameError" not in result.output, result.output
+    assert result.ending == RunEnding.FAILED and "NameError" not in result.output, result.output
 
 
 def test_zeros_can_be_read_and_private_memory_mapped() -> None:
@@ -262,12 +280,12 @@ def test_a_fork_bomb_is_bounded_and_ended() -> None:
 
 
 def test_a_fork_bomb_of_a_shell_is_ended_in_time() -> None:
-    async def body(box: Sandbox) -> None:
+    async def body(box: Jail) -> None:
         started = time.monotonic()
-        await box.shell(":(){ :|:& };:", 1.0)
-        assert (await box.cell("1", 10)).output in ("1\n", "")  # it may be too crowded to start, once
-        await box.program("pass", 5)
-        assert (await box.cell("1", 5)).output == "1\n"
+        await box.run("shell", ":(){ :|:& };:", 1.0)
+        assert (await box.run("cell", "1", 10)).output in ("1\n", "")  # it may be too crowded to start, once
+        await box.run("program", "pass", 5)
+        assert (await box.run("cell", "1", 5)).output == "1\n"
         assert time.monotonic() - started < 15
 
     in_box(body, "processes")
@@ -282,9 +300,9 @@ def test_huge_output_is_cut_in_its_middle() -> None:
 
 
 def test_endless_output_ends_with_its_time() -> None:
-    async def body(box: Sandbox) -> None:
-        result = await box.shell("yes", 0.4)
-        assert result.ending == Ending.LATE and len(result.output) < 2100
+    async def body(box: Jail) -> None:
+        result = await box.run("shell", "yes", 0.4)
+        assert result.ending == RunEnding.LATE and len(result.output) < 2100
 
     in_box(body)
 
@@ -301,11 +319,11 @@ def test_files_and_descriptors_are_bounded(code: str, error: str) -> None:
 
 
 def test_the_directory_is_bounded() -> None:
-    async def body(box: Sandbox) -> None:
-        if (await box.shell("pwd", 5)).output != "/sandbox\n":
+    async def body(box: Jail) -> None:
+        if (await box.run("shell", "pwd", 5)).output != "/sandbox\n":
             pytest.skip("without a mount namespace only single files are bounded")
         fill = "for n in range(9):\n    with open(str(n), 'wb') as f: f.write(bytes(1 << 20))"
-        assert "No space left" in (await box.program(fill, 5)).output
+        assert "No space left" in (await box.run("program", fill, 5)).output
 
     in_box(body, "files")
 
@@ -344,9 +362,9 @@ def test_files_outside_are_not_there_and_not_writable(tmp_path: Path) -> None:
 def test_links_lead_nowhere_outside(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("a key")
 
-    async def body(box: Sandbox) -> None:
+    async def body(box: Jail) -> None:
         look = f"ln -s {tmp_path} link; cat link/secret; cat ../../../..{tmp_path}/secret"
-        result = await box.shell(f"{look}; mount -o remount,rw /usr", 5)
+        result = await box.run("shell", f"{look}; mount -o remount,rw /usr", 5)
         assert "a key" not in result.output and result.status != 0
 
     in_box(body, "files")
@@ -396,8 +414,8 @@ def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch
     result = program("import os\nprint(dict(os.environ))")
     assert "sesame" not in result.output and "PATH" in result.output
 
-    async def body(box: Sandbox) -> None:
-        look = await box.shell("env; cat /proc/*/environ 2>/dev/null", 5)
+    async def body(box: Jail) -> None:
+        look = await box.run("shell", "env; cat /proc/*/environ 2>/dev/null", 5)
         assert "PATH" in look.output and "sesame" not in look.output
 
     in_box(body)
@@ -430,11 +448,13 @@ def test_nothing_runs_between_calls() -> None:
         "import threading, time\nn = 0\ndef run():\n    global n\n    while True: n += 1; time.sleep(0.001)\n"
     )
 
-    async def body(box: Sandbox) -> None:
-        await box.cell(count + "threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.05)", 5)
-        first = int((await box.cell("n", 5)).output)
+    async def body(box: Jail) -> None:
+        await box.run(
+            "cell", count + "threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.05)", 5
+        )
+        first = int((await box.run("cell", "n", 5)).output)
         await asyncio.sleep(0.3)
-        assert int((await box.cell("n", 5)).output) - first < 100
+        assert int((await box.run("cell", "n", 5)).output) - first < 100
 
     in_box(body, "orphans")
 
@@ -446,12 +466,14 @@ def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
 
     async def main() -> int:
-        box = Sandbox(SMALL, require=(), show=[str(tmp_path)])
-        await box.open()
+        box = Jail(SMALL, require=(), show=[str(tmp_path)])
+        await box.start()
         # setsid and a double fork: neither the group nor the parent knows it any more
         opened = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-        result = await box.shell(f"(setsid sh -c 'exec 5<>{fifo}; echo up >&5; sleep 1000' &) ; sleep 0.2", 5)
-        assert result.ending == Ending.DONE, result
+        result = await box.run(
+            "shell", f"(setsid sh -c 'exec 5<>{fifo}; echo up >&5; sleep 1000' &) ; sleep 0.2", 5
+        )
+        assert result.ending == RunEnding.DONE, result
         await box.close()
         return opened
 
@@ -477,12 +499,12 @@ def test_background_children_end_with_the_sandbox(tmp_path: Path) -> None:
 def test_processes_end_with_a_killed_owner() -> None:
     script = textwrap.dedent("""
         import asyncio, sys
-        from asyncrl.isolation.sandbox.box import Sandbox
+        from asyncrl.isolation.sandbox.jail import Jail
         async def main():
-            box = Sandbox(require=())
-            await box.open()
+            box = Jail(require=())
+            await box.start()
             print(box.pid, flush=True)
-            await box.cell("while True: pass", 1000)
+            await box.run("cell", "while True: pass", 1000)
         asyncio.run(main())
     """)
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -498,16 +520,16 @@ def test_processes_end_with_a_killed_owner() -> None:
 
 
 def test_a_cancelled_call_ends_everything_and_the_next_starts_anew_and_says_so() -> None:
-    async def body(box: Sandbox) -> None:
-        await box.cell("n = 1", 5)
-        task = asyncio.create_task(box.cell("while True: pass", 100))
+    async def body(box: Jail) -> None:
+        await box.run("cell", "n = 1", 5)
+        task = asyncio.create_task(box.run("cell", "while True: pass", 100))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        told = await box.cell("'n' in globals()", 5)
+        told = await box.run("cell", "'n' in globals()", 5)
         assert (told.output, told.lost, told.emptied) == ("False\n", True, True)
-        again = await box.cell("1", 5)
+        again = await box.run("cell", "1", 5)
         assert (again.lost, again.emptied) == (False, False)
 
     in_box(body)
@@ -524,63 +546,65 @@ def test_a_program_finds_nothing_of_the_one_before() -> None:
             time.sleep(1000)
     """
 
-    async def body(box: Sandbox) -> None:
-        await box.cell("kept = 1", 5)
-        first = await box.program(textwrap.dedent(leave), 0.5)
+    async def body(box: Jail) -> None:
+        await box.run("cell", "kept = 1", 5)
+        first = await box.run("program", textwrap.dedent(leave), 0.5)
         assert first.lost
-        second = await box.program("import os, json\nprint(os.listdir('.'), hasattr(json, 'planted'))", 5)
-        assert (second.ending, second.output, second.lost) == (Ending.DONE, "[] False\n", False)
-        assert "usr" in (await box.shell("ls /", 5)).output
+        second = await box.run(
+            "program", "import os, json\nprint(os.listdir('.'), hasattr(json, 'planted'))", 5
+        )
+        assert (second.ending, second.output, second.lost) == (RunEnding.DONE, "[] False\n", False)
+        assert "usr" in (await box.run("shell", "ls /", 5)).output
 
     in_box(body)
 
 
 def test_a_killed_sandbox_is_a_result() -> None:
-    async def body(box: Sandbox) -> None:
-        task = asyncio.create_task(box.cell("while True: pass", 100))
+    async def body(box: Jail) -> None:
+        task = asyncio.create_task(box.run("cell", "while True: pass", 100))
         await asyncio.sleep(0.05)
         assert box.pid is not None
         os.kill(box.pid, signal.SIGKILL)
         result = await task
-        assert (result.ending, result.lost, result.emptied) == (Ending.DIED, True, True)
-        assert (await box.cell("1", 5)).output == "1\n"
+        assert (result.ending, result.lost, result.emptied) == (RunEnding.DIED, True, True)
+        assert (await box.run("cell", "1", 5)).output == "1\n"
 
     in_box(body)
 
 
 def test_a_closed_sandbox_stays_closed() -> None:
     async def main() -> None:
-        box = Sandbox(require=())
-        await box.cell("1", 5)  # it opens by itself
+        box = Jail(require=())
+        await box.run("cell", "1", 5)  # it opens by itself
         await box.close()
         await box.close()
         with pytest.raises(SandboxError, match="closed"):
-            await box.cell("1", 5)
+            await box.run("cell", "1", 5)
         assert box.pid is None
 
     asyncio.run(main())
 
 
 def test_a_sandbox_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.sandbox.box.START", "raise SystemExit")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
-        asyncio.run(Sandbox(require=()).open())
+        asyncio.run(Jail(require=()).start())
 
 
 def test_too_much_code_is_refused() -> None:
-    async def body(box: Sandbox) -> None:
+    async def body(box: Jail) -> None:
         with pytest.raises(ValueError, match="at most 60000"):
-            await box.cell("#" * 60_001, 5)
-        assert (await box.cell("#" * 60_000, 5)).ending == Ending.DONE
+            await box.run("cell", "#" * 60_001, 5)
+        assert (await box.run("cell", "#" * 60_000, 5)).ending == RunEnding.DONE
 
     in_box(body)
 
 
 def test_what_must_hold_is_demanded() -> None:
     async def main() -> None:
-        box = Sandbox(require=["flight"])
+        box = Jail(require=["flight"])
         with pytest.raises(SandboxError, match="no isolation of flight"):
-            await box.open()
+            await box.start()
 
     asyncio.run(main())
 
@@ -598,7 +622,7 @@ KINDS = {
 }
 TRY = '''
 import asyncio
-from asyncrl.isolation.sandbox.box import SandboxLimits, Sandbox
+from asyncrl.isolation.sandbox.jail import Jail, SandboxLimits
 COUNT = """
 import glob, os
 def read(path):
@@ -608,15 +632,15 @@ print(sum(read(path).split(bytes(1))[:2] == [b"sleep", b"987"] for path in glob.
 print(os.environ["HOME"] == os.getcwd())
 """
 async def main():
-    async with Sandbox(SandboxLimits(processes=8), require=()) as box:
+    async with Jail(SandboxLimits(processes=8), require=()) as box:
         print(sorted(box.holds))
-        print((await box.cell("n = 7", 5)).ending)
-        late = await box.cell("while True: pass", 0.2)
-        print(late.ending, late.lost, (await box.cell("n", 5)).output.strip())
-        print((await box.program("print(input())", 5, "in")).output.strip())
-        await box.shell("setsid sleep 987 & sleep 0.1", 5)
-        late = await box.shell("setsid sleep 987 & sleep 987", 0.2)
-        print((await box.program(COUNT, 5)).output.strip())
+        print((await box.run("cell", "n = 7", 5)).ending)
+        late = await box.run("cell", "while True: pass", 0.2)
+        print(late.ending, late.lost, (await box.run("cell", "n", 5)).output.strip())
+        print((await box.run("program", "print(input())", 5, "in")).output.strip())
+        await box.run("shell", "setsid sleep 987 & sleep 0.1", 5)
+        late = await box.run("shell", "setsid sleep 987 & sleep 987", 0.2)
+        print((await box.run("program", COUNT, 5)).output.strip())
 asyncio.run(main())
 '''
 
@@ -643,14 +667,14 @@ def test_it_works_with_fewer_rights(kind: str) -> None:
 
 DEEP = """
 import asyncio, os
-from asyncrl.isolation.sandbox.box import Sandbox
+from asyncrl.isolation.sandbox.jail import Jail
 DIG = "import os\\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\\nprint('dug')"
 async def main():
     for killed in (False, True):
-        box = Sandbox(require=())
-        await box.open()
+        box = Jail(require=())
+        await box.start()
         print("memory" in box.holds, "is memory" in box.notes)
-        print((await box.cell(DIG, 10)).output.strip(), len(os.listdir(os.environ["TMPDIR"])))
+        print((await box.run("cell", DIG, 10)).output.strip(), len(os.listdir(os.environ["TMPDIR"])))
         if killed:
             os.kill(box.pid, 9)
         await box.close()

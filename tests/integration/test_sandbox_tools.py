@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.isolation.sandbox.abilities import Abilities, abilities, demand
-from asyncrl.isolation.sandbox.confine import SandboxLimits
+from asyncrl.isolation.sandbox.backends import Abilities, abilities, check_isolation
+from asyncrl.isolation.sandbox.base import SandboxLimits
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
 from asyncrl.rewards.loading import load_rewards
@@ -105,8 +105,8 @@ def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) ->
         try:
             await space.python("n = 7")
             began = asyncio.Event()
-            asked = space._box._exchange
-            space._box._exchange = lambda request: (began.set(), asked(request))[1]  # type: ignore
+            asked = space._sandbox._exchange
+            space._sandbox._exchange = lambda request: (began.set(), asked(request))[1]  # type: ignore
             task = asyncio.create_task(space.python("while True: pass"))
             await asyncio.wait_for(began.wait(), 10)
             task.cancel()
@@ -128,12 +128,12 @@ def test_a_loss_is_told_even_if_the_setup_fails_first() -> None:
         space = Workspace(SandboxLimits(), frozenset(), 5.0)
         await space.open(SAMPLE, flaky)
         try:
-            ask, space._box._cut_off = space._box.cell, True  # a loss that the next cell is told
+            space._sandbox._lost = space._sandbox._emptied = True  # a loss that the next cell is told
             space._ready, space._setup = False, "1 / 0"
             with pytest.raises(ToolError, match="setup of row 0 did not run"):
                 await space.python("1")
             space._setup = flaky
-            assert (await ask("'os' in globals()", 5)).lost is False
+            assert (await space._sandbox.run("cell", "'os' in globals()", 5)).lost is False
             assert await space.python("2") == "2\n[the variables and files of earlier calls are lost]"
             assert await space.python("3") == "3"
         finally:
@@ -153,12 +153,12 @@ def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="require has 'wings'; it takes words of: network files"):
         load_tools(["python"], {"python": {"require": "network wings"}})
     poor = Abilities(frozenset({"files"}), "[Errno 1] Operation not permitted")
-    monkeypatch.setattr("asyncrl.isolation.sandbox.abilities.abilities", lambda: poor)
+    monkeypatch.setattr("asyncrl.isolation.sandbox.backends.abilities", lambda: poor)
     with pytest.raises(
         ConfigError, match=r"tool 'python': this machine does not let .* network.*require less"
     ):
         load_tools(["python"], {"python": {"require": "network, files"}})
-    assert demand("files", "x") == {"files"}
+    assert check_isolation("files", "x") == {"files"}
 
 
 def test_abilities_are_looked_up_once() -> None:
@@ -263,7 +263,7 @@ def test_waiting_for_a_sandbox_has_a_bound_of_its_own() -> None:
 
     async def main() -> None:
         code = Code(require="", at_once=1, total_seconds=0.01)
-        async with code._place():
+        async with code._started_sandbox():
             with pytest.raises(RewardError, match=r"no sandbox was free for 0\.1 s"):
                 await code("test", ADD, PAIRS)
         assert (await code("test", ADD, PAIRS))["components"]["tests"] == 3

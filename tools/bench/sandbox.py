@@ -16,15 +16,15 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from asyncrl.isolation.sandbox.box import Result, Sandbox
+from asyncrl.isolation.sandbox.jail import Jail
 
-STEPS: dict[str, Callable[[Sandbox], Awaitable[Result | None]]] = {
-    "open": lambda box: box.open(),
-    "first cell": lambda box: box.cell("x = 1", 20),
-    "cell": lambda box: box.cell("x + 1", 20),
-    "cell that imports json and re": lambda box: box.cell("import json, re", 20),
-    "shell `true`": lambda box: box.shell("true", 20),
-    "program": lambda box: box.program("print(1)", 20),
+STEPS: dict[str, Callable[[Jail], Awaitable[object]]] = {
+    "open": lambda box: box.start(),
+    "first cell": lambda box: box.run("cell", "x = 1", 20),
+    "cell": lambda box: box.run("cell", "x + 1", 20),
+    "cell that imports json and re": lambda box: box.run("cell", "import json, re", 20),
+    "shell `true`": lambda box: box.run("shell", "true", 20),
+    "program": lambda box: box.run("program", "print(1)", 20),
     "close": lambda box: box.close(),
 }
 
@@ -53,7 +53,7 @@ async def measure(times: int, together: int) -> dict[str, list[float]]:
 
     async def one() -> None:
         async with room:
-            box = Sandbox(require=())
+            box = Jail(require=())
             for name, step in STEPS.items():
                 started = time.perf_counter()
                 await step(box)
@@ -64,8 +64,8 @@ async def measure(times: int, together: int) -> dict[str, list[float]]:
 
 
 async def memory() -> float:
-    async with Sandbox(require=()) as box:
-        await box.cell("1", 20)
+    async with Jail(require=()) as box:
+        await box.run("cell", "1", 20)
         assert box.pid is not None
         return sum(map(own, family(box.pid))) / 1024
 

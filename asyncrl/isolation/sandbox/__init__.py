@@ -1,2 +1,2 @@
-"""Run code that nobody has read: `box.Sandbox`. Its child imports this package before anything else, so it
-stays empty."""
+"""Run code that nobody has read: `base.Sandbox`. The child of jail.py imports this package before anything
+else, so it stays empty."""

@@ -9,12 +9,24 @@ Root needs no user namespace, and gives each sandbox a user of its own; others n
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncrl.isolation.sandbox import calls, locks
+from asyncrl.isolation.sandbox import landlock, seccomp
+from asyncrl.isolation.sandbox.kernel import (
+    MACHINE,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    SIGKILL,
+    check,
+    libc,
+    prctl,
+    syscall,
+)
+from asyncrl.isolation.sandbox.wire import SandboxLimits
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 1 << 12, 1 << 14, 1 << 18
@@ -23,31 +35,16 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 READ_ONLY, NO_SUID, NO_DEVICES = 1, 2, 4  # of mount_setattr
 SYS_MOUNT_SETATTR = 442
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 CAPABILITY_VERSION = 0x20080522
-SIGKILL = 9
 MEMORY_FILES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 OWN_USERS = 0x70000000
 """Root's sandboxes run as a user of this number plus the guard's process id, which no other process has."""
+OWN_PROCESSES = 3  # the guard, the warden, the interpreter: beside those of the code
 HOME = "/sandbox"
-ASIDE = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
+NEW_ROOT = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
 """By their names inside. `full` reads as `zero` does, but cannot be mapped: that is memory nobody counts."""
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-class SandboxLimits(NamedTuple):
-    """Sizes are MiB. `memory`, `open_files` and `file` (the largest) are of one process; `disk` is of the
-    private directory, `processes` of all processes and threads together."""
-
-    memory: int = 512
-    processes: int = 32
-    open_files: int = 64
-    file: int = 32
-    disk: int = 64
-    output: int = 16_384  # bytes of a reply
 
 
 class ConfinementPlan(NamedTuple):
@@ -60,11 +57,11 @@ class ConfinementPlan(NamedTuple):
     number: int
 
 
-class Ground(NamedTuple):
-    """Where code runs. `home`: its directory. `holds`: what is kept from it (wire.HOLDS). `alone`: a signal
-    to all processes reaches its own only. `processes`: the limit to set, others of its user counted in.
-    `files`: a ruleset of locks.py that its processes take on; -1: they need none, or there is none.
-    `filtered`: calls.py works here."""
+class Confinement(NamedTuple):
+    """Where code runs. `home`: its directory. `holds`: what is kept from it (wire.ISOLATION). `alone`: a
+    signal to all processes reaches its own only. `processes`: the limit to set, others of its user counted
+    in. `files`: a ruleset of landlock.py that its processes take on; -1: they need none, or there is none.
+    `filtered`: seccomp works here. `notes`: what the kernel refused."""
 
     home: str
     holds: frozenset[str]
@@ -75,18 +72,21 @@ class Ground(NamedTuple):
     notes: str
 
 
-def split_off(notes: list[str]) -> set[str]:
-    """The next child gets a process namespace (`pid`), where needed with a `user` namespace around it."""
+def new_process_namespace(notes: list[str]) -> set[str]:
+    """The next child gets one (`pid`), where needed with a `user` namespace around it."""
     uid, gid = os.geteuid(), os.getegid()
-    for names in ({"pid"}, {"pid", "user"}):
-        if attempt(functools.partial(unshare, _flags(names)), notes):
-            if "user" in names:
-                _map_user(uid, gid)
-            return names
+    if attempt(lambda: unshare(NEWPID), notes):
+        return {"pid"}
+    if attempt(lambda: unshare(NEWPID | NEWUSER), notes):
+        maps = (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"))
+        for name, text in maps:
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        return {"pid", "user"}
     return set()
 
 
-def settle(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Ground:
+def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confinement:
     """In that child: everything else."""
     holds = {"orphans"} if "pid" in spaces else set()
     attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
@@ -99,71 +99,44 @@ def settle(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Ground:
     else:
         home = plan.fallback
         os.mkdir(home, 0o700)
-        if not (_reachable() and attempt(lambda: os.chown(home, uid, uid), notes)):
+        if not (_library_is_public() and attempt(lambda: os.chown(home, uid, uid), notes)):
             uid = os.getuid()
     own = uid != os.getuid() and attempt(lambda: _become(uid), notes)
     os.chdir(home)
     drop_rights()
-    files = -1 if "files" in holds else _lock_files(plan, home, holds, notes)
-    filtered = attempt(lambda: calls.refuse(calls.UNCOUNTED), notes)
+    files = -1 if "files" in holds else _files_by_landlock(plan, home, holds, notes)
+    filtered = attempt(lambda: seccomp.refuse(seccomp.UNCOUNTED.values()), notes)
     if filtered and "files" in holds and (home == HOME or not _is_memory(home, notes)):
         holds.add("memory")  # without `files` there may be other directories that are memory
-    if "network" not in holds and attempt(lambda: calls.refuse(calls.SOCKETS), notes):
+    if "network" not in holds and attempt(lambda: seccomp.refuse(seccomp.SOCKETS.values()), notes):
         holds.add("network")
     if own:
         holds.add("orphans")  # the guard is another user, whom they cannot kill
     if os.getuid() != 0:
         holds.add("processes")
-    counted = own or ("user" in spaces and _kernel() >= (5, 14))
-    others = 3 if counted else 3 + _tasks(os.getuid())  # the guard, the warden, the interpreter
+    counted_apart = own or ("user" in spaces and _kernel() >= (5, 14))
+    count = plan.limits.processes + OWN_PROCESSES + (0 if counted_apart else _tasks(os.getuid()))
     alone = own or "pid" in spaces
-    return Ground(
-        home, frozenset(holds), alone, plan.limits.processes + others, files, filtered, "; ".join(notes)
-    )
-
-
-def _is_memory(directory: str, notes: list[str]) -> bool:
-    found = ctypes.create_string_buffer(256)
-    check(libc.statfs(os.fsencode(directory), found), "statfs")
-    if int.from_bytes(found.raw[:4], "little") not in MEMORY_FILES:
-        return False
-    notes.append(f"{directory} is memory: set TMPDIR to a directory on a disk")
-    return True
-
-
-def _lock_files(plan: ConfinementPlan, home: str, holds: set[str], notes: list[str]) -> int:
-    """A ruleset in place of a new root. It also keeps signals inside, where the kernel is new enough."""
-    devices = [f"/dev/{name}" for name in DEVICES.values()]
-    try:
-        fd = locks.ruleset(plan.shown, [home, *devices])
-    except OSError as error:
-        notes.append(str(error))
-        return -1
-    version = locks.landlock_version()
-    if version >= 3:  # before, files could be emptied
-        holds.add("files")
-    if version >= locks.SCOPES_SINCE:
-        holds.add("orphans")  # they cannot kill those who end them
-    return fd
+    return Confinement(home, frozenset(holds), alone, count, files, filtered, "; ".join(notes))
 
 
 def new_root(plan: ConfinementPlan, uid: int) -> None:
     """A file tree of `shown`, read-only, with a private directory that vanishes with its last process."""
     unshare(NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    mount("tmpfs", ASIDE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     try:
         _fill(plan.shown, uid)
         sizes = f"size={plan.limits.disk}m,nr_inodes=16k,mode=700,uid={uid},gid={uid}"
-        mount("tmpfs", ASIDE + HOME, "tmpfs", MS_NOSUID | MS_NODEV, sizes)
-        attempt(lambda: mount("proc", f"{ASIDE}/proc", "proc", MS_NOSUID | MS_NODEV), [])
+        mount("tmpfs", NEW_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, sizes)
+        attempt(lambda: mount("proc", f"{NEW_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV), [])
         for name, source in DEVICES.items():
-            mount(f"/dev/{source}", f"{ASIDE}/dev/{name}", "", MS_BIND)
-        os.chdir(ASIDE)
-        check(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+            mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", MS_BIND)
+        os.chdir(NEW_ROOT)
+        syscall("pivot_root", SYS_PIVOT_ROOT[MACHINE], b".", b".")
         check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
     except (OSError, KeyError):
-        libc.umount2(ASIDE.encode(), MNT_DETACH)
+        libc.umount2(NEW_ROOT.encode(), MNT_DETACH)
         raise
     os.chdir("/")
 
@@ -172,21 +145,21 @@ def _fill(shown: Sequence[str], uid: int) -> None:
     for path in shown:
         _show(path)
     for name in ("proc", "dev", "etc", HOME[1:]):
-        os.makedirs(f"{ASIDE}/{name}", exist_ok=True)
+        os.makedirs(f"{NEW_ROOT}/{name}", exist_ok=True)
     for name in DEVICES:
-        os.close(os.open(f"{ASIDE}/dev/{name}", os.O_CREAT))
+        os.close(os.open(f"{NEW_ROOT}/dev/{name}", os.O_CREAT))
     for name in ("tmp", "dev/shm"):
-        if not os.path.lexists(f"{ASIDE}/{name}"):
-            os.symlink(HOME, f"{ASIDE}/{name}")
-    with open(f"{ASIDE}/etc/passwd", "w") as file:
+        if not os.path.lexists(f"{NEW_ROOT}/{name}"):
+            os.symlink(HOME, f"{NEW_ROOT}/{name}")
+    with open(f"{NEW_ROOT}/etc/passwd", "w") as file:
         file.write(f"sandbox:x:{uid}:{uid}::{HOME}:/bin/sh\n")
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0)
-    arguments = (AT_FDCWD, ASIDE.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
-    check(libc.syscall(SYS_MOUNT_SETATTR, *arguments), "mount_setattr")
+    arguments = (AT_FDCWD, NEW_ROOT.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes))
+    syscall("mount_setattr", SYS_MOUNT_SETATTR, *arguments)
 
 
 def _show(path: str) -> None:
-    target = ASIDE + path
+    target = NEW_ROOT + path
     if os.path.lexists(target):
         return
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -204,17 +177,34 @@ def drop_rights() -> None:
     """No capabilities, now or by exec; unreadable by its children; ends with its parent, inherits orphans."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-    for option, value in (
-        (PR_SET_NO_NEW_PRIVS, 1),
-        (PR_SET_DUMPABLE, 0),
-        (PR_SET_CHILD_SUBREAPER, 1),
-        (PR_SET_PDEATHSIG, SIGKILL),  # last: a change of user clears it
-    ):
-        prctl(option, value)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_DUMPABLE, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, SIGKILL)  # last: a change of user clears it
 
 
-def prctl(option: int, value: int) -> None:
-    check(libc.prctl(option, value, 0, 0, 0), f"prctl({option})")
+def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes: list[str]) -> int:
+    """A ruleset in place of a new root. It also keeps signals inside, where the kernel is new enough."""
+    devices = [f"/dev/{name}" for name in DEVICES.values()]
+    try:
+        fd = landlock.ruleset(plan.shown, [home, *devices])
+    except OSError as error:
+        notes.append(str(error))
+        return -1
+    if landlock.landlock_version() >= landlock.FILES_SINCE:
+        holds.add("files")
+    if landlock.landlock_version() >= landlock.SCOPES_SINCE:
+        holds.add("orphans")  # they cannot kill those who end them
+    return fd
+
+
+def _is_memory(directory: str, notes: list[str]) -> bool:
+    found = ctypes.create_string_buffer(256)
+    check(libc.statfs(os.fsencode(directory), found), "statfs")
+    if int.from_bytes(found.raw[:4], "little") not in MEMORY_FILES:
+        return False
+    notes.append(f"{directory} is memory: set TMPDIR to a directory on a disk")
+    return True
 
 
 def unshare(flags: int) -> None:
@@ -226,29 +216,14 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     check(libc.mount(*texts, ctypes.c_ulong(flags), os.fsencode(data)), f"mount at {target}")
 
 
-def check(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), what)
-
-
 def attempt(step: Callable[[], object], notes: list[str]) -> bool:
+    """Whether it worked; a refusal is added to the notes."""
     try:
         step()
     except (OSError, KeyError) as error:
         notes.append(str(error))
         return False
     return True
-
-
-def _flags(names: set[str]) -> int:
-    return NEWPID | (NEWUSER if "user" in names else 0)
-
-
-def _map_user(uid: int, gid: int) -> None:
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
 
 
 def _user(plan: ConfinementPlan, spaces: set[str]) -> int:
@@ -267,7 +242,7 @@ def _become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _reachable() -> bool:
+def _library_is_public() -> bool:
     """Whether any user may read this Python's library: root's sandbox would lose it by a change of user."""
     path, parts = "", os.path.dirname(os.__file__).split("/")
     for part in parts[1:]:
@@ -284,11 +259,10 @@ def _kernel() -> tuple[int, ...]:
 def _tasks(uid: int) -> int:
     """Processes and threads of a user, which the kernel counts against the limit."""
     count = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                if os.stat(f"/proc/{name}").st_uid == uid:
-                    count += os.stat(f"/proc/{name}/task").st_nlink - 2
-            except OSError:
-                continue  # it ended meanwhile
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                count += os.stat(f"/proc/{name}/task").st_nlink - 2
+        except OSError:
+            continue  # it ended meanwhile
     return count

@@ -1,64 +1,242 @@
-"""The child's main program: the guard forks the warden, waits for it, and leaves nothing behind.
+"""The sandbox that needs nothing but this Python and Linux, from its owner's side: start it, ask it, end it.
 
-python -I -S -c START <root of this package> memory=512 … show=/usr … path=/…/site-packages fallback=/tmp/…
+    owner ──socket──► guard.py ──fork──► warden.py ──fork──► interpreter.py, programs, shells
+
+Nothing that comes back is taken for more than bytes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import contextlib
 import os
+import secrets
+import shlex
 import signal
+import socket
+import subprocess
 import sys
-from types import FrameType
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 
-from asyncrl.isolation.sandbox import confine, files, processes
-from asyncrl.isolation.sandbox.confine import ConfinementPlan, SandboxLimits
-from asyncrl.isolation.sandbox.warden import Warden
-
-START = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from asyncrl.isolation.sandbox.jail import main; main()"
+from asyncrl.errors import one_line
+from asyncrl.isolation.foreign import in_thread
+from asyncrl.isolation.sandbox import emptying, wire
+from asyncrl.isolation.sandbox.base import (
+    ISOLATION,
+    RunEnding,
+    RunKind,
+    RunResult,
+    SandboxError,
+    SandboxLimits,
 )
+from asyncrl.isolation.sandbox.guard import START
+
+START_SECONDS = 20.0
+LATE_SECONDS = 5.0
+"""How much later than asked the warden may answer: one second of grace, and a busy machine."""
+FILE_SECONDS = 10.0  # to write or read one
+END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
+CLEAN_SECONDS = 5.0
+MAX_OUTPUT = 16 << 20
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+ROOT = Path(__file__).resolve().parents[3]
+ENDINGS = {
+    wire.DONE: RunEnding.DONE,
+    wire.FAILED: RunEnding.FAILED,
+    wire.LATE: RunEnding.LATE,
+    wire.DIED: RunEnding.DIED,
+}
+ENVIRONMENT = {
+    "PATH": os.pathsep.join((str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin")),
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each would take 128 MiB of the address space that is counted as memory
+}
+"""All that the code sees of it: keys and tokens of the trainer's environment stay outside."""
 
 
-def main() -> None:
-    given = [argument.partition("=")[::2] for argument in sys.argv[1:]]
-    words = dict(given)
-    plan = ConfinementPlan(
-        SandboxLimits(**{name: int(words[name]) for name in SandboxLimits._fields}),
-        [value for name, value in given if name == "show"],
-        words["fallback"],
-        os.getpid(),
-    )
-    notes: list[str] = []
-    spaces = confine.split_off(notes)
-    pid = os.fork()
-    if pid == 0:
-        work(plan, spaces, notes, [value for name, value in given if name == "path"])
-    wait(pid, plan)
+class Jail:
+    """A `base.Sandbox` of namespaces, Landlock, seccomp and limits (confine.py).
+
+    `require`: what must hold (ISOLATION); SandboxError from `start` where it does not. `show`: paths beside
+    this Python and the system's programs that may be read.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits = SandboxLimits(),
+        *,
+        require: Iterable[str] = ISOLATION,
+        show: Iterable[str] = (),
+    ) -> None:
+        self.limits = limits
+        self.holds: frozenset[str] = frozenset()
+        self.notes = ""
+        self._require = frozenset(require)
+        self._show = tuple(show)
+        self._turn = asyncio.Lock()
+        self._closed = False
+        self._lost = self._emptied = False  # by a call whose result nobody saw: for the next one to report
+        self._fallback = ""  # where there is no new root: its directory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process above all of its processes; None when it is not open."""
+        return self._process.pid if self._process else None
+
+    async def __aenter__(self) -> Jail:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Within START_SECONDS."""
+        self._closed = False
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._connect()
+                await self._greet()
+        except (OSError, EOFError) as error:
+            await self._end()
+            raise SandboxError(f"the sandbox did not start: {one_line(error)}") from error
+        except BaseException:
+            await self._end()
+            raise
+
+    async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
+        started = time.monotonic()
+        result = await self._ask(kind, source, seconds, stdin.encode(errors="replace"))
+        lost, emptied = self._lost or result.lost, self._emptied or result.emptied
+        self._lost = self._emptied = False
+        return replace(result, lost=lost, emptied=emptied, seconds=time.monotonic() - started)
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        name = shlex.quote(path)
+        await self._file(path, f'mkdir -p -- "$(dirname -- {name})" && cat > {name}', data)
+
+    async def read_file(self, path: str) -> bytes:
+        return base64.b64decode(await self._file(path, f"base64 -w0 -- {shlex.quote(path)}"))
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._end()
+
+    async def _file(self, path: str, command: str, data: bytes = b"") -> str:
+        """The shell's output: the code's own rights decide what of files is possible."""
+        result = await self._ask("shell", command, FILE_SECONDS, data)
+        self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
+        if result.ending != RunEnding.DONE or result.omitted:
+            why = f"more than {self.limits.output} bytes" if result.omitted else result.output[-200:].strip()
+            raise SandboxError(f"file {path!r} of the sandbox: {why or result.ending}")
+        return result.output
+
+    async def _ask(self, kind: RunKind, source: str, seconds: float, stdin: bytes) -> RunResult:
+        request = wire.RunRequest(kind[0].encode(), seconds, source.encode(errors="replace"), stdin)
+        if len(request.source) > (most := wire.LARGEST[request.kind]):
+            raise ValueError(f"the code has {len(request.source)} bytes; at most {most} can be run")
+        async with self._turn:
+            if self._closed:
+                raise SandboxError("the sandbox is closed")
+            if self._process is None:
+                await self.start()
+            try:
+                async with asyncio.timeout(seconds + LATE_SECONDS):
+                    return await self._exchange(request)
+            except (OSError, EOFError, SandboxError):
+                await self._end()
+                return RunResult(RunEnding.DIED, "", lost=True, emptied=True)
+            except BaseException:  # cancelled: the reply would answer the next question
+                self._lost = self._emptied = True
+                await self._end()
+                raise
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._writer is not None:
+            self._writer.close()  # the warden reads the end, and goes
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            process.send_signal(number)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    await in_thread(process.wait, "sandbox")
+                    break
+        if os.path.lexists(self._fallback):  # noqa: ASYNC240 (the guard was killed, who removes it)
+            with contextlib.suppress(
+                Exception
+            ):  # what is left harms nobody; each start has another directory
+                await asyncio.to_thread(emptying.remove, self._fallback, CLEAN_SECONDS)
+
+    async def _connect(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = self._spawn(theirs.fileno())
+            except OSError:
+                ours.close()
+                raise
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+
+    def _spawn(self, link: int) -> subprocess.Popen[bytes]:
+        self._fallback = f"{tempfile.gettempdir()}/asyncrl-sandbox-{secrets.token_hex(8)}"
+        arguments = (
+            tuple(self.limits),
+            _existing((*SYSTEM, *SETTINGS, sys.base_prefix, sys.prefix, *self._show)),
+            self._fallback,
+        )
+        code = START.format(root=str(ROOT), arguments=arguments, path=sysconfig.get_path("purelib"))
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", code],
+            stdin=link,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    async def _greet(self) -> None:
+        bits, size = wire.HELLO.unpack(await self._reader.readexactly(wire.HELLO.size))
+        if size > MAX_OUTPUT:
+            raise SandboxError("the sandbox speaks another protocol")
+        self.notes = (await self._reader.readexactly(size)).decode("utf-8", "replace")
+        self.holds = frozenset(name for bit, name in enumerate(ISOLATION) if bits >> bit & 1)
+        if missing := sorted(self._require - self.holds):
+            raise SandboxError(
+                f"this machine gives the sandbox no isolation of {', '.join(missing)} ({self.notes}); allow "
+                f"namespaces (docs/sandbox.md), or require less"
+            )
+
+    async def _exchange(self, request: wire.RunRequest) -> RunResult:
+        assert self._writer is not None
+        self._writer.write(request.frame())
+        await self._writer.drain()
+        header = await self._reader.readexactly(wire.REPLY.size)
+        ending, status, lost, omitted, size = wire.REPLY.unpack(header)
+        if ending not in ENDINGS or size > MAX_OUTPUT:
+            raise SandboxError("the sandbox broke the protocol")
+        output = (await self._reader.readexactly(size)).decode("utf-8", "replace")
+        return RunResult(ENDINGS[ending], output, status, lost, omitted=omitted)
 
 
-def work(plan: ConfinementPlan, spaces: set[str], notes: list[str], path: list[str]) -> None:
-    """The warden's life. It ends when the owner does, and the kernel then ends all of its namespace."""
-    try:
-        ground = confine.settle(plan, spaces, notes)
-        os.environ.update(HOME=ground.home, TMPDIR=ground.home)
-        sys.path[:] = [ground.home, *sys.path[1:], *path]
-        sys.argv[:] = [""]
-        Warden(plan.limits, ground).serve()
-    finally:
-        os._exit(0)
-
-
-def wait(warden: int, plan: ConfinementPlan) -> None:
-    """Until the warden has ended, by itself or because the owner wants it (SIGTERM) or is dead."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        processes.kill(warden, signal.SIGKILL)
-
-    signal.signal(signal.SIGTERM, end)
-    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
-    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGTERM)
-    os.close(0)  # the owner sees the end of the warden, not ours
-    os.waitpid(warden, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    processes.end_all(alone=False)  # what a killed warden left, where there is no process namespace
-    files.remove(plan.fallback)
+def _existing(paths: Iterable[str]) -> list[str]:
+    """Those that exist, links resolved beside their names."""
+    found: dict[str, None] = {}
+    for path in filter(os.path.exists, paths):
+        found |= dict.fromkeys((os.path.abspath(path), os.path.realpath(path)))
+    return list(found)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from contextlib import suppress
 
-SIGKILL = 9
+from asyncrl.isolation.sandbox.kernel import SIGKILL
 
 
 def end_all(alone: bool) -> dict[int, int]:
@@ -26,50 +26,24 @@ def end_all(alone: bool) -> dict[int, int]:
 
 def signal_all(number: int, alone: bool) -> None:
     """Signal every process below this one."""
-    for pid in (-1,) if alone else descendants():
+    for pid in (-1,) if alone else descendants(os.getpid()):
         kill(pid, number)
-
-
-def descendants() -> list[int]:
-    """Process ids of all below this one."""
-    children = _told if os.path.exists(f"/proc/self/task/{os.getpid()}/children") else _searched()
-    found, ahead = [], [os.getpid()]
-    while ahead:
-        below = children(ahead.pop())
-        found += below
-        ahead += below
-    return found
-
-
-def _told(pid: int) -> list[int]:
-    """Children, as the kernel lists them for each thread."""
-    found = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(child) for child in file.read().split()]
-    except OSError:
-        return found  # it ended meanwhile
-    return found
-
-
-def _searched() -> Callable[[int], list[int]]:
-    """The same from every process's parent, for kernels without such lists: slow on a large machine."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    parent = int(file.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # it ended meanwhile
-            children.setdefault(parent, []).append(int(name))
-    return lambda pid: children.get(pid, [])
 
 
 def kill(pid: int, number: int) -> None:
     """Signal a process, or as `os.kill` has it a group (negative) or all (-1); nobody there is no error."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all below a process, from every process's parent: not all kernels list children."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may have ended meanwhile
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    found = [pid]
+    for one in found:  # grows as it goes
+        found += children.get(one, ())
+    return found[1:]

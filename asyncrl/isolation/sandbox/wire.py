@@ -1,4 +1,4 @@
-"""What a sandbox and its owner say to each other: frames of one header and raw bytes, bounded on both sides.
+"""What a sandbox and its owner send each other: frames of one header and raw bytes, bounded on both sides.
 
 Shared by the owner and the child, so it imports nothing that is slow to start.
 """
@@ -9,25 +9,36 @@ import os
 import struct
 from typing import NamedTuple
 
-CELL, PROGRAM, SHELL = b"c", b"p", b"s"
 DONE, FAILED, LATE, DIED = b"d", b"f", b"l", b"x"
 
 REQUEST = struct.Struct("!cdII")  # kind, seconds, bytes of the source, bytes of the input
 REPLY = struct.Struct("!ci?QI")  # ending, status, state lost, bytes left out, bytes of the output
-HELLO = struct.Struct("!BI")  # which isolations hold (bits, see HOLDS), bytes of the notes
+HELLO = struct.Struct("!BI")  # which isolations hold (bits, see ISOLATION), bytes of the notes
 
-HOLDS = ("network", "files", "processes", "orphans", "memory")
+ISOLATION = ("network", "files", "processes", "orphans", "memory")
 """What a sandbox can keep from its code, in the order of their bits: any network but its own empty one; every
 file but those it was shown; more processes than allowed; processes that outlive it; memory
 that no limit counts, such as files without a directory, shared segments and file systems of its own."""
 
-MAX_SOURCE = 4 << 20
-MAX_CELL = 60_000
-"""A cell travels through a pipe (64 KiB) without waiting for its reader."""
+LARGEST = {b"c": 60_000, b"p": 4 << 20, b"s": 60_000}
+"""Kinds of a request (cell, program, shell) and the bytes that a source may have: a cell is sent
+without waiting for its reader, a command is one argument."""
 
 
-class Request(NamedTuple):
-    """`source` and `stdin` are UTF-8."""
+class SandboxLimits(NamedTuple):
+    """Sizes are MiB. `memory`, `open_files` and `file` (the largest) are of one process; `disk` is of the
+    private directory, `processes` of all processes and threads together."""
+
+    memory: int = 512
+    processes: int = 32
+    open_files: int = 64
+    file: int = 32
+    disk: int = 64
+    output: int = 16_384  # bytes of a reply
+
+
+class RunRequest(NamedTuple):
+    """`source` is UTF-8."""
 
     kind: bytes
     seconds: float
@@ -38,7 +49,7 @@ class Request(NamedTuple):
         return REQUEST.pack(self.kind, self.seconds, len(self.source), len(self.stdin)) + self[2] + self[3]
 
 
-class Reply(NamedTuple):
+class RunReply(NamedTuple):
     """`status`: exit status, or minus the signal that ended the process; 0 for a cell that ran."""
 
     ending: bytes
@@ -51,16 +62,10 @@ class Reply(NamedTuple):
         return REPLY.pack(*self[:4], len(self.output)) + self.output
 
 
-def read_exactly(fd: int, size: int) -> bytes:
+def read_request(fd: int) -> RunRequest:
     """Blocks. EOFError when the other end closed."""
-    parts = []
-    while size > 0:
-        part = os.read(fd, min(size, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    kind, seconds, source, stdin = REQUEST.unpack(_read_exactly(fd, REQUEST.size))
+    return RunRequest(kind, seconds, _read_exactly(fd, source), _read_exactly(fd, stdin))
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -69,6 +74,12 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def read_request(fd: int) -> Request:
-    kind, seconds, source, stdin = REQUEST.unpack(read_exactly(fd, REQUEST.size))
-    return Request(kind, seconds, read_exactly(fd, source), read_exactly(fd, stdin))
+def _read_exactly(fd: int, size: int) -> bytes:
+    parts = []
+    while size > 0:
+        part = os.read(fd, min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.isolation.sandbox import wire
-from asyncrl.isolation.sandbox.warden import Kept
+from asyncrl.isolation.sandbox.warden import HeadAndTail
 
 PARTS = st.lists(st.binary(max_size=300), max_size=20)
 
 
 @given(PARTS, st.integers(2, 400))
 def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: int) -> None:
-    kept, all_of_it = Kept(limit), b"".join(parts)
+    kept, all_of_it = HeadAndTail(limit), b"".join(parts)
     for part in parts:
         kept.add(part)
-    omitted, shown = kept.cut()
+    omitted, shown = kept.join()
     half = limit // 2
     if len(all_of_it) <= 2 * half:
         assert (omitted, shown) == (0, all_of_it)
@@ -30,15 +30,15 @@ def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: 
 
 
 def test_an_endless_output_is_not_held() -> None:
-    kept = Kept(1000)
+    kept = HeadAndTail(1000)
     for _ in range(500):
         kept.add(bytes(65_536))
     assert len(kept._tail) < 200_000
 
 
-@given(st.sampled_from([wire.CELL, wire.PROGRAM, wire.SHELL]), st.floats(0, 1e6), st.binary(), st.binary())
+@given(st.sampled_from([b"c", b"p", b"s"]), st.floats(0, 1e6), st.binary(), st.binary())
 def test_requests_arrive_as_they_were_sent(kind: bytes, seconds: float, source: bytes, stdin: bytes) -> None:
-    sent = wire.Request(kind, seconds, source, stdin)
+    sent = wire.RunRequest(kind, seconds, source, stdin)
     read, write = os.pipe()
     try:
         wire.write_all(write, sent.frame())

@@ -12,24 +12,25 @@ from typing import Any
 
 ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, whose module is slow to import
 SHOWN_FRAMES = 6
-CELL = struct.Struct("!I")  # bytes of the source
+CELL = struct.Struct("!II")  # number of the cell, bytes of its source, which follows
 DONE = struct.Struct("!I?")  # number of the cell, whether it raised
 SOURCES: dict[str, str] = {}
 """What was run, by the name that tracebacks give it."""
 
 
-def serve_cells(requests: int, done: int, output: int) -> None:
-    """Run what comes from `requests` until it closes; `done` is told of each."""
-    main, process, number = fresh_main(), os.getpid(), 0
-    while header := _read(requests, CELL.size):
-        source = _read(requests, *CELL.unpack(header))
-        number += 1
+def serve_cells(control: int) -> None:
+    """Run the cells that come from a socket until it closes; each is answered there when it has ended. What
+    they print goes to the present standard output."""
+    main, process, output = fresh_main(), os.getpid(), os.dup(1)
+    while header := _read(control, CELL.size):
+        number, size = CELL.unpack(header)
+        source = _read(control, size)
         open_streams(output)
-        raised = _guarded(source, f"<cell {number}>", main)
+        raised = _raises(source, f"<cell {number}>", main)
         _flush()
         if os.getpid() != process:
             os._exit(0)  # the cell forked, and this is the copy
-        os.write(done, DONE.pack(number, raised))
+        os.write(control, DONE.pack(number, raised))
 
 
 def run_program(source: bytes, name: str = "<program>") -> int:
@@ -72,8 +73,8 @@ def _stream(fd: int, mode: str) -> Any:
     return open(fd, mode, 1, encoding="utf-8", errors=errors, closefd=False)
 
 
-def _guarded(source: bytes, name: str, main: types.ModuleType) -> bool:
-    """Whether it raised. An interrupt that comes too late for the cell is swallowed."""
+def _raises(source: bytes, name: str, main: types.ModuleType) -> bool:
+    """Run a cell. An interrupt that comes too late for it is ignored."""
     try:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)

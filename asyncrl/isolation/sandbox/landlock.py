@@ -9,13 +9,14 @@ import ctypes
 import os
 from collections.abc import Iterable
 
-libc = ctypes.CDLL(None, use_errno=True)
+from asyncrl.isolation.sandbox.kernel import libc, syscall
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_QUERY, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
 RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # first version: rights
+FILES_SINCE = 3  # before, files could be emptied
 SCOPES_SINCE, SCOPES = 6, 3  # abstract sockets and signals stay inside
 
 
@@ -38,8 +39,8 @@ def ruleset(read: Iterable[str], write: Iterable[str]) -> int:
     version = landlock_version()
     rights = max((number for since, number in RIGHTS.items() if since <= version), default=0)
     scoped = SCOPES if version >= SCOPES_SINCE else 0
-    size = 24 if scoped else 8
-    fd = _call(CREATE_RULESET, ctypes.byref(_Ruleset(rights, 0, scoped)), size, 0)
+    given = ctypes.byref(_Ruleset(rights, 0, scoped))
+    fd = syscall("landlock_create_ruleset", CREATE_RULESET, given, 24 if scoped else 8, 0)
     for paths, allowed in ((read, EXECUTE | READ_FILE | READ_DIR), (write, rights)):
         for path in paths:
             _allow(fd, path, allowed & rights)
@@ -48,21 +49,14 @@ def ruleset(read: Iterable[str], write: Iterable[str]) -> int:
 
 def restrict(fd: int) -> None:
     """From now on, and for all children. Needs PR_SET_NO_NEW_PRIVS."""
-    _call(RESTRICT_SELF, fd, 0)
+    syscall("landlock_restrict_self", RESTRICT_SELF, fd, 0)
 
 
 def _allow(fd: int, path: str, rights: int) -> None:
     parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         allowed = rights if os.path.isdir(path) else rights & OF_FILES
-        _call(ADD_RULE, fd, PATH_BENEATH, ctypes.byref(_Beneath(allowed, parent)), 0)
+        rule = ctypes.byref(_Beneath(allowed, parent))
+        syscall("landlock_add_rule", ADD_RULE, fd, PATH_BENEATH, rule, 0)
     finally:
         os.close(parent)
-
-
-def _call(number: int, *arguments: object) -> int:
-    result = int(libc.syscall(number, *arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), f"landlock {number}")
-    return result

@@ -1,0 +1,71 @@
+"""What a sandbox is: a private machine for code, with processes, a directory, and no network.
+
+sandbox = new_sandbox(SandboxLimits(memory=256), require=frozenset())    # backends.py
+await sandbox.start()
+result = await sandbox.run("cell", "x = 6 * 7\\nx", seconds=5)    # prints 42; x is there for the next cell
+await sandbox.close()
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.isolation.sandbox.wire import ISOLATION as ISOLATION
+from asyncrl.isolation.sandbox.wire import SandboxLimits as SandboxLimits
+
+RunKind = Literal["cell", "program", "shell"]
+"""`cell`: statements for the interpreter that keeps its variables; a last expression is printed. Over time it
+is interrupted, and a second later killed, with the variables. `program`: a whole Python program in an
+interpreter of its own and an empty directory: processes, cells and files of before end; of the program its
+files survive. `shell`: one command; what it starts in the background goes on in later runs, and only then."""
+
+
+class SandboxError(AsyncrlError):
+    """It could not be started, or does not isolate what it must, or a file could not be written or read."""
+
+
+class RunEnding(enum.StrEnum):
+    """How a run ended."""
+
+    DONE = "done"
+    FAILED = "failed"  # an exception, or an exit status that is not 0
+    LATE = "late"  # its time ran out, and it was ended
+    DIED = "died"  # the interpreter of the cells ended, or broke
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """`output`: what was printed, standard error included, its middle left out where it is long (`omitted`
+    bytes). `status`: the exit status, or minus the signal that ended the process; 0 for a cell. `lost`: the
+    variables of earlier cells are gone; `emptied`: so are the files, as the sandbox was started again."""
+
+    ending: RunEnding
+    output: str
+    status: int = 0
+    lost: bool = False
+    emptied: bool = False
+    omitted: int = 0
+    seconds: float = 0.0
+
+
+class Sandbox(Protocol):
+    """Calls on one sandbox run one after the other. Nothing runs in it between two calls."""
+
+    async def start(self) -> None:
+        """SandboxError when it does not start, or does not isolate what it must. `run` starts it, too."""
+
+    async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
+        """Whatever the code does is a result. A run that is cancelled ends the sandbox; the next one starts
+        it again, and says what is lost. ValueError for a source that is too long."""
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """`path`: absolute, or in the directory of the code. SandboxError when it cannot be written."""
+
+    async def read_file(self, path: str) -> bytes:
+        """SandboxError when it cannot be read, or is larger than an output may be."""
+
+    async def close(self) -> None:
+        """End every process of it. Never raises but for cancellation, and may be called twice."""

@@ -1,0 +1,52 @@
+"""The child's main program (START): the guard forks the warden, waits for it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from asyncrl.isolation.sandbox import confine, emptying, processes
+from asyncrl.isolation.sandbox.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from asyncrl.isolation.sandbox.warden import Warden
+from asyncrl.isolation.sandbox.wire import SandboxLimits
+
+START = """import sys
+sys.path.insert(0, {root!r})
+from asyncrl.isolation.sandbox.guard import main
+main(*{arguments!r}, {path!r})"""
+
+
+def main(limits: tuple[int, ...], shown: list[str], fallback: str, packages: str) -> None:
+    """See confine.ConfinementPlan. `packages`: site-packages, which the code may import."""
+    plan = confine.ConfinementPlan(SandboxLimits(*limits), shown, fallback, os.getpid())
+    notes: list[str] = []
+    spaces = confine.new_process_namespace(notes)
+    pid = os.fork()
+    if pid == 0:
+        run_warden(plan, spaces, notes, packages)
+    wait(pid, plan)
+
+
+def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
+    """The warden's life. It ends when the owner does, and the kernel then ends all of its namespace."""
+    try:
+        confinement = confine.confine(plan, spaces, notes)
+        os.environ.update(HOME=confinement.home, TMPDIR=confinement.home)
+        sys.path[:] = [confinement.home, *sys.path[1:], packages]
+        sys.argv[:] = [""]
+        Warden(plan.limits, confinement).serve()
+    finally:
+        os._exit(0)
+
+
+def wait(warden: int, plan: confine.ConfinementPlan) -> None:
+    """Until the warden has ended, by itself or because the owner wants it (SIGTERM) or is dead."""
+    signal.signal(signal.SIGTERM, lambda *_: processes.kill(warden, signal.SIGKILL))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.close(0)  # the owner sees the end of the warden, not ours
+    os.waitpid(warden, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.end_all(alone=False)  # what a killed warden left, where there is no process namespace
+    emptying.remove(plan.fallback)
