@@ -18,7 +18,7 @@ demo: $(VENV)/core  ## train the calculator demo and print its summary
 	$(BIN)/asyncrl train experiment=calculator observe.console=auto $(ARGS)
 
 demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, shorter: they are slow on a CPU
-	$(BIN)/asyncrl train experiment=calculator engine=sglang_cpu total_steps=40 validation.final_samples=128 \
+	$(BIN)/asyncrl train experiment=calculator engine=sglang_cpu total_steps=40 validation.samples=128 \
 		observe.console=auto $(ARGS)
 
 test: $(VENV)/dev  ## the whole suite; its SGLang part is skipped without `make sglang-cpu`

@@ -65,8 +65,6 @@ class RolloutConfig(Section, frozen=True):
     """Wall-clock limit of one episode; then it is scored on what it did, or fails: without any turn."""
     retries: Count = 2
     """Re-issues of an episode that failed for a reason that is not the policy's."""
-    threads: Positive = 1
-    """OpenMP threads of a worker with an embedded engine."""
 
     @property
     def rows(self) -> int:
@@ -79,20 +77,15 @@ class EngineConfig(Section, frozen=True):
 
     name: Text = "torch"
     """`torch`: embedded in the rollout worker. `sglang`: servers of their own, shared by all workers."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the embedded engine computes."""
-    max_batch_tokens: Positive = 4096
-    """Prompt tokens that the embedded engine prefills at most between two decode steps."""
     servers: Positive = 1
     """sglang: servers to start."""
     urls: list[str] = []
     """sglang: attach to these servers instead of starting any, e.g. `[http://10.0.0.5:30000]`."""
     tp: Positive = 1
     """sglang: tensor-parallel size of a server (GPUs per server)."""
-    memory_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.85
-    """sglang: share of a GPU's memory for weights and KV cache; lower it where the trainer shares the GPU."""
-    server_args: dict[str, str | int | float | bool] = {}
-    """sglang: further arguments of started servers, by their names without `--`."""
+    server_args: Options = {}
+    """sglang: further arguments of started servers, by their names without `--`, e.g.
+    `{mem-fraction-static: 0.4}` (default 0.85) where the trainer shares the GPU."""
     server_command: list[str] = []
     """sglang: command that starts a server; default: this Python with `-m sglang.launch_server`."""
     api_key_env: str = ""
@@ -103,8 +96,6 @@ class EngineConfig(Section, frozen=True):
     """sglang: deadline for a server to become ready."""
     request_timeout: Seconds = 300.0
     """sglang: a request whose stream is silent for this long is given up and continued elsewhere."""
-    max_requests: Positive = 256
-    """sglang: requests that one worker has open at one server at once; more wait in the worker."""
 
     @property
     def remote(self) -> bool:
@@ -117,15 +108,9 @@ class EngineConfig(Section, frozen=True):
 
 
 class ValidationConfig(Section, frozen=True):
-    """Held-out episodes at one fixed version, through the same workers."""
+    """Held-out episodes at one fixed version, through the same workers, before and after training."""
 
     every: Count = 0
-    """Steps between validations; 0: only before and after training."""
-    samples: Count = 128
-    """Held-out samples per validation in mid-run (sampled and greedy each)."""
-    final_samples: Count = 512
-    """Held-out samples of the first and the last validation; 0: none."""
-    temperature: Annotated[float, Meta(gt=0)] = 1.0
-    """Temperature of the sampled half."""
-    max_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Share of a worker's slots that validation may take in mid-run."""
+    """Steps between further validations in mid-run; 0: none."""
+    samples: Count = 256
+    """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""

@@ -29,6 +29,9 @@ class ModelConfig(Section, frozen=True):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
     weights and of the embedded engine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer ranks and embedded engines compute. On Ray an embedded engine gets a GPU of its own
+    with `cuda` only."""
     fp32_head: bool = False
     """Compute logits in float32 under bfloat16 (in trainer)."""
     lora_rank: Count = 0
@@ -60,16 +63,12 @@ class WeightsConfig(Section, frozen=True):
     directory: Text = "auto"
     """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room; or an absolute
     path, which other nodes may share: files in a directory of the run's own there."""
-    keep: Annotated[int, Meta(ge=2)] = 3
-    """Versions kept on disk."""
     deadline: Seconds = 60.0
     """An engine that has not loaded a version by then is reported and gets the latest one."""
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: files. `collective` (sglang): broadcast through a process group of each server's own."""
-    delta: bool = False
-    """Publish only the bytes that changed, compressed, with a whole version every `full_every`."""
-    full_every: Positive = 16
-    """delta: versions from one that is published whole to the next."""
+    full_every: Positive = 1
+    """disk: publish every k-th version whole; of those between only the bytes that changed, compressed."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 10)] = 256 << 20
     """Tensors are gathered, written and broadcast in buckets of about this size."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
@@ -89,8 +88,6 @@ class ObserveConfig(Section, frozen=True):
     """Project name for trackers."""
     plot: bool = True
     """Draw run.png at the end."""
-    transcripts: Count = 8
-    """Validation episodes saved as text per validation."""
 
 
 class LaunchConfig(Section, frozen=True):
@@ -106,6 +103,8 @@ class LaunchConfig(Section, frozen=True):
     """Control port; port + 1 is the bulk port. 0: free ones."""
     restarts: Count = 5
     """Restarts per role before the run is given up."""
+    threads: Positive = 1
+    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank."""
     lease: Seconds = 10.0
     """A worker silent for this long loses its episodes."""
     start_timeout: Seconds = 120.0
@@ -167,8 +166,6 @@ def _check_combinations(config: RunConfig) -> None:
     refusals = {
         f"$.buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
-        f"$.buffer.min_group ({buffer.min_group}) exceeds episodes_per_group ({buffer.episodes_per_group}): "
-        "every group would be dropped; lower it": buffer.min_group > buffer.episodes_per_group,
         f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
         > buffer.groups_per_batch,
@@ -180,8 +177,9 @@ def _check_combinations(config: RunConfig) -> None:
         "$.weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
             config.weights.transport == "collective" and not config.engine.remote
         ),
-        "$.weights.delta is for files: a broadcast goes straight into a server, which knows no deltas; "
-        "use weights.transport=disk": config.weights.delta and config.weights.transport == "collective",
+        "$.weights.full_every is for files: a broadcast goes straight into a server, which knows no deltas; "
+        "use weights.transport=disk": config.weights.full_every > 1
+        and config.weights.transport == "collective",
         f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
         f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
             buffer.max_bytes < needed

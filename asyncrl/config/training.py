@@ -26,8 +26,6 @@ class BufferConfig(Section, frozen=True):
     """Train whole groups, or the members landed by a deadline (late ones are still trained)."""
     group_deadline: Seconds = 60.0
     """`partial`: seconds from the issue of a group to the deadline of its baseline."""
-    min_group: Positive = 2
-    """Usable members under which a group is dropped (`group_short`)."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
@@ -35,14 +33,17 @@ class BufferConfig(Section, frozen=True):
     retire_pass_rate: Fraction = 1.0
     """Samples whose share of positive rewards in a group reached this are not drawn again
     (no-positive-resampling); 1: off."""
-    max_barren_batches: Positive = 50
-    """Abort the run after this many batches' worth of groups in a row that left untrained."""
     max_bytes: Positive = 1 << 30
     """Admission stops while payloads of live episodes, at their worst case, would exceed this."""
 
     @property
     def batch_size(self) -> int:
         return self.groups_per_batch * self.episodes_per_group
+
+    @property
+    def min_group(self) -> int:
+        """Usable members under which a group is dropped (`group_short`): one alone has no baseline."""
+        return min(2, self.episodes_per_group)
 
     @property
     def target(self) -> int:
@@ -151,7 +152,3 @@ class TrainerConfig(Section, frozen=True):
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: Positive = 2
     """Newest checkpoints kept."""
-    threads: Positive = 1
-    """OpenMP threads of a rank."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the ranks compute."""

@@ -60,6 +60,7 @@ from asyncrl.wire.messages import (
 from asyncrl.wire.sockets import Endpoints, Hub, Poller
 
 TICK = 0.05
+MAX_BARREN_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run is ended
 DRAIN = 256  # messages per socket and turn of the loop
 STATUS_EVERY = 0.5
 
@@ -237,7 +238,7 @@ class Coordinator:
 
     def _check_barren(self) -> None:
         config, buffer = self.config.buffer, self.core.buffer
-        if buffer.barren > config.max_barren_batches * config.groups_per_batch:
+        if buffer.barren > MAX_BARREN_BATCHES * config.groups_per_batch:
             raise ProtocolError(
                 f"{buffer.barren} groups in a row could not be trained; the last one: "
                 f"{buffer.barren_reason}; see logs/ for errors and validation/ for transcripts"
@@ -251,13 +252,13 @@ class Coordinator:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
                 if self.core.batches.committed == 0:
-                    self.validation.begin(0, self.config.validation.final_samples, True, now)
+                    self.validation.begin(0, self.config.validation.samples, True, now)
             case Phase.RUNNING if self._trained_out():
                 self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.config.weights.deadline)
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
                 step = self.core.batches.committed
-                self.validation.begin(step, self.config.validation.final_samples, True, now)
+                self.validation.begin(step, self.config.validation.samples, True, now)
                 self._enter(Phase.EVALUATING, now)
             case Phase.EVALUATING if not self.validation.busy:
                 self._report_validations()

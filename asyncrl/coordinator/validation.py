@@ -24,6 +24,8 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages import Assign, Attempt, Cancel, Failed, Finished, Generated, LoadWeights
 
 MODES = ("sampled", "greedy")
+MID_RUN_SHARE = 0.5  # of a worker's slots
+TRANSCRIPTS = 8  # samples whose episodes are saved as text
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Validation:
         for worker in self.desk.workers.values():
             if not self._ready(session, worker, now):
                 continue
-            share = 1.0 if exclusive else self.core.config.validation.max_share
+            share = 1.0 if exclusive else MID_RUN_SHARE
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
                 self._give(session, worker)
         self._recover(session)
@@ -161,7 +163,7 @@ class Validation:
         worker.eval_running += 1
         self.desk.assign_seq += 1
         session.running[uid] = worker.peer, self.desk.assign_seq
-        temperature = self.core.config.validation.temperature if mode == "sampled" else 0.0
+        temperature = self.core.config.rollout.temperature if mode == "sampled" else 0.0
         self.core.outbox.to_control(
             worker.peer,
             Assign(
@@ -235,7 +237,7 @@ class Validation:
     def _save(self, session: ValidationSession) -> None:
         directory = self.core.run_dir / "validation"
         directory.mkdir(exist_ok=True)
-        kept = list(session.scores.items())[: 2 * self.core.config.observe.transcripts]
+        kept = list(session.scores.items())[: 2 * TRANSCRIPTS]
         lines = [
             json.dumps(
                 {

@@ -45,12 +45,10 @@ class Unit:
 
 def plan(config: RunConfig) -> tuple[Unit, ...]:
     """The units of a run, the coordinator first."""
-    threads, gpus = config.rollout.threads, 0 if config.engine.urls else config.engine.tp
+    threads, gpus = config.launch.threads, 0 if config.engine.urls else config.engine.tp
     engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
-    workers = [
-        Unit(ROLLOUT, (_place(ROLLOUT, i, config.rollout.threads),)) for i in range(config.rollout.workers)
-    ]
-    ranks = tuple(_place(TRAINER, rank, config.trainer.threads) for rank in range(config.trainer.ranks))
+    workers = [Unit(ROLLOUT, (_place(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)]
+    ranks = tuple(_place(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
     return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *engines, *workers, Unit(TRAINER, ranks))
 
 
@@ -79,7 +77,7 @@ def describe(config: RunConfig, units: Iterable[Unit]) -> list[str]:
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
         ENGINE: ", ".join(config.engine.urls) or f"a server on {config.engine.tp} GPU(s), supervised",
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
-        TRAINER: f"{config.buffer.batch_size} episodes per step on {config.trainer.device}",
+        TRAINER: f"{config.buffer.batch_size} episodes per step on {config.model.device}",
     }
     places = [place for unit in units for place in unit.places]
     for role, text in does.items():

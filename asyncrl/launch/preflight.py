@@ -289,13 +289,11 @@ def chat_template(path: Path) -> str:
 
 def check_devices(config: RunConfig) -> None:
     """A GPU that is asked for exists. On Ray the processes may sit elsewhere."""
-    devices = {"trainer": config.trainer.device, "engine": config.engine.device}
-    wanting = [f"$.{section}.device" for section, device in devices.items() if device == "cuda"]
-    if wanting and config.launch.kind == "local":
+    if config.model.device == "cuda" and config.launch.kind == "local":
         import torch
 
         if not torch.cuda.is_available():
-            raise ConfigError(f"{wanting[0]} is cuda, and torch sees no GPU here; use auto or cpu")
+            raise ConfigError("$.model.device is cuda, and torch sees no GPU here; use auto or cpu")
 
 
 def check_group_address(config: RunConfig) -> None:
@@ -366,7 +364,7 @@ def check_weights_directory(config: RunConfig) -> None:
     from asyncrl.weights.disk import room, weights_directory
 
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed = room(size, config.weights.keep, config.weights.delta, config.engine.keepers)
+    needed = room(size, config.weights.full_every > 1, config.engine.keepers)
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
 

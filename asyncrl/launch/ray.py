@@ -135,11 +135,10 @@ class RaySpawner:
         told to compute there."""
         if not ray.cluster_resources().get("GPU", 0):
             return 0
-        engine = self._config.engine
         wants = {
-            TRAINER: int(self._config.trainer.device != "cpu"),
+            TRAINER: int(self._config.model.device != "cpu"),
             ENGINE: place.gpus,
-            ROLLOUT: int(engine.device == "cuda" and not engine.remote),
+            ROLLOUT: int(self._config.model.device == "cuda" and not self._config.engine.remote),
         }
         return wants.get(place.role, 0)
 

@@ -56,7 +56,7 @@ def engine_factory(config: RunConfig) -> Callable[[], Engine]:
     """See `WorkerParts.build`."""
     if config.engine.name in ENGINE_MODULES:
         importlib.import_module(ENGINE_MODULES[config.engine.name])
-    factory, device = engines.load(config.engine.name), config.engine.device
+    factory, device = engines.load(config.engine.name), config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return lambda: factory(
@@ -64,7 +64,6 @@ def engine_factory(config: RunConfig) -> Callable[[], Engine]:
         dtype=config.model.dtype,
         slots=config.rollout.slots,
         max_len=config.rollout.max_tokens,
-        max_batch_tokens=config.engine.max_batch_tokens,
         device=device,
     )
 

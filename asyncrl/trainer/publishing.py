@@ -75,7 +75,7 @@ class Publishing:
 
     def _directory(self, run_dir: Path) -> Path:
         weights, size = self.config.weights, sum(spec.nbytes for spec in self._host.layout)
-        needed = disk.room(size, weights.keep, weights.delta, self.config.engine.keepers)
+        needed = disk.room(size, weights.full_every > 1, self.config.engine.keepers)
         return disk.weights_directory(weights.directory, run_dir, self.config.name, needed)
 
     def _offerer(self, endpoints: Endpoints) -> Callable[[Snapshot], WeightsRef]:
@@ -87,14 +87,16 @@ class Publishing:
     def _writer(self, run_dir: Path) -> Callable[[Snapshot], WeightsRef]:
         """The publisher's thread writes a version to files."""
         weights, directory = self.config.weights, self._directory(run_dir)
-        deltas = DeltaWriter(directory, weights.bucket_bytes, weights.full_every) if weights.delta else None
+        deltas = None
+        if weights.full_every > 1:
+            deltas = DeltaWriter(directory, weights.bucket_bytes, weights.full_every)
 
         def write(snapshot: Snapshot) -> WeightsRef:
             if deltas is not None:
                 ref = deltas.write(snapshot)
             else:
                 ref = disk.write(snapshot, directory, weights.bucket_bytes)
-            disk.prune(directory, weights.keep)
+            disk.prune(directory)
             return ref
 
         return write

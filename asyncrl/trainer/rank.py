@@ -66,10 +66,10 @@ class Stopped(Exception):
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
     """Be a trainer rank until told to leave. Returns the exit code."""
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join(
-        rank, config.trainer.ranks, rendezvous, config.trainer.device, config.launch.stall_timeout * 2
+        rank, config.trainer.ranks, rendezvous, config.model.device, config.launch.stall_timeout * 2
     )
     trainer = TrainerRank(config, endpoints, mesh, incarnation)
     try:

@@ -2,8 +2,8 @@
 
 A version is a directory `e<epoch>-v<version>` with a manifest and either all tensors (`model.safetensors`, so
 that it is a directory of weights for whoever reads Hugging Face's format) or what changed since an earlier
-version (`delta.bin`; `weights.delta` writes those). It is written under a temporary name and renamed when
-complete, so a reader sees all of it or nothing. One process publishes to a directory; any number read.
+version (`delta.bin`; `weights.full_every` > 1 writes those). It is written under a temporary name and renamed
+when complete, so a reader sees all of it or nothing. One process publishes to a directory; any number read.
 Nothing is synced to the disk: a version lost in a power cut is published again, and a damaged one does not
 pass its checksums.
 
@@ -52,6 +52,7 @@ DELTA = "delta.bin"
 MANIFEST = "manifest.json"
 SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 256 << 20
+KEEP = 3  # versions: engines that load one do not see it deleted, and those that come late find one
 _TEMPORARY = ".writing-"
 log = logging.getLogger("asyncrl.weights")
 
@@ -210,7 +211,7 @@ def published(directory: Path) -> list[WeightsRef]:
     return sorted(refs, key=lambda ref: ref.order)
 
 
-def prune(directory: Path, keep: int) -> list[WeightsRef]:
+def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
     """Delete all but the newest `keep` versions, those that are held, and what these build upon; returns
     what was deleted."""
     refs = published(directory)
@@ -224,11 +225,11 @@ def prune(directory: Path, keep: int) -> list[WeightsRef]:
     return doomed
 
 
-def room(version_bytes: int, keep: int, delta: bool, caches: int) -> int:
+def room(version_bytes: int, deltas: bool, caches: int) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
     deltas: two lineages, each a whole version and deltas of about as much, the publisher's copy, and
     readers' `caches`, if they are beside the versions."""
-    return version_bytes * (keep + 2 + (3 + caches if delta else 0))
+    return version_bytes * (KEEP + 2 + (3 + caches if deltas else 0))
 
 
 def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:

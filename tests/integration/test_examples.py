@@ -19,7 +19,7 @@ CODE = 100  # lines that an example may have
 @pytest.mark.parametrize("folder", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_trains(folder: Path, tmp_path: Path) -> None:
     name = folder.name
-    few = ["total_steps=2", "validation.final_samples=0", "buffer.filter_zero_variance=false"]
+    few = ["total_steps=2", "validation.samples=0", "buffer.filter_zero_variance=false"]
     with Run(tmp_path, "--config-dir", str(folder), *few, name=name, experiment=name) as run:
         summary = run.completed(2)
     flow = summary["flow"]

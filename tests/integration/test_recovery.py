@@ -34,7 +34,7 @@ def test_killing_a_rank_ends_them_all_and_the_run_goes_on(tmp_path: Path) -> Non
 
 
 def test_killing_the_coordinator_at_the_end_repeats_the_last_validation(tmp_path: Path) -> None:
-    with Run(tmp_path, "total_steps=3", "validation.final_samples=200") as run:
+    with Run(tmp_path, "total_steps=3", "validation.samples=200") as run:
         run.until(lambda: "phase: evaluating" in run.text(), "final validation")
         run.kill("coordinator-0")
         summary = run.completed(3)

@@ -38,7 +38,7 @@ def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
 
 def test_two_workers_two_ranks(tmp_path: Path) -> None:
     """Weights travel as deltas, in buckets smaller than a layer."""
-    weights = ["weights.delta=true", "weights.directory=run", "weights.bucket_bytes=65536"]
+    weights = ["weights.full_every=16", "weights.directory=run", "weights.bucket_bytes=65536"]
     with Run(
         tmp_path, "total_steps=4", "rollout.workers=2", "trainer.ranks=2", "data.test=''", *weights
     ) as run:

@@ -34,7 +34,7 @@ def server_of(run: Run, engine: str) -> psutil.Process:
 
 
 def test_rewards_rise_on_two_servers(tmp_path: Path) -> None:
-    more = ("total_steps=16", "validation.final_samples=64", "weights.delta=true", "weights.mode=retract")
+    more = ("total_steps=16", "validation.samples=64", "weights.full_every=16", "weights.mode=retract")
     with Run(tmp_path, *SGLANG, *more) as run:
         run.wait(DEADLINE)
         summary = run.completed(16)

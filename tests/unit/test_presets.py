@@ -127,7 +127,7 @@ def batches(model: str) -> list[list[Episode]]:
 def test_a_preset_trains(preset: str, model: str, batches: list[list[Episode]], world: World) -> None:
     """Numbers stay finite, and every batch moves the weights."""
     torch.manual_seed(0)
-    config = configured(preset, model, "trainer.lr=1e-3", "critic.warmup_steps=0", "trainer.device=cpu")
+    config = configured(preset, model, "trainer.lr=1e-3", "critic.warmup_steps=0", "model.device=cpu")
     learner = Learner(config, world)
     learner.step = 4
     before = weights(learner)
@@ -148,8 +148,8 @@ def weights(learner: Learner) -> Tensor:
 @pytest.mark.parametrize(
     ("preset", "overrides"),
     [
-        ("reinforce_pp", ("buffer.episodes_per_group=1", "buffer.min_group=1")),
-        ("ppo_critic", ("buffer.episodes_per_group=1", "buffer.min_group=1")),
+        ("reinforce_pp", ("buffer.episodes_per_group=1",)),
+        ("ppo_critic", ("buffer.episodes_per_group=1",)),
         ("rloo", ("buffer.group_policy=partial",)),
         ("icepop", ("algorithm.correction.mask.high=2",)),
         ("grpo", ("kl.where=loss",)),

@@ -33,7 +33,7 @@ from asyncrl.conversation.episode import Episode
 from asyncrl.coordinator.workers import sampling_key
 from asyncrl.data import load_samples
 from asyncrl.engines.base import Engine, Request, Sampling
-from asyncrl.engines.torch.engine import TorchEngine, replace_weights
+from asyncrl.engines.torch.engine import PREFILL_TOKENS, TorchEngine, replace_weights
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.tools import ToolSession
@@ -104,8 +104,7 @@ class Player:
         """With a fresh engine: no key or value of other weights is left."""
         replace_weights(self.model, weights)
         rollout = self.config.rollout
-        budget = self.config.engine.max_batch_tokens
-        engine = TorchEngine(self.model, len(asks), rollout.max_tokens, budget, version)
+        engine = TorchEngine(self.model, len(asks), rollout.max_tokens, PREFILL_TOKENS, version)
         return asyncio.run(self._all(engine, asks))
 
     async def _all(self, engine: Engine, asks: Sequence[Ask]) -> list[Episode]:

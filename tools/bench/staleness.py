@@ -46,8 +46,7 @@ TASK = [
     "trainer.lr=4e-4",
     "critic.lr=1e-3",
     "trainer.micro_batch_tokens=2048",
-    "trainer.device=cpu",
-    "engine.device=cpu",
+    "model.device=cpu",
 ]
 OPERATIONS = 4  # longest chain: episodes of one to five turns
 SETTINGS = [*TASK, f"operations={OPERATIONS}"]

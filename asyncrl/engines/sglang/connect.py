@@ -37,7 +37,6 @@ def terms_of(config: RunConfig) -> Terms:
     return Terms(
         vocabulary=_shape_of(config.model.path).get_text_config().vocab_size,
         max_len=config.rollout.max_tokens,
-        max_requests=config.engine.max_requests,
         silence=config.engine.request_timeout,
         deadline=config.weights.deadline,
         mode=config.weights.mode,

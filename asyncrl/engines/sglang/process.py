@@ -25,6 +25,7 @@ from asyncrl.errors import EngineError
 PR_SET_PDEATHSIG = 1
 # From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
 STOP_SECONDS = 0.8
+MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
 _libc = ctypes.CDLL(None)
 
@@ -39,7 +40,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) ->
         "port": port,
         "dtype": config.model.dtype,
         "tp-size": engine.tp,
-        "mem-fraction-static": engine.memory_fraction,
+        "mem-fraction-static": MEMORY_FRACTION,
         "incremental-streaming-output": True,
         "stream-interval": STREAM_INTERVAL,
         "base-gpu-id": base_gpu(config, index, gpus),

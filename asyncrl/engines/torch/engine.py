@@ -21,6 +21,8 @@ from asyncrl.types import Generation, StopReason
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 
+PREFILL_TOKENS = 4096  # of prompts, at most, between two decode steps
+
 
 class TorchEngine:
     """An `Engine` in this process. `busy_seconds` (computing) and `idle_seconds` (nothing to compute) are
@@ -186,7 +188,7 @@ def build(
     dtype: str,
     slots: int,
     max_len: int,
-    max_batch_tokens: int,
+    max_batch_tokens: int = PREFILL_TOKENS,
     version: int = 0,
     device: str = "cpu",
 ) -> TorchEngine:

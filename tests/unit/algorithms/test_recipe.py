@@ -112,7 +112,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"algorithm": {"loss": "tba"}, "buffer": {"on_stale": "drop"}}, "takes members out of a group"),
         ({"algorithm": {"loss": "tba"}}, "discards groups that the loss 'tba' learns from"),
         (
-            {"buffer": {"episodes_per_group": 1, "min_group": 1}},
+            {"buffer": {"episodes_per_group": 1}},
             "compares siblings: nothing would be learned",
         ),
         ({"algorithm": {"loss": "m2po", "prox": "loglinear"}}, "at the start of the batch; use auto"),

@@ -40,10 +40,10 @@ def flags(command: list[str]) -> dict[str, str]:
 
 
 def test_the_command_line_says_what_the_configuration_says() -> None:
-    config = configured(tp=2, memory_fraction=0.5)
+    config = configured(tp=2)
     found = flags(arguments(config, 0, "10.0.0.1", 30000, gpus=8))
     assert found["--host"] == "10.0.0.1" and found["--port"] == "30000"
-    assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.5"
+    assert found["--tp-size"] == "2" and found["--mem-fraction-static"] == "0.85"
     assert found["--model-path"] == str(Path("m").resolve()) and found["--dtype"] == "bfloat16"
     assert arguments(config, 0, "h", 1, 8)[:3] == [sys.executable, "-m", "sglang.launch_server"]
 

@@ -13,7 +13,7 @@ def config(**keys: dict) -> RunConfig:
 
 
 def test_workers_stand_alone_and_ranks_stand_together() -> None:
-    units = plan(config(rollout={"workers": 3, "threads": 2}, trainer={"ranks": 2}))
+    units = plan(config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2}))
     assert [unit.name for unit in units] == [
         *("coordinator-0", "rollout-0", "rollout-1", "rollout-2", "trainer (all ranks)")
     ]
@@ -22,13 +22,13 @@ def test_workers_stand_alone_and_ranks_stand_together() -> None:
 
 
 def test_the_description_adds_up() -> None:
-    settings = config(rollout={"workers": 3, "threads": 2}, trainer={"ranks": 2})
+    settings = config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2})
     total = describe(settings, plan(settings))[-1].split()
-    assert total[:3] == ["total", "6", "9"]  # 1 + 3 * 2 + 2 threads
+    assert total[:3] == ["total", "6", "11"]  # 1 + 3 * 2 + 2 * 2 threads
 
 
 def test_threads_are_set_before_anything_numeric_is_imported() -> None:
-    (place,) = plan(config(rollout={"threads": 2}))[1].places
+    (place,) = plan(config(launch={"threads": 2}))[1].places
     assert environment(place)["OMP_NUM_THREADS"] == "2"
 
 

@@ -134,15 +134,13 @@ def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
         preflight.check_resumed(resumed("remax"))
 
 
-@pytest.mark.parametrize("section", ["trainer", "engine"])
-def test_a_gpu_that_is_asked_for_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
-) -> None:
-    wanting = config(tmp_path, **{section: {"device": "cuda"}})
+def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"path": "m", "device": "cuda"}
+    wanting = config(tmp_path, model=model)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=rf"\$\.{section}\.device is cuda"):
+    with pytest.raises(ConfigError, match=r"\$\.model\.device is cuda"):
         preflight.check_devices(wanting)
-    preflight.check_devices(config(tmp_path, **{section: {"device": "cuda"}, "launch": {"kind": "ray"}}))
+    preflight.check_devices(config(tmp_path, model=model, launch={"kind": "ray"}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     preflight.check_devices(wanting)
 
@@ -190,9 +188,7 @@ def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(bytes(10))
-    insisting = config(
-        tmp_path, model={"path": str(tmp_path / "model")}, weights={"directory": "shm", "keep": 3}
-    )
+    insisting = config(tmp_path, model={"path": str(tmp_path / "model")}, weights={"directory": "shm"})
     with pytest.raises(ConfigError, match="40 bytes free and the weights need 50"):
         preflight.check_weights_directory(insisting)
     version = preflight.outside_weights(insisting)[0] / "e0001-v00000001"

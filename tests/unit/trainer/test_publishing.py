@@ -74,7 +74,7 @@ class Trainer:
 class Files:
     """Reads what is published as files."""
 
-    weights: ClassVar = {"delta": True}
+    weights: ClassVar = {"full_every": 16}
 
     def read(self, ref: WeightsRef) -> Found:
         manifest, tensors = disk.read(ref)
