@@ -13,20 +13,19 @@ from asyncrl.weights.manifest import Manifest, WeightsRef
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How to sample one turn. Temperature 0 is greedy; top_p 1 and top_k 0 are off."""
+    """How to sample one turn. Temperature 0 is greedy."""
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 class Request(msgspec.Struct, frozen=True):
     """One turn of one episode.
 
     `session` names the episode: its prefix may be kept between turns. `ids` is the whole prefix.
-    `key` seeds the sampling: the token at position p depends on (key, p) and the weights only.
+    `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
+    weights only.
     """
 
     session: str
@@ -40,8 +39,8 @@ class EngineBusy(EngineError):
 
 
 class EngineLost(EngineError):
-    """The engine died, or took the request back, after it had sampled `partial` (stop: ABORT): another
-    engine can go on from there."""
+    """The server died, or took the request back, after it had sampled `partial`: the turn can be continued
+    from there, on the same or another server."""
 
     def __init__(self, message: str, partial: Generation) -> None:
         super().__init__(message)
@@ -49,25 +48,22 @@ class EngineLost(EngineError):
 
 
 class Engine(Protocol):
-    """A continuous-batching sampler that swaps its weights between two tokens."""
+    """A continuous-batching sampler inside this process that swaps its weights between two tokens."""
 
     @property
     def version(self) -> int:
         """Policy version of the weights in use."""
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one turn. Cancelling the call aborts it. Raises EngineError on a request it must refuse,
-        and an engine outside this process EngineBusy or EngineLost."""
-
-    def abort(self, session: str) -> None:
-        """End the session's running turn: its `generate` returns what there is, with StopReason.ABORT."""
+        """Sample one turn. Cancelling the call ends it. Raises EngineError on a request it must refuse."""
 
     def release(self, session: str) -> None:
-        """The episode is over: forget its prefix. Unknown sessions are fine."""
+        """The episode is over: end its running turn with StopReason.ABORT and forget its prefix. Unknown
+        sessions are fine."""
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        """Swap in a published version without draining; returns what was loaded. Raises WeightsError and
-        keeps the old weights when the files are missing or damaged."""
+        """Swap in a published version without waiting for running turns; returns what was loaded. Raises
+        WeightsError and keeps the old weights when the files are missing or damaged."""
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probs of ids[1:] under the weights in use, at temperature 1."""
@@ -76,3 +72,19 @@ class Engine(Protocol):
 
 
 engines: Registry = Registry("engine")
+
+
+def check_request(request: Request, vocabulary: int, max_len: int) -> None:
+    """EngineError on a request that cannot be served. (SGLang servers die of ids outside the vocabulary.)"""
+    size, sampling = len(request.ids), request.sampling
+    problem = ""
+    if size == 0:
+        problem = "no ids"
+    elif min(request.ids) < 0 or max(request.ids) >= vocabulary:
+        problem = f"ids outside the vocabulary of {vocabulary}"
+    elif size + 1 > max_len:
+        problem = f"{size} ids leave no room for a token within max_len {max_len}"
+    elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
+        problem = f"sampling parameters out of range: {sampling}"
+    if problem:
+        raise EngineError(f"session {request.session!r}: {problem}")

@@ -1,4 +1,8 @@
-"""One turn sampled in parts: what an engine could not finish, another goes on with, from the last token."""
+"""One turn sampled in parts: what one server could not finish is continued from its last token.
+
+Example: of 10 tokens that a request asks for, a server sampled 4 and was lost. `rest` asks for 6 tokens after
+the prompt and those 4; `extended` puts the 4 and the 6 together.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,18 @@ def rest(request: Request, sampled: Generation) -> Request:
 
 
 def extended(request: Request, sampled: Generation, part: Generation) -> Generation:
-    """`sampled` and the part after it, as if one engine had sampled both; the stop reason is the part's. One
-    that was cut off may be the end all the same: its last token is a stop id, or the limit is reached."""
-    ids, stop = sampled.ids + part.ids, part.stop
-    if stop is StopReason.ABORT and ids and ids[-1] in request.sampling.stop_ids:
-        stop = StopReason.STOP
-    elif stop is StopReason.ABORT and len(ids) >= request.sampling.max_new_tokens:
-        stop = StopReason.LENGTH
+    """`sampled` and the part after it, as if one engine had sampled both."""
+    ids = sampled.ids + part.ids
+    stop = ending(request, ids) if part.stop is StopReason.ABORT else part.stop
     spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
     return Generation(ids, sampled.logprobs + part.logprobs, spans, stop, sampled.seconds + part.seconds)
+
+
+def ending(request: Request, ids: tuple[int, ...]) -> StopReason:
+    """Why the request ends after it has sampled `ids`; ABORT: it does not end there."""
+    if ids and ids[-1] in request.sampling.stop_ids:
+        return StopReason.STOP
+    return StopReason.LENGTH if len(ids) >= request.sampling.max_new_tokens else StopReason.ABORT
 
 
 def shifted(span: VersionSpan, tokens: int) -> VersionSpan:

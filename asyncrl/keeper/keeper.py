@@ -1,13 +1,13 @@
 """The keeper of one server: starts it or attaches to it, watches it, and loads weights into it.
 
-consumes: versions to load (control), the life of the server
-waits for: the server to be ready -- with a deadline; the coordinator's lease
+consumes: versions to load (control), the end of the server
+waits for: the server to be ready -- with a deadline; messages of the coordinator
 unblocks: the coordinator (an engine that can sample, versions confirmed)
 
-    start / attach ──► ready ──► checked ──► hello with its url ──► loads and beats ──► its end is ours
+    start / attach ──► ready ──► checked ──► hello with its url ──► loads and beats ──► end
 
 It is the only one who pauses the server or changes its weights; workers only sample. A server that dies, is
-restarted under our hands or cannot be loaded ends the keeper, and the launcher starts both anew.
+restarted by somebody else or cannot be loaded ends the keeper, and the launcher starts both anew.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.connect import connect
-from asyncrl.engines.sglang.engine import SGLangEngine
+from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.process import ServerProcess, free_port, keys
+from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.contact import Contact, ContactState
@@ -46,14 +46,14 @@ T = TypeVar("T")
 log = logging.getLogger("asyncrl.keeper")
 
 LOOK_EVERY = 1.0  # seconds between two looks at a server
-BLIND = 3  # looks in a row without an answer that end a server
-LOAD_TRIES = 3  # failed loads in a row that end a server, over `weights.deadline` at least
-STRANGE = 1.0  # nats between server and trainer on the first version: not the same model
+SILENT = 3  # looks in a row without an answer after which a server is given up
+LOAD_TRIES = 3  # failed loads in a row, over `weights.deadline` at least, after which it is given up
+OTHER_MODEL = 1.0  # nats between server and trainer on the first version: not the same model
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Be a keeper until told to stop. Returns 0, or 1 when the server or the coordinator is lost. Raises
-    ConfigError for a server that can never serve this run."""
+    """Be a keeper until `Stop` or a signal. Returns 0, or 1 when the server or the coordinator is lost.
+    Raises ConfigError for a server that can never serve this run."""
     keeper = Keeper(config, endpoints, index, incarnation)
     try:
         return asyncio.run(keeper.serve())
@@ -73,7 +73,7 @@ class Keeper:
         self._run_dir = Path(config.run_dir) / config.name
         self._waits = Waits()
         self._timeline = Timeline(self._run_dir / "timeline" / f"engine-{index}.jsonl")
-        self._engine: SGLangEngine | None = None
+        self._server: ServerLoader | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
         self._loaded = self._failures = 0  # versions in all; failed loads in a row
@@ -99,10 +99,10 @@ class Keeper:
     def _services(self) -> list[Coroutine[Any, Any, int]]:
         return [self._listen(), self._keep_contact(), self._keep_server()]
 
-    async def _ready(self) -> SGLangEngine:
-        if self._engine is None:
+    async def _ready(self) -> ServerLoader:
+        if self._server is None:
             raise EngineError("the server is not ready")
-        return self._engine
+        return self._server
 
     async def _load(self) -> NoReturn:
         """Load what is offered, for ever."""
@@ -125,8 +125,8 @@ class Keeper:
             await self._beat()  # workers turn to other servers at once
         if self._process is not None:  # first: the launcher does not wait for long
             await self._process.stop()
-        if self._engine is not None:
-            await self._engine.close()
+        if self._server is not None:
+            await self._server.close()
         self._timeline.close()
         self._control.close()
 
@@ -134,16 +134,16 @@ class Keeper:
 
     async def _keep_server(self) -> int:
         """Start and serve; raises when the server is lost."""
-        engine = await self._start()
-        log.info("engine %d: %s at %s", self.index, engine.description, engine.url)
-        self._engine = engine
-        self._url, self._healthy = engine.url, True
+        server = await self._start()
+        log.info("engine %d: %s at %s", self.index, server.description, server.api.url)
+        self._server = server
+        self._url, self._healthy = server.api.url, True
         await self._hello()
-        watch = [self._mourn(self._process)] if self._process is not None else []
-        await first(self._load(), self._look_after(engine), *watch)
+        watch = [self._fail_at_end(self._process)] if self._process is not None else []
+        await first(self._load(), self._look_after(server), *watch)
         return 1
 
-    async def _start(self) -> SGLangEngine:
+    async def _start(self) -> ServerLoader:
         """A server that answers and has been checked against the run. It is given `engine.start_timeout`."""
         settings = self.config.engine
         seconds = settings.start_timeout
@@ -157,52 +157,53 @@ class Keeper:
             late = f"not ready within engine.start_timeout ({seconds:g} s); its output is above"
             raise EngineError(f"engine {self.index}: {late}") from None
 
-    async def _spawn(self) -> SGLangEngine:
+    async def _spawn(self) -> ServerLoader:
         host = local_address(self._endpoints.control)
         port = free_port(host)
         self._process = await ServerProcess.start(self.config, self.index, host, port, self._run_dir)
-        engine = await first(self._connect(f"http://{host}:{port}"), self._mourn(self._process))
+        server = await first(self._connect(f"http://{host}:{port}"), self._fail_at_end(self._process))
         self._process.forget_keys()
-        return engine
+        return server
 
-    async def _connect(self, url: str) -> SGLangEngine:
+    async def _connect(self, url: str) -> ServerLoader:
         """Waits for it: somebody else's server may be being restarted, too."""
         return await connect(self.config, self.index, url, *keys(self.config.engine), patient=True)
 
-    async def _mourn(self, process: ServerProcess) -> NoReturn:
+    async def _fail_at_end(self, process: ServerProcess) -> NoReturn:
         """Raises EngineError when the process ends."""
         code = await process.ended()
         raise EngineError(f"engine {self.index}: its server ended with code {code}; its output is above")
 
-    async def _look_after(self, engine: SGLangEngine) -> None:
+    async def _look_after(self, server: ServerLoader) -> None:
         """Is it there, and does it hold what it confirmed? Raises EngineError when not."""
-        blind = 0
+        silent = 0
         while True:
             await asyncio.sleep(LOOK_EVERY)
             loaded = self._loaded
             try:
-                label = await engine.label()
+                label = await server.api.weight_label()
             except EngineError as error:
-                blind, self._healthy = blind + 1, False
-                if blind >= BLIND:
-                    raise EngineError(f"engine {self.index}: no answer {blind} times: {error}") from error
+                silent, self._healthy = silent + 1, False
+                if silent >= SILENT:
+                    raise EngineError(f"engine {self.index}: no answer {silent} times: {error}") from error
                 continue
-            blind = 0
-            quiet = 0 < loaded == self._loaded and not self._loads.pending
-            if quiet and not engine.broken and label != engine.loaded_label:
+            silent = 0
+            if self._loads.pending:
+                continue  # it holds the old weights, the new ones or a mixture: all of them are right
+            self._healthy = not server.broken
+            expected = server.loaded.label if server.loaded is not None else label
+            if loaded == self._loaded and not server.broken and label != expected:
                 raise EngineError(
-                    f"engine {self.index}: its server holds {label!r} and not {engine.loaded_label!r}: "
+                    f"engine {self.index}: its server holds {label!r} and not {expected!r}: "
                     "it was restarted, or somebody else loads weights into it"
                 )
-            if not self._loads.pending:  # a load under way says nothing yet
-                self._healthy = not engine.broken
 
     # -- versions ------------------------------------------------------------------------------------
 
     async def _report(self, message: Loaded) -> None:
         """Tell the coordinator. Raises when the server cannot be loaded, whatever state it is in."""
         if message.error:
-            self._healthy = self._engine is not None and not self._engine.broken
+            self._healthy = self._server is not None and not self._server.broken
             await self._beat()
         else:
             self._check_probe(message)
@@ -214,8 +215,9 @@ class Keeper:
             self._failures, self._failing_since = 0, math.inf
 
     def _failed(self, error: str) -> None:
-        """It need not be the server's fault: files are pruned, a trainer that broadcasts dies and comes back.
-        Only files that a server refuses from the start are a reason to give up at once."""
+        """The cause need not be the server: files are pruned, a trainer that broadcasts dies and comes back.
+        So failures are given the time of `weights.deadline`, but for files that a server refuses from the
+        start."""
         now = asyncio.get_running_loop().time()
         self._failures, self._failing_since = self._failures + 1, min(self._failing_since, now)
         hopeless = not self._loaded and self.config.weights.transport == "disk"
@@ -225,7 +227,7 @@ class Keeper:
             raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
 
     def _check_probe(self, message: Loaded) -> None:
-        if not self._loaded and message.probe_gap > STRANGE:
+        if not self._loaded and message.probe_gap > OTHER_MODEL:
             raise ConfigError(
                 f"engine {self.index}: the server computes another model: its log-probs of version "
                 f"{message.ref.version} differ from the trainer's by up to {message.probe_gap:.3g}; "
@@ -247,8 +249,8 @@ class Keeper:
                     self._end(message.reason)
 
     async def _keep_contact(self) -> int:
-        """Beats, hellos while nobody answers, and the keeper's own end when nobody ever does. Workers go on
-        sampling meanwhile: they hold leases of their own."""
+        """Heartbeats; hellos while the coordinator does not answer; DeadlineError when it stays away. Workers
+        go on sampling meanwhile."""
         while True:
             match self._contact.tick(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
@@ -263,9 +265,8 @@ class Keeper:
         await self._control.send(KeeperBeat(self._healthy, not self._url, self._waits.longest()))
 
     async def _hello(self) -> None:
-        engine = self._engine.description if self._engine is not None else ""
-        hello = KeeperHello(self.index, self.incarnation, self._url, os.getpid(), engine)
-        await self._control.send(hello)
+        what = self._server.description if self._server is not None else ""
+        await self._control.send(KeeperHello(self.index, self.incarnation, self._url, os.getpid(), what))
 
 
 async def first(*works: Coroutine[Any, Any, T]) -> T:

@@ -342,8 +342,8 @@ def check_urls(config: RunConfig) -> None:
     """The keepers' own look at a server, ahead of them. It may be in use."""
     import asyncio
 
-    from asyncrl.engines.sglang.connect import look
     from asyncrl.engines.sglang.process import keys
+    from asyncrl.engines.sglang.server import look
 
     async def check_url(url: str) -> None:
         async with asyncio.timeout(ANSWER):

@@ -1,85 +1,112 @@
-"""A lane over many servers: each turn is routed, and a turn that one server loses goes on at another.
+"""A sampler over many servers: each turn goes to one of them, and one that a server loses goes on at another.
 
 consumes: the table of engines; turns
-waits for: a server that is fit and has room -- with a deadline; the server that samples
+waits for: a server that may be used and has room -- with a deadline; the server that samples
 unblocks: episodes
 
-    turn ──► a server (routing) ──► whole ──► answer
+    turn ──► a server (choose) ──► whole ──► answer
                ▲        │
-               └────────┘ full, or lost: what it sampled is kept, the rest is asked of another
+               └────────┘ full, lost, or ended too early: what is sampled is kept, the rest is asked for again
+
+Each turn goes to the server that holds the episode's prefix, within a bound on its load, or else to the least
+loaded one. Of n servers with m requests in all, the one that holds the prefix may have at most
+max(2, ceil(1.25 * (m + 1) / n)) with this request. Example: n = 3, m = 5 gives ceil(2.5) = 3. The least
+loaded server always has room within that bound: it has at most floor(m / n) requests, and
+floor(m / n) + 1 <= ceil((m + 1) / n).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from asyncrl.engines.base import EngineBusy, EngineLost, Request
 from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.errors import EngineError
-from asyncrl.rollout.roster import Client, PooledServer, Roster
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import Generation, StopReason
 from asyncrl.wire.messages import EngineEntry, EngineUse
 
+log = logging.getLogger("asyncrl.worker")
+
+BOUND = 1.25  # load of a server that is chosen for its prefix, relative to the mean
+FEW = 2  # requests side by side that are no overload: with fewer requests than servers the mean says nothing
 LOSSES = 8  # in a row that brought no token end a turn: it may be what kills the servers
 PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, doubled each time
+SUSPICION = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
+
+
+class Client(Protocol):
+    """A client of one server."""
+
+    def mark(self, order: tuple[int, int]) -> None:
+        """The server has confirmed this (trainer_epoch, version)."""
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost with what was
+        sampled, or EngineError on a request that no server can serve."""
+
+    async def close(self) -> None:
+        """Requests under way are lost, with what was sampled."""
+
+
+Connect = Callable[[EngineEntry, EngineUse], Client]  # the client counts what it does in the EngineUse
 
 
 @dataclass(eq=False)
-class Pending:
+class PooledServer:
+    """One incarnation of a server, and the client of it."""
+
+    entry: EngineEntry
+    client: Client
+    use: EngineUse  # of all incarnations
+    running: int = 0  # requests
+    suspect: bool = False  # it lost a turn, and no table has come since
+    retired: bool = False  # it has left the table
+
+    @property
+    def id(self) -> str:
+        """A restarted server has lost its prefixes: it counts as another one."""
+        return f"{self.entry.name} {self.entry.incarnation}"
+
+
+@dataclass(eq=False)
+class ServerTurn:
     """A turn under way. `deadline`: loop time by which a server must have taken it."""
 
     request: Request
     deadline: float
     sampled: Generation = NOTHING
-    member: PooledServer | None = None  # that samples it now
-    last: PooledServer | None = None  # that sampled of it before
-    aborted: bool = False
+    last: PooledServer | None = None  # that sampled of it
     losses: int = 0  # in a row that brought no token
     full: set[PooledServer] = field(default_factory=set)  # had no room, in this round
     rounds: int = 0  # in a row in which no server had room
 
-    @property
-    def session(self) -> str:
-        return self.request.session
-
-    @property
-    def over(self) -> bool:
-        return self.aborted or self.sampled.stop is not StopReason.ABORT
-
 
 class ServerPool:
-    """`name` is the lane: see Roster for who serves it. `patience`: seconds that a turn waits for a server to
-    take it; a lost server should be back by then."""
+    """`name` "train" uses the servers that are not set aside for validation; "eval" those that are, whatever
+    they hold, and the others while there is none. `patience`: seconds that a turn waits for a server to take
+    it; a lost server should be back by then."""
 
     def __init__(
-        self,
-        name: str,
-        connect: Callable[[EngineEntry], Client],
-        waits: Waits,
-        meter: BusyTimer,
-        patience: float = 600.0,
+        self, name: str, connect: Connect, waits: Waits, meter: BusyTimer, patience: float = 600.0
     ) -> None:
-        self.name, self._waits, self._meter, self._patience = name, waits, meter, patience
-        self._roster = Roster(name, connect)
-        self._turns: dict[str, Pending] = {}  # by session
+        self.name, self.changed = name, Changed()
+        self._connect, self._waits, self._meter, self._patience = connect, waits, meter, patience
+        self._servers: dict[str, PooledServer] = {}  # by id
+        self._use: dict[str, EngineUse] = {}  # by the server's name
+        self._homes: dict[str, str] = {}  # by session: the server that holds its prefix
+        self._closing: set[asyncio.Task[None]] = set()
         self._oldest: Callable[[], int] = lambda: 0
 
-    @property
-    def changed(self) -> Changed:
-        return self._roster.changed
-
-    def table(self, entries: Sequence[EngineEntry]) -> None:
-        """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
-        self._roster.table(entries)
-
-    def use(self) -> tuple[EngineUse, ...]:
-        """What each server has done for this lane."""
-        return self._roster.use()
+    # -- the sampler ---------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
@@ -93,95 +120,167 @@ class ServerPool:
             return
         self._oldest = oldest
         while self.version < oldest():
-            with self._waits.named(self._roster.lack(oldest(), full=0)):
+            with self._waits.named(self._lack(full=0)):
                 await self.changed.wait()
 
     @property
     def version(self) -> int:
         """The newest version that a turn can be sampled with; -1 without a server."""
-        return self._roster.version
+        return max((server.entry.version for server in self._eligible(0)), default=-1)
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, on as many servers as it takes. Raises EngineError when none takes it in time, one
         refuses it, or too many lose it."""
-        deadline = asyncio.get_running_loop().time() + self._patience
-        turn = self._turns[request.session] = Pending(request, deadline)
-        try:
-            while not turn.over:
-                await self._go_on(turn)
-        finally:
-            del self._turns[request.session]
+        turn = ServerTurn(request, asyncio.get_running_loop().time() + self._patience)
+        while turn.sampled.stop is StopReason.ABORT:
+            await self._continue(turn)
         return turn.sampled
 
-    def abort(self, session: str) -> None:
-        """End the session's running turn, wherever it runs: its `generate` returns what there is."""
-        turn = self._turns.get(session)
-        if turn is not None:
-            turn.aborted = True
-            if turn.member is not None:
-                turn.member.client.abort(session)
-            self.changed.fire()
-
     def release(self, session: str) -> None:
-        self._roster.release(session)
+        """The episode is over."""
+        self._homes.pop(session, None)
+
+    def use(self) -> tuple[EngineUse, ...]:
+        """What each server has done for this pool, all its incarnations together."""
+        return tuple(self._use.values())
 
     async def close(self) -> None:
-        await self._roster.close()
+        for server in self._servers.values():
+            self._close(server)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     # -- one turn ------------------------------------------------------------------------------------
 
-    async def _go_on(self, turn: Pending) -> None:
+    async def _continue(self, turn: ServerTurn) -> None:
         """Have one server sample what is left of the turn, or as much of that as it can."""
-        turn.member = member = await self._server(turn)
-        if member is None:
-            return
+        server = await self._take(turn)
         try:
             with self._meter.turn():
-                part = await member.client.generate(rest(turn.request, turn.sampled))
+                part = await server.client.generate(rest(turn.request, turn.sampled))
         except EngineBusy:
-            turn.full.add(member)
+            server.use.busy += 1
+            turn.full.add(server)
         except EngineLost as lost:
-            self._roster.suspect(member, lost)
-            self._keep(turn, member, lost.partial)
+            server.use.lost += 1
+            self._suspect(server, lost)
+            self._keep(turn, server, lost.partial)
             if turn.losses >= LOSSES:
                 raise EngineError(f"{LOSSES} servers in a row lost the turn; the last one: {lost}") from lost
         else:
-            self._keep(turn, member, part)
+            self._keep(turn, server, part)
         finally:
-            turn.member = None
-            self._roster.end(turn.session, member)
+            server.running -= 1
 
-    def _keep(self, turn: Pending, member: PooledServer, part: Generation) -> None:
+    def _keep(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
         turn.sampled = extended(turn.request, turn.sampled, part)
         turn.losses = 0 if part.ids else turn.losses + 1
         turn.deadline = asyncio.get_running_loop().time() + self._patience
         turn.full.clear()
         turn.rounds = 0
-        member.moved += turn.last not in (None, member)
-        turn.last = member
+        server.use.moved += turn.last not in (None, server)
+        turn.last = server
         self._meter.tokens += len(part.ids)
 
-    async def _server(self, turn: Pending) -> PooledServer | None:
-        """Who goes on with the turn; None if it is aborted meanwhile. EngineError after the deadline."""
+    async def _take(self, turn: ServerTurn) -> PooledServer:
+        """The server that goes on with the turn. EngineError after the deadline."""
         try:
             async with asyncio.timeout_at(turn.deadline):
-                while not turn.aborted:
-                    member = self._roster.begin(turn.session, self._oldest(), turn.full)
-                    if member is not None:
-                        return member
+                while (server := self.begin(turn.request.session, turn.full)) is None:
                     await self._room(turn)
         except TimeoutError:
-            lack = self._roster.lack(self._oldest(), len(turn.full))
-            raise EngineError(f"{lack}, after {self._patience:g} s") from None
-        return None
+            raise EngineError(f"{self._lack(len(turn.full))}, after {self._patience:g} s") from None
+        return server
 
-    async def _room(self, turn: Pending) -> None:
+    async def _room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        with self._waits.named(self._roster.lack(self._oldest(), len(turn.full))):
+        with self._waits.named(self._lack(len(turn.full))):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
             except TimeoutError:
                 turn.rounds += 1
         turn.full.clear()
+
+    def _lack(self, full: int) -> str:
+        """What a turn waits for."""
+        oldest = self._oldest()
+        if full:
+            return f"engines: all {full} that have v{oldest} are full"
+        return f"engines: none has v{oldest} ({len(self._servers)} known, {len(self._eligible(0))} healthy)"
+
+    # -- routing -------------------------------------------------------------------------------------
+
+    def begin(self, session: str, avoid: Collection[PooledServer] = ()) -> PooledServer | None:
+        """The server for the session's next request, which is counted in its `running`; None: none may be
+        used."""
+        servers = [server for server in self._eligible(self._oldest()) if server not in avoid]
+        if not servers:
+            return None
+        chosen = choose(servers, self._homes.get(session), Counter(self._homes.values()))
+        self._homes[session] = chosen.id
+        chosen.running += 1
+        return chosen
+
+    def _eligible(self, oldest: int) -> list[PooledServer]:
+        """Servers that may be used and whose weights are not older than `oldest`."""
+        found = self._servers.values()
+        set_aside = any(server.entry.lane == "eval" for server in found)
+        lane = "eval" if set_aside and self.name == "eval" else "train"
+        return [
+            server
+            for server in found
+            if server.entry.healthy
+            and not server.suspect
+            and server.entry.lane == lane
+            and server.entry.version >= oldest
+        ]
+
+    # -- the table -----------------------------------------------------------------------------------
+
+    def table(self, entries: Sequence[EngineEntry]) -> None:
+        """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
+        before, self._servers = self._servers, {}
+        for entry in entries:
+            if entry.url:
+                id = f"{entry.name} {entry.incarnation}"
+                server = before.pop(id) if id in before else self._join(entry)
+                self._servers[id] = server
+                server.entry, server.suspect = entry, False
+                if entry.healthy:  # else the coordinator may not know yet what it holds
+                    server.client.mark((entry.epoch, entry.version))
+        for server in before.values():
+            server.retired = True
+            self._close(server)
+        self.changed.fire()
+
+    def _join(self, entry: EngineEntry) -> PooledServer:
+        use = self._use.setdefault(entry.name, EngineUse(entry.name))
+        return PooledServer(entry, self._connect(entry, use), use)
+
+    def _suspect(self, server: PooledServer, why: Exception) -> None:
+        """It lost a turn: it gets no more until the next table, or until some time has passed."""
+        if not server.suspect and not server.retired:
+            log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
+            server.suspect = True
+            asyncio.get_running_loop().call_later(SUSPICION, self._trust, server)
+
+    def _trust(self, server: PooledServer) -> None:
+        server.suspect = False
+        self.changed.fire()
+
+    def _close(self, server: PooledServer) -> None:
+        task = asyncio.get_running_loop().create_task(server.client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[str]) -> PooledServer:
+    """The server `home`, which holds the prefix, if it is one of them and within the bound; else the one with
+    the fewest requests, and of these the one with the fewest prefixes."""
+    requests = sum(server.running for server in servers) + 1
+    bound = max(FEW, math.ceil(BOUND * requests / len(servers)))
+    for server in servers:
+        if server.id == home and server.running + 1 <= bound:
+            return server
+    return min(servers, key=lambda server: (server.running, prefixes[server.id]))  # ties: the first

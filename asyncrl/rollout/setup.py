@@ -16,10 +16,10 @@ from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import Environment, load_environment
 from asyncrl.gateway import Agent, load_agent
 from asyncrl.rollout.components import ENGINE_MODULES, chat_warnings, load_chat, load_scorer, load_toolbox
-from asyncrl.rollout.roster import Client
 from asyncrl.rollout.scoring import Scorer
+from asyncrl.rollout.server_pool import Client, Connect
 from asyncrl.tools import Toolbox
-from asyncrl.wire.messages import EngineEntry
+from asyncrl.wire.messages import EngineEntry, EngineUse
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -30,7 +30,7 @@ class WorkerParts:
     makes a client of a server. A run has one or the other. `environment` makes one for an episode."""
 
     build: Callable[[], Engine] | None
-    connect: Callable[[EngineEntry], Client] | None
+    connect: Connect | None
     rules: Rules
     toolbox: Toolbox
     scorer: Scorer
@@ -68,15 +68,19 @@ def engine_factory(config: RunConfig) -> Callable[[], Engine]:
     )
 
 
-def connector(config: RunConfig) -> Callable[[EngineEntry], Client]:
+def connector(config: RunConfig) -> Connect:
     """See `WorkerParts.connect`."""
-    from asyncrl.engines.sglang.connect import terms_of
-    from asyncrl.engines.sglang.engine import SGLangEngine
+    from asyncrl.engines.sglang.client import SGLangClient
     from asyncrl.engines.sglang.http import ServerApi
     from asyncrl.engines.sglang.process import keys
+    from asyncrl.engines.sglang.server import vocabulary_of
 
-    terms, secrets = terms_of(config), keys(config.engine)
-    return lambda entry: SGLangEngine(ServerApi(entry.url, *secrets), terms, salt=entry.incarnation)
+    vocabulary, secrets = vocabulary_of(config), keys(config.engine)
+
+    def connect(entry: EngineEntry, use: EngineUse) -> Client:
+        return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)
+
+    return connect
 
 
 def load_rules(config: RunConfig) -> Rules:

@@ -29,9 +29,8 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.agent_player import Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.episode_runner import EpisodeRunner
-from asyncrl.rollout.roster import Client
 from asyncrl.rollout.samplers import LocalSampler
-from asyncrl.rollout.server_pool import ServerPool
+from asyncrl.rollout.server_pool import Connect, ServerPool
 from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.busy_timer import BusyTimer
@@ -44,7 +43,6 @@ from asyncrl.wire.messages import (
     Attempt,
     Cancel,
     Clock,
-    EngineEntry,
     Engines,
     Fenced,
     Heartbeat,
@@ -125,7 +123,7 @@ class RolloutWorker:
         train = LocalSampler("train", *shared, engine=engine)
         return {"train": train, "eval": LocalSampler("eval", *shared, pinned=True)}
 
-    def _fleets(self, connect: Callable[[EngineEntry], Client]) -> dict[str, ServerPool]:
+    def _fleets(self, connect: Connect) -> dict[str, ServerPool]:
         patience = self.config.engine.start_timeout
         return {
             name: ServerPool(name, connect, self.waits, self.meter, patience) for name in ("train", "eval")

@@ -11,8 +11,8 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from asyncrl.engines.base import Engine
 from asyncrl.errors import recorded
 from asyncrl.runtime.busy_timer import Recorder
 from asyncrl.runtime.waits import Changed
@@ -20,38 +20,49 @@ from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from asyncrl.wire.messages import Loaded
 
-EngineSupplier = Callable[[], Awaitable[Engine]]
+
+class Loadable(Protocol):
+    """An `Engine`, or the keeper's end of a server; see `Engine` for the methods."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def load(self, ref: WeightsRef) -> Manifest: ...
+
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]: ...
 
 
 class WeightLoader:
-    """`engine` is asked for at each load; it may build one."""
+    """`engine` is called at each load; it may build one."""
 
-    def __init__(self, lane: str, timeline: Recorder, deadline: float, engine: EngineSupplier) -> None:
+    def __init__(
+        self, lane: str, timeline: Recorder, deadline: float, engine: Callable[[], Awaitable[Loadable]]
+    ) -> None:
         self.lane, self.changed = lane, Changed()
         self._timeline, self._deadline, self._engine = timeline, deadline, engine
-        self._mail: WeightsRef | None = None
+        self._offered: WeightsRef | None = None
         self._busy = False
         self._last: tuple[WeightsRef, Manifest] | None = None
 
     def offer(self, ref: WeightsRef) -> None:
         """Load this version next; one that was waiting is skipped."""
-        self._mail = ref
+        self._offered = ref
         self.changed.fire()
 
     @property
     def waiting(self) -> bool:
         """A version has been offered and is not being loaded yet."""
-        return self._mail is not None
+        return self._offered is not None
 
     @property
     def pending(self) -> bool:
         """A version is being loaded, or is about to be."""
-        return self._busy or self._mail is not None
+        return self._busy or self._offered is not None
 
     async def next(self) -> Loaded:
-        """Load what was offered last and check it; there must be one. What goes wrong is in the answer."""
-        assert self._mail is not None
-        ref, self._mail, self._busy = self._mail, None, True
+        """Load the version offered last, and check it. There must be one. Failures are in the answer."""
+        assert self._offered is not None
+        ref, self._offered, self._busy = self._offered, None, True
         try:
             return await self._load(ref)
         finally:
@@ -75,7 +86,7 @@ class WeightLoader:
         superseded = isinstance(failure.error, Superseded)
         return Loaded(ref, self.lane, checksum, seconds, failure.line, gap, tokens, superseded)
 
-    async def _swap(self, engine: Engine, ref: WeightsRef) -> Manifest:
+    async def _swap(self, engine: Loadable, ref: WeightsRef) -> Manifest:
         """Load a version; one that is in use already is only confirmed again."""
         if self._last is None or self._last[0] != ref:
             self._last = None  # until it is in: after a failure the engine may hold anything
@@ -83,7 +94,7 @@ class WeightLoader:
         return self._last[1]
 
 
-async def _probe(engine: Engine, manifest: Manifest) -> tuple[float, int]:
+async def _probe(engine: Loadable, manifest: Manifest) -> tuple[float, int]:
     """(largest gap, tokens) between the engine's log-probs of the version's probe and the trainer's."""
     probe = manifest.probe
     if probe is None or engine.version != manifest.version:

@@ -1,7 +1,7 @@
-"""Weights through a process group: both ends of the protocol.
+"""Weights through a process group: the trainer's end, and the protocol with the keepers.
 
-The trainer's rank 0 has one `Sender`. Each server's keeper has one `Receiver`, which asks; the server is told
-over HTTP what to do, and the weights go from the trainer to it directly.
+The trainer's rank 0 has one `Sender`. Each server's keeper has one `Receiver` (engines/sglang/receiver.py),
+which asks, and which tells its server over HTTP what to do. The weights go from the trainer to the server.
 
     keeper                                trainer                        server
     Want(version)             ──►  its turn; rank 0 listens
@@ -23,33 +23,27 @@ answers nobody and has to be started again. Nothing here is authenticated or enc
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from contextlib import closing, suppress
 
 import torch
 from torch import Tensor
 
-from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, ProtocolError, one_line
+from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective_messages import (
     BroadcastPlan,
     Going,
     Next,
-    Question,
     Refused,
     Sent,
     Want,
-    ask,
     hear,
     left,
     tell,
@@ -58,23 +52,17 @@ from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Layout,
-    Manifest,
     TensorEntry,
-    WeightsError,
     WeightsRef,
     describe,
     entry,
 )
 from asyncrl.weights.snapshot import Snapshot, Tensors, as_bytes, split
 
-T = TypeVar("T")
 log = logging.getLogger("asyncrl.weights")
 
-CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
+REFUSAL_SECONDS = 5.0  # for a refusal to be sent
 PAUSE = 1.0  # seconds until the sender listens again after it could not take a connection
-
-
-# -- the trainer's end ---------------------------------------------------------------------------------
 
 
 class Sender:
@@ -91,7 +79,7 @@ class Sender:
         self.error: Exception | None = None
         self._host, self._closing = host, threading.Event()
         self._listener = socket.create_server((host, 0))
-        self.lines: set[Line] = set()
+        self.connections: set[EngineConnection] = set()
         background(self._accept)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
@@ -106,8 +94,8 @@ class Sender:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the thread in `accept`
         self._listener.close()
-        for line in list(self.lines):
-            line.hang_up()
+        for connection in list(self.connections):
+            connection.hang_up()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -119,12 +107,12 @@ class Sender:
                     log.warning("weights: a keeper could not be heard, next try soon: %s", one_line(error))
                 self._closing.wait(PAUSE)
                 continue
-            line = Line(self, connection)
-            self.lines.add(line)
-            background(line.serve)
+            served = EngineConnection(self, connection)
+            self.connections.add(served)
+            background(served.serve)
 
 
-class Line:
+class EngineConnection:
     """The connection of one engine, with the group that it is in. Lives on a thread of its own."""
 
     def __init__(self, sender: Sender, connection: socket.socket) -> None:
@@ -146,7 +134,7 @@ class Line:
             log.warning("push to %s ended: %s", self._engine, one_line(error))
             self._refuse(one_line(error), isinstance(error, Superseded))
         finally:
-            self._sender.lines.discard(self)
+            self._sender.connections.discard(self)
             self._socket.close()
             if self._group is not None:
                 self._group.close()
@@ -228,173 +216,9 @@ class Line:
 
     def _refuse(self, reason: str, superseded: bool) -> None:
         with suppress(OSError):
-            tell(self._socket, Refused(reason, superseded), time.monotonic() + CLEANUP_SECONDS)
+            tell(self._socket, Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS)
 
 
 def _aligned(specs: Layout) -> Layout:
     """In an order in which every tensor starts at a multiple of its item size: large items first."""
     return tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))
-
-
-# -- the keeper's end ----------------------------------------------------------------------------------
-
-
-class GroupServer(Protocol):
-    """What a receiver tells its server. WeightsError: the server refuses; other AsyncrlErrors: no answer."""
-
-    async def init_group(
-        self,
-        address: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        name: str,
-        backend: str,
-        seconds: float,
-    ) -> None: ...
-
-    async def update_from_group(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group: str,
-        label: str | None,
-        flush: bool,
-        flattened: bool,
-        seconds: float,
-    ) -> None: ...
-
-    async def destroy_group(self, name: str, seconds: float) -> None: ...
-
-
-@dataclass
-class Connection:
-    """To the sender at `path`. `group`: which the server has joined through it."""
-
-    path: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    group: str = ""
-
-    async def ask(self, question: Question, kind: type[T]) -> T:
-        """Raises Superseded, WeightsError when the sender refuses or is gone, ProtocolError."""
-        try:
-            answer = await ask(self.reader, self.writer, question)
-        except (OSError, EOFError) as error:
-            raise WeightsError(f"weights {self.path}: the sender is gone ({one_line(error)})") from error
-        if isinstance(answer, Refused):
-            raise (Superseded if answer.superseded else WeightsError)(f"weights {self.path}: {answer.reason}")
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
-        return answer
-
-
-@dataclass
-class Push:
-    """A version that is about to be sent: the server is in the group, and has its old weights still."""
-
-    label: str
-    plan: BroadcastPlan
-    connection: Connection
-    server: GroupServer
-    deadline: float  # by the loop's clock
-    done: bool = field(default=False, init=False)
-
-    async def load(self, flush: bool) -> Manifest:
-        """Get it into the server, which gets the label with the last bucket, and empties its cache then if
-        told to `flush`. A failure leaves the server with some old and some new weights: WeightsError, or
-        another AsyncrlError when it did not answer."""
-        last = len(self.plan.buckets) - 1
-        for index, specs in enumerate(self.plan.buckets):
-            await self.connection.ask(Next(index), Going)
-            await self.server.update_from_group(
-                [spec.name for spec in specs],
-                [spec.dtype for spec in specs],
-                [spec.shape for spec in specs],
-                group=self.plan.group,
-                label=self.label if index == last else None,
-                flush=flush and index == last,
-                flattened=True,
-                seconds=self.deadline - asyncio.get_running_loop().time(),
-            )
-        sent = await self.connection.ask(Next(last + 1), Sent)
-        self.done = True
-        return sent.manifest
-
-
-class Receiver:
-    """Asks for versions on behalf of one server of `ranks` ranks. `engine`: its name in the trainer's log."""
-
-    def __init__(self, server: GroupServer, engine: str, ranks: int) -> None:
-        self._server, self._engine, self._ranks = server, engine, ranks
-        self._connection: Connection | None = None
-
-    @asynccontextmanager
-    async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
-        """Get the sender ready to push `ref`, and the server ready to receive. All of it, what is done within
-        the context included, takes at most `seconds`. WeightsError from entering: nothing has changed
-        (Superseded: the sender has a newer version). Any failure gives up the group, for a new one next time.
-        """
-        deadline = asyncio.get_running_loop().time() + seconds
-        try:
-            async with asyncio.timeout_at(deadline):
-                push = await self._prepare(ref, deadline)
-                yield push
-            if not push.done:
-                await self.close()
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, TimeoutError):
-                late = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
-                raise WeightsError(late) from error
-            raise
-
-    async def close(self) -> None:
-        """Leave the sender, and have the server give up its end of the group. Takes a few seconds at most,
-        also with a server that does not answer."""
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        connection.writer.close()  # first: the server may be waiting for the sender, which sees this
-        if connection.group:
-            with suppress(AsyncrlError):
-                await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
-
-    async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
-        connection = await self._connect(ref.path)
-        seconds = deadline - asyncio.get_running_loop().time()
-        want = Want(self._engine, ref.trainer_epoch, ref.version, self._ranks, seconds)
-        plan = await connection.ask(want, BroadcastPlan)
-        if plan.port:
-            await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
-        elif plan.group != connection.group:
-            raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which nobody joined")
-        return Push(ref.label, plan, connection, self._server, deadline)
-
-    async def _connect(self, path: str) -> Connection:
-        if self._connection is not None and self._connection.path != path:
-            await self.close()  # another trainer's
-        if self._connection is None:
-            self._connection = Connection(path, *await _open(path))
-        return self._connection
-
-    async def _join(self, connection: Connection, plan: BroadcastPlan, seconds: float) -> None:
-        connection.group = plan.group
-        address = str(urlsplit(connection.path).hostname)
-        try:
-            await self._server.init_group(
-                address, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
-            )
-        except EngineError as error:
-            raise WeightsError(f"weights {connection.path}: the server did not join: {error}") from error
-
-
-async def _open(path: str) -> Any:
-    where = urlsplit(path)
-    if where.scheme != "tcp" or not where.hostname or not where.port:
-        raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
-    try:
-        return await asyncio.open_connection(where.hostname, where.port)
-    except OSError as error:
-        raise WeightsError(f"weights {path}: no sender there ({one_line(error)})") from error

@@ -38,7 +38,7 @@ class WorkerHello(WireMessage, frozen=True):
     acked: int = 0
 
 
-class EngineUse(msgspec.Struct, frozen=True, array_like=True):
+class EngineUse(msgspec.Struct, array_like=True):
     """What one server has done for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
     computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: requests that it did
     not finish. `moved`: turns that it took over from another."""

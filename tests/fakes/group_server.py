@@ -128,7 +128,6 @@ class FakeServer:
         self.ranks = [_Rank(rank) for rank in range(ranks)]
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda name: None
-        self.flushed: list[bool] = []
         self.labels: list[str | None] = []
 
     async def init_group(
@@ -150,12 +149,8 @@ class FakeServer:
         shapes: Sequence[Sequence[int]],
         group: str,
         label: str | None,
-        flush: bool,
-        flattened: bool,
         seconds: float,
     ) -> None:
-        assert flattened
-        self.flushed.append(flush)
         self.labels.append(label)
         await self._all(seconds, "update_from_group", names, dtypes, shapes, group, label)
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = "ASYNCRL_TEST_MARK"
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    [__name__, "hydra", "asyncrl.engines.sglang.connect", "asyncrl.launch.start", "tests.fakes.training"]
+    [__name__, "hydra", "asyncrl.engines.sglang.server", "asyncrl.launch.start", "tests.fakes.training"]
 )
 
 

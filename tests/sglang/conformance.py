@@ -9,22 +9,28 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 import asyncrl.engines.torch.engine  # noqa: F401  registers "torch"
 from asyncrl.config import ModelConfig
-from asyncrl.engines.base import Engine, EngineLost, Request, Sampling, engines
-from asyncrl.engines.continuation import NOTHING, extended, rest
-from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.base import Engine, Request, Sampling, engines
+from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
+from asyncrl.engines.sglang.loader import ServerLoader
+from asyncrl.rollout.server_pool import ServerPool
+from asyncrl.runtime.busy_timer import BusyTimer
+from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
-from asyncrl.types import Generation, StopReason
+from asyncrl.types import Generation
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
+from asyncrl.wire.messages import EngineEntry, EngineUse
+from tests.fakes.loop import Intervals
+from tests.fakes.sglang import sglang_config
 from tests.fakes.training import full_state
 from tests.sglang.models import CONTEXT, build
 
@@ -33,7 +39,13 @@ EOS = VOCABULARY - 1
 MAX_LEN = CONTEXT - 16  # ids of an episode: a server keeps a few places of its context for itself
 TOLERANCE = 1e-3  # of a log-prob, in nats
 DEADLINE = 240.0  # seconds for one test's requests
-E = TypeVar("E", bound=Engine)
+
+
+class Closes(Protocol):
+    async def close(self) -> None: ...
+
+
+E = TypeVar("E", bound=Closes)
 Open = Callable[[], AbstractAsyncContextManager[Engine]]
 Body = Callable[[Engine], Awaitable[None]]
 
@@ -136,25 +148,29 @@ def embedded(model: Path) -> Open:
 
 
 class Served:
-    """A server as a run sees it: a worker's client samples, a keeper's loads, and tells the worker."""
+    """A server as a run sees it: a keeper loads weights into it, and a worker samples from a pool of it."""
 
     def __init__(self, url: str, mode: PauseMode, salt: str = "a run") -> None:
-        terms = Terms(VOCABULARY, MAX_LEN, mode=mode)
-        self.worker, self.keeper = (SGLangEngine(ServerApi(url), terms, salt=salt) for _ in range(2))
-        self.generate, self.score = self.worker.generate, self.worker.score
-        self.abort, self.release = self.worker.abort, self.worker.release
+        config = sglang_config(MAX_LEN, mode)
+
+        def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
+            return SGLangClient(ServerApi(entry.url), config, VOCABULARY, use, salt)
+
+        self.loader = ServerLoader(ServerApi(url), config.weights)
+        self.pool = ServerPool("train", connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
+        self.generate, self.release, self.score = self.pool.generate, self.pool.release, self.loader.score
 
     @property
     def version(self) -> int:
-        return self.worker.version
+        return self.loader.version
 
     async def load(self, ref: WeightsRef) -> Manifest:
-        manifest = await self.keeper.load(ref)
-        self.worker.mark(ref.order)
+        manifest = await self.loader.load(ref)
+        self.pool.table([EngineEntry("engine 0", self.loader.api.url, "1", *ref.order[::-1], True)])
         return manifest
 
     async def close(self) -> None:
-        await asyncio.gather(self.worker.close(), self.keeper.close())
+        await asyncio.gather(self.pool.close(), self.loader.close())
 
 
 @asynccontextmanager
@@ -174,7 +190,7 @@ def served(url: str, mode: PauseMode) -> Open:
         engine = Served(url, mode)
         try:
             # Labels come again in the next test, as they never do in a run: its cache starts empty.
-            await engine.keeper.server.flush_cache(wait=10)
+            await engine.loader.api.flush_cache(wait=10)
             yield engine
         finally:
             await engine.close()
@@ -191,26 +207,18 @@ def ask(ids: tuple[int, ...], new: int = 16, session: str = "s", key: int = 0, *
     return Request(session, ids, Sampling(new, **knobs), key)  # type: ignore[arg-type]
 
 
-async def finish(engine: Engine, request: Request) -> Generation:
-    """The whole turn, also from an engine that gives requests back at an update (mode `abort`)."""
-    sampled = NOTHING
-    while True:
-        try:
-            return extended(request, sampled, await engine.generate(rest(request, sampled)))
-        except EngineLost as lost:
-            sampled = extended(request, sampled, lost.partial)
-            if sampled.stop is not StopReason.ABORT:
-                return sampled
-
-
 def seen(generation: Generation) -> list[int]:
     """The versions that sampled, one after another."""
     return [version for version, _ in groupby(span.version for span in generation.spans)]
 
 
-async def under_way(engine: Engine, *requests: Request) -> list[asyncio.Task[Generation]]:
+class Generates(Protocol):
+    async def generate(self, request: Request) -> Generation: ...
+
+
+async def under_way(engine: Generates, *requests: Request) -> list[asyncio.Task[Generation]]:
     """Start requests, and return when they are sampling: what was asked for after them is done by then."""
-    tasks = [asyncio.create_task(finish(engine, request)) for request in requests]
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
     await asyncio.sleep(0)  # a task has sent nothing before it has run
-    await finish(engine, ask(prompt(3, "gate"), 8, "gate"))
+    await engine.generate(ask(prompt(3, "gate"), 8, "gate"))
     return tasks

@@ -23,14 +23,12 @@ Shared = Callable[[str], SGLangServer]
 Named = Callable[[str], Versions]
 MOST = 2
 # One server per family, each started once: those of a stage, by family or module, run on the servers that the
-# stages before have left. At the end of the third these are qwen3's, which is killed then, and qwen2's.
+# stages before have left. At the end of the second these are qwen3's, which is killed then, and qwen2's.
 STAGES = (
-    ("llama",),
     ("qwen3",),
     ("qwen2", "test_collective", "test_traps"),
     ("test_fatal_traps",),
-    ("test_fleet",),
-    ("test_server",),
+    ("test_server_pool",),
     ("test_training",),
 )
 
@@ -82,7 +80,7 @@ class Pool:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model directories by family: "qwen2", "qwen3", "llama"."""
+    """Model directories by family: "qwen2", "qwen3"."""
     directory = tmp_path_factory.mktemp("models")
     return {family: build(family, directory / family) for family in FAMILIES}
 
@@ -117,7 +115,7 @@ def versions_of(world: World, tmp_path_factory: pytest.TempPathFactory) -> Named
 
 @pytest.fixture
 def subject(request: pytest.FixtureRequest, tiny_models: dict[str, Path], versions_of: Named) -> Subject:
-    """The engine that the parameter names: "torch-qwen2", "sglang-llama-retract"."""
+    """The engine that the parameter names: "torch-qwen2", "sglang-qwen2-retract"."""
     engine, family, *mode = request.param.split("-")
     if engine == "torch":
         return Subject(request.param, versions_of(family), embedded(tiny_models[family]))

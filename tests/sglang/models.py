@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.fakes.chatml import save_tiny_chat_model
 
-FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3"}
 CONTEXT = 1024  # tokens
 
 

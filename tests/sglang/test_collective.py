@@ -12,23 +12,26 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.config import WeightsConfig
 from asyncrl.engines.base import EngineLost
 from asyncrl.engines.sglang import loader as sglang_loader
+from asyncrl.engines.sglang import receiver as sglang_receiver
 from asyncrl.engines.sglang import versions as sglang_versions
-from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import DISOWNED, PauseMode, ServerApi
-from asyncrl.engines.sglang.loader import Loader
+from asyncrl.engines.sglang.loader import ServerLoader
+from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import Dialect, dialect_of
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation
-from asyncrl.weights import collective
-from asyncrl.weights.collective import Receiver, Sender
+from asyncrl.weights.collective import Sender
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.weights.snapshot import whole
 from tests.fakes.group_sender import SenderProcess
+from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, seen, under_way
 from tests.sglang.server import SGLangServer
-from tests.sglang.traps import running, until
+from tests.sglang.traps import Kept, running, until
 
 FAMILY = "qwen2"
 EPOCH = 7  # labels that no other test uses: what they salted is not found again
@@ -53,17 +56,17 @@ def sender() -> Iterator[Sender]:
 
 
 @contextmanager
-def impatient(keeper: Keeper) -> Iterator[None]:
+def impatient(keeper: BroadcastServer) -> Iterator[None]:
     """A load has a few seconds, and what waits for a stuck server afterwards gives up soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper.engine._loader, "_deadline", 5.0)
-        patch.setattr(collective, "CLEANUP_SECONDS", 1.0)
+        patch.setattr(keeper.loader, "_deadline", 5.0)
+        patch.setattr(sglang_receiver, "CLEANUP_SECONDS", 1.0)
         patch.setattr(sglang_versions, "CLEANUP_SECONDS", 1.0)
         patch.setattr(sglang_loader, "RESUME_SECONDS", 2.0)
         yield
 
 
-class Told:
+class Watched:
     """The server, as the receiver sees it. `event`: it has been told to receive for the `number`-th time."""
 
     def __init__(self, server: ServerApi, number: int) -> None:
@@ -83,38 +86,34 @@ class Told:
         await task
 
 
-class Keeper:
-    """A server's client, as its keeper has one."""
+class BroadcastServer(Kept):
+    """A server into which weights are broadcast."""
 
     def __init__(self, server: ServerApi, dialect: Dialect, mode: PauseMode) -> None:
-        self.server, self.told = server, Told(server, 3)
-        receiver = Receiver(self.told, "engine 0", 1)
-        loader = Loader(server, mode, LONG, receiver=receiver, dialect=dialect)
-        self.engine = SGLangEngine(server, Terms(VOCABULARY, MAX_LEN, mode=mode), loader=loader)
-
-    async def load(self, ref: WeightsRef) -> None:
-        await self.engine.load(ref)
-        self.engine.mark(ref.order)
+        self.watched = Watched(server, 3)
+        receiver = Receiver(self.watched, "engine 0", 1)  # type: ignore[arg-type]
+        config = WeightsConfig(mode=mode, deadline=LONG)
+        super().__init__(server, ServerLoader(server, config, receiver=receiver, dialect=dialect), mode=mode)
 
     async def check(self, versions: Versions, version: int) -> None:
         """It samples with exactly these weights, under their label."""
         request = ask(prompt(20, version), 40, str(version))
-        generation = await self.engine.generate(request)
+        generation = await self.generate(request)
         assert [span.version for span in generation.spans] == [version]
         assert versions.check(request, generation) == 40
 
 
 @asynccontextmanager
-async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncIterator[Keeper]:
+async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncIterator[BroadcastServer]:
     async with asyncio.timeout(4 * LONG):
         server = ServerApi(running.url)
         dialect = dialect_of((await server.server_info()).version, server.url)
-        keeper = Keeper(server, dialect, mode)
+        keeper = BroadcastServer(server, dialect, mode)
         try:
             await server.flush_cache(wait=10)
             yield keeper
         finally:
-            await keeper.engine.close()
+            await keeper.close()
 
 
 def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
@@ -141,7 +140,7 @@ def test_requests_go_on_during_a_push(server, versions, sender, mode):
     async def main() -> None:
         async with keeping(server, mode) as keeper:
             await keeper.load(offer(sender, versions, 1))
-            tasks = await under_way(keeper.engine, *requests)
+            tasks = await under_way(keeper, *requests)
             await keeper.load(offer(sender, versions, 2))
             for request, generation in zip(requests, await asyncio.gather(*tasks), strict=True):
                 assert seen(generation) == [1, 2]
@@ -162,7 +161,7 @@ def test_a_trainer_that_is_killed_in_mid_push(server, versions, sender):
             trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
             start = time.monotonic()
             task = asyncio.create_task(keeper.load(trainer.ref))
-            await keeper.told.event.wait()
+            await keeper.watched.event.wait()
             trainer.end()
             with pytest.raises(WeightsError):
                 await task
@@ -184,23 +183,23 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
         return error.value.partial
 
     async def main() -> None:
-        worker = SGLangEngine(ServerApi(server.url), Terms(VOCABULARY, MAX_LEN))
+        worker = SGLangClient(ServerApi(server.url), sglang_config(MAX_LEN), VOCABULARY)
         async with keeping(server) as keeper, in_use(worker):
             await keeper.load(offer(sender, versions, 1))
             worker.mark((EPOCH, 1))
-            keeper.told.expect(3)
+            keeper.watched.expect(3)
             trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
             tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
-            await until(lambda: running(keeper.engine, len(requests)))
+            await until(lambda: running(keeper.api, len(requests)))
             load = asyncio.create_task(keeper.load(trainer.ref))
-            await keeper.told.event.wait()
+            await keeper.watched.event.wait()
             held = asyncio.create_task(worker.generate(ask(prompt(9), 20, "held")))
             await asyncio.sleep(0)
-            assert not await keeper.server.ready()
+            assert not await keeper.api.ready()
             trainer.end()
             with pytest.raises(WeightsError):
                 await load
-            assert await keeper.server.ready() and await keeper.engine.label() == DISOWNED
+            assert await keeper.api.ready() and await keeper.api.weight_label() == DISOWNED
             partials = [await lost(task) for task in tasks]
             for request, partial in zip(requests, partials, strict=True):
                 assert versions.check(request, partial) == len(partial.ids)
@@ -223,13 +222,13 @@ def test_a_trainer_that_freezes_in_mid_push(server, versions, sender):
             trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
             with impatient(keeper):
                 task = asyncio.create_task(keeper.load(trainer.ref))
-                await keeper.told.event.wait()
+                await keeper.watched.event.wait()
                 trainer.signal(SIGSTOP)
                 with pytest.raises(WeightsError):
                     await task
-            assert keeper.engine.broken
+            assert keeper.loader.broken
             with pytest.raises(EngineError):
-                await keeper.server.flush_cache(seconds=2.0)
+                await keeper.api.flush_cache(seconds=2.0)
             trainer.end()
             await keeper.load(offer(sender, versions, 1))
             await keeper.check(versions, 1)
@@ -249,7 +248,7 @@ def test_a_server_that_freezes_before_it_joins(server, versions, sender):
                     await keeper.load(ref)
             finally:
                 _signal(server, SIGCONT)
-            assert not keeper.engine.broken  # it has its old weights
+            assert not keeper.loader.broken  # it has its old weights
             await keeper.load(ref)
             await keeper.check(versions, 2)
 

@@ -18,16 +18,14 @@ from tests.sglang.conformance import (
     VOCABULARY,
     Subject,
     ask,
-    finish,
     prompt,
     under_way,
 )
-from tests.sglang.models import FAMILIES
 
 every_engine = pytest.mark.parametrize("subject", ["torch-qwen2", "sglang-qwen2-in_place"], indirect=True)
 every_family = pytest.mark.parametrize(
     "subject",
-    [engine for name in FAMILIES for engine in (f"torch-{name}", f"sglang-{name}-in_place")],
+    ["torch-qwen2", "sglang-qwen2-in_place", "sglang-qwen3-in_place"],
     indirect=True,
 )
 LONG = 900  # tokens: still running when whatever the test does has happened
@@ -78,23 +76,6 @@ def assert_greedy(subject: Subject, request: Request, generation: Generation) ->
     for at, chosen in enumerate(generation.logprobs):
         likeliest = subject.versions.next_logprobs(0, request.ids + generation.ids[:at]).max()
         assert likeliest <= chosen + TOLERANCE
-
-
-@every_engine
-def test_top_k_and_top_p_restrict_the_ids_not_the_logprobs(subject: Subject):
-    async def body(engine: Engine) -> None:
-        greedy = await engine.generate(ask(prompt(6), 20, "greedy", temperature=0.0))
-        for index, knobs in enumerate(({"top_k": 1}, {"top_p": 1e-6, "temperature": 1.5})):
-            request = ask(prompt(6), 20, str(index), index, **knobs)
-            generation = await engine.generate(request)
-            assert generation.ids == greedy.ids
-            assert subject.versions.check(request, generation) == 20
-        wide = ask(prompt(6), 40, "wide", temperature=1.5, top_k=50, top_p=0.9)
-        generation = await engine.generate(wide)
-        assert generation.ids[:20] != greedy.ids
-        assert subject.versions.check(wide, generation) == 40
-
-    subject.run(body)
 
 
 @every_engine
@@ -153,55 +134,14 @@ def test_max_len_is_a_limit(subject: Subject):
 
 
 @every_engine
-@pytest.mark.parametrize(
-    "bad",
-    [
-        ask(()),
-        ask((3, VOCABULARY)),
-        ask((-1, 3)),
-        ask((1,), 0),
-        ask((1,), temperature=-1.0),
-        ask((1,), top_p=0.0),
-    ],
-    ids=["empty", "over vocabulary", "negative id", "no token", "temperature", "top_p"],
-)
-def test_a_bad_request_is_refused_and_hurts_nobody(subject: Subject, bad: Request):
+def test_a_bad_request_is_refused_and_hurts_nobody(subject: Subject):
     async def body(engine: Engine) -> None:
         request = ask(prompt(4), 60, "good")
         (task,) = await under_way(engine, request)
-        with pytest.raises(EngineError):
-            await engine.generate(bad)
+        for bad in (ask(()), ask((3, VOCABULARY)), ask((-1, 3)), ask((1,), 0), ask((1,), temperature=-1.0)):
+            with pytest.raises(EngineError):
+                await engine.generate(bad)
         assert subject.versions.check(request, await task) == 60
-
-    subject.run(body)
-
-
-@every_engine
-def test_abort_gives_back_what_there_is(subject: Subject):
-    async def body(engine: Engine) -> None:
-        long, other = ask(prompt(7), LONG, "aborted"), ask(prompt(8), 60, "other")
-        engine.abort("unknown")
-        aborted, undisturbed = await under_way(engine, long, other)
-        engine.abort("aborted")
-        partial = await aborted
-        assert partial.stop is StopReason.ABORT and 0 < len(partial.ids) < LONG
-        assert subject.versions.check(long, partial) == len(partial.ids)
-        assert len((await undisturbed).ids) == 60
-        engine.abort("aborted")  # is over
-        again = ask(long.ids + partial.ids, 20, "aborted")  # the turn goes on from there
-        assert subject.versions.check(again, await engine.generate(again)) == 20
-
-    subject.run(body)
-
-
-@every_engine
-def test_abort_right_after_the_start(subject: Subject):
-    async def body(engine: Engine) -> None:
-        task = asyncio.create_task(engine.generate(ask(prompt(7), LONG)))
-        await asyncio.sleep(0)
-        engine.abort("s")
-        partial = await task
-        assert partial.stop is StopReason.ABORT and len(partial.ids) < LONG
 
     subject.run(body)
 
@@ -249,7 +189,7 @@ def test_turns_on_a_kept_prefix_equal_fresh_computations(subject: Subject):
         engine.release("kept")
         engine.release("unknown")
         greedy = [ask(ids, 24, session, temperature=0.0) for session in ("kept", "fresh")]
-        first, second = [await finish(engine, request) for request in greedy]
+        first, second = [await engine.generate(request) for request in greedy]
         assert first.ids == second.ids
 
     subject.run(body)

@@ -16,7 +16,7 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.conftest import Shared, Start
 from tests.sglang.server import SGLangServer
-from tests.sglang.traps import LONG, WHOLE, client, idle, publish, raw, run, sampling
+from tests.sglang.traps import LONG, WHOLE, idle, kept, publish, raw, run, sampling
 
 KEYS = ("the-api-key", "the-admin-key")
 
@@ -42,10 +42,10 @@ def test_a_file_of_another_shape_kills_a_server_and_its_load_says_so(shared_serv
     server = shared_server("qwen3")  # nobody needs it any more
 
     async def body() -> None:
-        async with client(server) as engine:
+        async with kept(server) as engine:
             with pytest.raises(WeightsError, match="load of e0-v3 failed"):
                 await engine.load(publish(tmp_path, 3, "qwen3", hidden_size=32))
-            assert engine.broken and server.gone()
+            assert engine.loader.broken and server.gone()
 
     run(body())
 
@@ -72,38 +72,38 @@ def test_keys_open_what_they_are_for_and_a_wrong_one_is_named(guarded: SGLangSer
 
 def test_a_full_queue_is_busy_and_nothing_is_lost(guarded: SGLangServer, first: WeightsRef):
     async def body() -> None:
-        async with client(guarded, *KEYS) as engine:
+        async with kept(guarded, *KEYS) as engine:
             await engine.load(first)
             turns = [asyncio.create_task(engine.generate(ask(prompt(4), WHOLE, str(i)))) for i in range(6)]
             outcomes = await asyncio.gather(*turns, return_exceptions=True)
             refused = [answer for answer in outcomes if isinstance(answer, BaseException)]
             served = [answer for answer in outcomes if isinstance(answer, Generation)]
             assert {type(error) for error in refused} == {EngineBusy}
-            assert len(served) >= 2 and len(served) + engine.counters.busy == 6
+            assert len(served) >= 2 and len(served) + len(refused) == 6
             assert all(len(answer.ids) == WHOLE for answer in served)
-            crowd = (engine.server.generate_whole(raw(prompt(4), WHOLE)) for _ in range(6))
+            crowd = (engine.api.generate_whole(raw(prompt(4), WHOLE)) for _ in range(6))
             answers = await asyncio.gather(*crowd, return_exceptions=True)  # in plain HTTP too
             assert {type(answer) for answer in answers} == {bytes, EngineBusy}
-            assert await idle(engine)
+            assert await idle(engine.api)
 
     run(body())
 
 
 def test_ids_outside_the_vocabulary_kill_a_server_and_are_not_sent(guarded: SGLangServer, first: WeightsRef):
     async def body() -> None:
-        async with client(guarded, *KEYS) as engine:
+        async with kept(guarded, *KEYS) as engine:
             await engine.load(first)
             for ids in ((0, VOCABULARY), (-1,), (), prompt(MAX_LEN)):
                 with pytest.raises(EngineError, match=r"vocabulary|no ids|no room"):
                     await engine.generate(ask(ids))
             task = await sampling(engine, ask(prompt(4), LONG))
             with pytest.raises(ServerGone):  # the trap
-                await engine.server.generate_whole(raw((0, 10 * VOCABULARY), 4))
+                await engine.api.generate_whole(raw((0, 10 * VOCABULARY), 4))
             with pytest.raises(EngineLost) as lost:
                 await task
             assert len(lost.value.partial.ids) > 0
             assert guarded.gone()
-            assert not await engine.server.alive()
+            assert not await engine.api.alive()
             with pytest.raises(EngineLost, match="Cannot connect"):
                 await engine.generate(ask(prompt(4)))
 

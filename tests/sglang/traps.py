@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
+from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.types import Generation
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.models import random_model
 from tests.sglang.server import SGLangServer
@@ -31,14 +33,33 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main())
 
 
+class Kept:
+    """A server with a keeper's loader and one worker's client."""
+
+    def __init__(
+        self, api: ServerApi, loader: ServerLoader | None = None, max_len: int = MAX_LEN, **settings: Any
+    ) -> None:
+        config = sglang_config(max_len, **settings)
+        self.api, self.loader = api, loader or ServerLoader(api, config.weights)
+        self.client = SGLangClient(api, config, VOCABULARY)
+        self.generate, self.use = self.client.generate, self.client.use
+
+    async def load(self, ref: WeightsRef) -> None:
+        await self.loader.load(ref)
+        self.client.mark(ref.order)
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.loader.close()
+
+
 @asynccontextmanager
-async def client(server: SGLangServer, *keys: str, **terms: Any) -> AsyncIterator[SGLangEngine]:
-    defaults: dict[str, Any] = {"vocabulary": VOCABULARY, "max_len": MAX_LEN}
-    engine = SGLangEngine(ServerApi(server.url, *keys), Terms(**defaults | terms))
+async def kept(server: SGLangServer, *keys: str, **settings: Any) -> AsyncIterator[Kept]:
+    made = Kept(ServerApi(server.url, *keys), **settings)
     try:
-        yield engine
+        yield made
     finally:
-        await engine.close()
+        await made.close()
 
 
 @asynccontextmanager
@@ -69,18 +90,18 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(0.02)
 
 
-async def idle(engine: SGLangEngine) -> bool:
+async def idle(api: ServerApi) -> bool:
     """The server has nothing to do, and nothing in a queue."""
-    load = await _load(engine)
+    load = await _load(api)
     return bool(load["num_running_reqs"] + load["num_waiting_reqs"] == 0)
 
 
-async def running(engine: SGLangEngine, count: int) -> bool:
-    return bool((await _load(engine))["num_running_reqs"] == count)
+async def running(api: ServerApi, count: int) -> bool:
+    return bool((await _load(api))["num_running_reqs"] == count)
 
 
-async def _load(engine: SGLangEngine) -> dict[str, Any]:
-    answer: dict[str, Any] = await engine.server._get("/v1/loads", dict[str, Any], 10.0)
+async def _load(api: ServerApi) -> dict[str, Any]:
+    answer: dict[str, Any] = await api._get("/v1/loads", dict[str, Any], 10.0)
     return dict(answer["loads"][0])
 
 
@@ -90,7 +111,7 @@ def raw(ids: tuple[int, ...], new: int, **fields: Any) -> dict[str, Any]:
     return {"input_ids": ids, "sampling_params": knobs, "return_logprob": True, **fields}
 
 
-async def sampling(engine: SGLangEngine, request: Request) -> asyncio.Task[Generation]:
+async def sampling(engine: Kept, request: Request) -> asyncio.Task[Generation]:
     """Start a request, and return when the server samples it: what was asked for later is done by then."""
     task = asyncio.create_task(engine.generate(request))
     await asyncio.sleep(0)  # a task has sent nothing before it has run

@@ -26,9 +26,10 @@ from routing import save_model, servers
 from safetensors.torch import load_file
 
 from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.weights import disk
-from asyncrl.weights.collective import Receiver, Sender
+from asyncrl.weights.collective import Sender
 from asyncrl.weights.snapshot import Snapshot, whole
 
 DEADLINE = 120.0
@@ -94,7 +95,7 @@ class Bench:
                 ref = await asyncio.to_thread(disk.write, snapshot, Path(directory), bucket_bytes)
                 await asyncio.to_thread(disk.verify, ref)
                 async with self.paused():
-                    await self.server.update_from_disk(ref.path, ref.label, flush=False)
+                    await self.server.update_from_disk(ref.path, ref.label)
                 disk.prune(Path(directory), 1)
 
             await self.once(push)  # warms up
@@ -109,7 +110,7 @@ class Bench:
             async def push(snapshot: Snapshot) -> None:
                 pushing = receiver.push(sender.offer(snapshot), DEADLINE)
                 async with pushing as ready, self.paused(), dialect.update(self.server):
-                    await ready.load(flush=False)
+                    await ready.load()
 
             name = f"broadcast, {bucket_bytes // MB} MB"
             joins = self.row(f"{name}, first", [await self.once(push)])

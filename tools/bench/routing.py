@@ -22,20 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from common import ROOT, SINGLE_THREAD, table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.rollout.routing import Place, Router
+from asyncrl.rollout.server_pool import PooledServer, choose
+from asyncrl.wire.messages import EngineEntry, EngineUse
 
 VOCABULARY = 512
 TURNS, PROMPT, NEW, REPLY = 8, 256, 48, 128  # tokens
@@ -44,28 +46,24 @@ MAX_LEN = PROMPT + TURNS * (NEW + REPLY)
 POOL = 65536  # tokens of KV per server: nothing has to be evicted
 START_SECONDS = 300.0
 LABEL = "e0-v0"
+CONFIG: RunConfig = parse(
+    {
+        "name": "routing",
+        "model": {"path": "random"},
+        "data": {"train": "none"},
+        "rollout": {"max_tokens": MAX_LEN, "max_new_tokens": NEW},
+        "engine": {"name": "sglang"},
+    }
+)
 
 
-class Policy(Protocol):
-    """The face of a Router."""
-
-    def update(self, places: Iterable[Place]) -> None: ...
-    def begin(self, session: str, oldest: int, avoid: Collection[str] = ()) -> str | None: ...
-    def end(self, place: str) -> None: ...
-    def forget(self, session: str) -> None: ...
+Policy = Callable[[list[PooledServer], str | None, Counter[str]], PooledServer]  # as `choose`
 
 
-class RoundRobin:
+def round_robin() -> Policy:
     """The next request goes to the next server."""
-
-    def update(self, places: Iterable[Place]) -> None:
-        self._next = itertools.cycle([place.id for place in places])
-
-    def begin(self, session: str, oldest: int, avoid: Collection[str] = ()) -> str | None:
-        return next(self._next)
-
-    def end(self, place: str) -> None: ...
-    def forget(self, session: str) -> None: ...
+    turn = itertools.count()
+    return lambda servers, home, prefixes: servers[next(turn) % len(servers)]
 
 
 @dataclass(frozen=True)
@@ -85,20 +83,28 @@ class Run:
 
     def __init__(self, policy: Policy, urls: list[str], name: str) -> None:
         self.policy, self.name = policy, name
-        self.engines = {url: SGLangEngine(ServerApi(url), Terms(VOCABULARY, MAX_LEN)) for url in urls}
-        policy.update(Place(url, 0, healthy=True) for url in urls)
+        self.servers = [self._server(url) for url in urls]
+        self.homes: dict[str, str] = {}
         self.moves = self.seen = 0
 
+    def _server(self, url: str) -> PooledServer:
+        use = EngineUse(url)
+        return PooledServer(
+            EngineEntry(url, url, "1", 0, 0, True), SGLangClient(ServerApi(url), CONFIG, VOCABULARY, use), use
+        )
+
     async def figures(self, episodes: int) -> Figures:
-        for engine in self.engines.values():
-            await engine.server.flush_cache(wait=5.0)
+        for server in self.servers:
+            api = ServerApi(server.entry.url)
+            await api.flush_cache(wait=5.0)
+            await api.close()
         began = time.perf_counter()
         await asyncio.gather(*(self._episode(index) for index in range(episodes)))
         seconds = time.perf_counter() - began
-        counters = [engine.counters for engine in self.engines.values()]
-        for engine in self.engines.values():
-            await engine.close()
-        prompt, cached = sum(c.prompt_tokens for c in counters), sum(c.cached_tokens for c in counters)
+        for server in self.servers:
+            await server.client.close()
+        uses = [server.use for server in self.servers]
+        prompt, cached = sum(use.prompt_tokens for use in uses), sum(use.cached_tokens for use in uses)
         later = episodes * (TURNS - 1)
         return Figures(cached / prompt, self.seen / prompt, self.moves / later, prompt - cached, seconds)
 
@@ -106,20 +112,20 @@ class Run:
         session, tool = f"{self.name} {index}", random.Random(index)
         ids, before = tokens(PROMPT, session), None
         for turn in range(TURNS):
-            place = self.policy.begin(session, 0)
-            assert place is not None
-            self.moves += before not in (None, place)
-            before = place
+            prefixes = Counter(self.homes.values())
+            server = self.policy(self.servers, self.homes.get(session), prefixes)
+            self.moves += before not in (None, server)
+            before, self.homes[session] = server, server.id
+            server.running += 1
             try:
-                request = Request(session, ids, Sampling(NEW, ()))
-                sampled = await self.engines[place].generate(request)
+                sampled = await server.client.generate(Request(session, ids, Sampling(NEW, ())))
             finally:
-                self.policy.end(place)
+                server.running -= 1
             ids += sampled.ids + tokens(REPLY, f"{session} {turn}")
             if turn < TURNS - 1:
                 self.seen += len(ids) - REPLY
                 await asyncio.sleep(tool.expovariate(1 / TOOL_SECONDS))
-        self.policy.forget(session)
+        del self.homes[session]
 
 
 def tokens(count: int, seed: str) -> tuple[int, ...]:
@@ -207,9 +213,9 @@ async def until_ready(url: str, process: subprocess.Popen[bytes], model: Path) -
 
 def compare(urls: list[str], episodes: int, repeats: int) -> None:
     policies: list[tuple[str, Callable[[], Policy], list[str]]] = [
-        (f"sticky, {len(urls)} servers", Router, urls),
-        (f"round-robin, {len(urls)} servers", RoundRobin, urls),
-        ("one server", Router, urls[:1]),
+        (f"sticky, {len(urls)} servers", lambda: choose, urls),
+        (f"round-robin, {len(urls)} servers", round_robin, urls),
+        ("one server", lambda: choose, urls[:1]),
     ]
     lines = [measure(make, some, episodes, repeats, name) for name, make, some in policies]
     header = ["routing", "hits", "possible", "turns that moved", "prompt tokens computed", "seconds"]

@@ -1,6 +1,6 @@
-"""One SGLang server as a typed client: one method per endpoint, ids and labels in, structs and errors out.
+"""The HTTP interface of one SGLang server: a method per endpoint, ids and labels in, structs and errors out.
 
-Every call has a deadline. Nothing is sent twice: whoever calls decides what may be repeated. Answers become
+Every call has a deadline. Nothing is sent twice: the caller decides what may be repeated. Failures become
 
     no answer in time, connection refused or cut      ServerGone
     401, 403                                          KeyRejected
@@ -112,11 +112,6 @@ class ServerApi:
         """The JSON answer to a request that is not streamed."""
         return await self._http.call("POST", "/generate", seconds, body)
 
-    async def abort(self, rid: str, seconds: float = GET_SECONDS) -> None:
-        """Ask for the end of one request; the answer says nothing. Ids must not be prefixes of each other:
-        the scheduler aborts every request whose id starts with this one."""
-        await self._command("/abort_request", {"rid": rid}, seconds)
-
     # -- control --------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode, seconds: float = ADMIN_SECONDS) -> None:
@@ -134,17 +129,17 @@ class ServerApi:
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 
     async def disown(self, seconds: float = ADMIN_SECONDS) -> None:
-        """End all requests, and label the weights as nobody's: what they sample is worth nothing to any
-        client until the next load. In a pause `in_place`, requests end when it does, without a token more
+        """End all requests, and give the weights a label that no run uses: clients discard what the server
+        samples until the next load. In a pause `in_place`, requests end when it does, without another token
         under the old label."""
         body = {"new_version": DISOWNED, "abort_all_requests": True}
         await self._weights("/update_weight_version", body, seconds)
 
-    async def update_from_disk(
-        self, path: str, label: str, flush: bool, seconds: float = ADMIN_SECONDS
-    ) -> None:
-        """Load a directory in Hugging Face layout. Unless paused, waits for every running request."""
-        body = {"model_path": path, "weight_version": label, "flush_cache": flush}
+    async def update_from_disk(self, path: str, label: str, seconds: float = ADMIN_SECONDS) -> None:
+        """Load a directory in Hugging Face layout. Unless paused, waits for every running request. The
+        prefix cache is kept: where it cannot be emptied, an update that is to do so half fails (0.5.23) or
+        ends the server (0.5.20)."""
+        body = {"model_path": path, "weight_version": label, "flush_cache": False}
         await self._weights("/update_weights_from_disk", body, seconds)
 
     async def begin_update(self, seconds: float = ADMIN_SECONDS) -> None:
@@ -182,23 +177,20 @@ class ServerApi:
         shapes: Sequence[Sequence[int]],
         group: str,
         label: str | None,
-        flush: bool,
-        flattened: bool,
         seconds: float = ADMIN_SECONDS,
     ) -> None:
-        """Receive tensors that rank 0 broadcasts: one by one in this order, or `flattened`: as the bytes of
-        all of them at once. `label`: the version this completes; None: more is to come."""
+        """Receive tensors that rank 0 broadcasts as one block of bytes. `label`: the version this completes;
+        None: more is to come."""
         body: dict[str, Any] = {
             "names": list(names),
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group,
-            "flush_cache": flush,
+            "flush_cache": False,
+            "load_format": "flattened_bucket",
         }
         if label is not None:
             body["weight_version"] = label
-        if flattened:
-            body["load_format"] = "flattened_bucket"
         await self._weights("/update_weights_from_distributed", body, seconds)
 
     async def destroy_group(self, name: str, seconds: float = ADMIN_SECONDS) -> None:

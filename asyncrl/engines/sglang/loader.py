@@ -1,30 +1,34 @@
-"""Gets a published version into one server: verified, within a pause that always ends, and confirmed.
+"""Loads published versions into one server: verified, within a pause that always ends, and confirmed.
 
     files: verified, deltas made whole ──┐
                                          ├──► pause ──► load, labelled ──► continue ──► its label read back
     broadcast: server and sender ready ──┘
 
-Only one process may do this to a server. A load that failed after the pause leaves the server with anything,
-perhaps with half of a version: it is disowned before it goes on, so that nobody takes what it samples for a
-version's. `broken` says so until a load has succeeded.
+Only one process, the server's keeper, may do this. A load that failed after the pause leaves the server with
+anything, perhaps with half of a version. Then the server's label is changed to one that no run uses before it
+goes on, so that clients discard what it samples, and `broken` gives the reason until a load has succeeded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import shutil
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from asyncrl.engines.sglang.http import PauseMode, ServerApi
+from asyncrl.config import WeightsConfig
+from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.model import Shapes
+from asyncrl.engines.sglang.receiver import Receiver
+from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.versions import Dialect
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import AsyncrlError, EngineError, one_line
 from asyncrl.weights import disk
-from asyncrl.weights.collective import Receiver
 from asyncrl.weights.delta import materialise
 from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
 
@@ -33,34 +37,38 @@ log = logging.getLogger("asyncrl.keeper")
 RESUME_SECONDS = 30.0
 FLUSH_SECONDS = 2.0  # for requests that were just ended to leave
 
-Load = Callable[[], Awaitable[None]]
 
-
-class Loader:
-    """`mode`: what happens to requests under way. `deadline`: seconds for the server's part of a load.
+class ServerLoader:
+    """The server at `api.url`, as its keeper sees it.
 
     `cache`: a directory of this loader's own, on a disk that the server reads, for versions published as
-    deltas. `receiver`: for versions that are broadcast, in the server's `dialect`. `model`: what a version
-    must consist of; by default what the first one does.
+    deltas. `receiver`: for versions that are broadcast, in the server's `dialect`. `model`: the tensors of a
+    version; by default those of the first one.
     """
 
     def __init__(
         self,
-        server: ServerApi,
-        mode: PauseMode,
-        deadline: float,
+        api: ServerApi,
+        config: WeightsConfig,
         cache: Path | None = None,
         receiver: Receiver | None = None,
         dialect: Dialect | None = None,
         model: Shapes | None = None,
+        description: str = "SGLang",
     ) -> None:
+        self.api, self.description = api, description
         self.broken = ""  # why the server's weights are not to be trusted; empty: they are
-        self.label = ""  # of the version loaded last
-        self._server, self._mode, self._deadline = server, mode, deadline
+        self.loaded: WeightsRef | None = None  # last
+        self._mode, self._deadline = config.mode, config.deadline
         self._cache, self._receiver, self._dialect, self._model = cache, receiver, dialect, model
         self._loading = asyncio.Lock()
         self._end_of_pause: asyncio.Future[None] | None = None
         self._preparing: asyncio.Future[tuple[WeightsRef, Manifest]] | None = None
+
+    @property
+    def version(self) -> int:
+        """Policy version loaded last; -1: none."""
+        return self.loaded.version if self.loaded is not None else -1
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see
@@ -70,13 +78,29 @@ class Loader:
             broadcast = ref.path.startswith("tcp://")
             return await (self._receive(ref) if broadcast else self._read(ref))
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "cache_salt": uuid.uuid4().hex,  # computed anew, not read from what other weights left
+        }
+        answer = decode(await self.api.generate_whole(body, self._deadline)).meta_info
+        scored = answer.input_token_logprobs[1:]
+        if tuple(entry.id for entry in scored) != ids[1:]:
+            raise EngineError(f"server {self.api.url} scored other ids than it was given")
+        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
+
     async def close(self) -> None:
-        """Leave the sender, if versions come from one, and the cache, if there is one."""
+        """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""
         await self._pause_over()
         if self._receiver is not None:
             await self._receiver.close()
         if self._cache is not None:
             await asyncio.to_thread(shutil.rmtree, self._cache, ignore_errors=True)
+        await self.api.close()
 
     async def _read(self, ref: WeightsRef) -> Manifest:
         with disk.hold(ref):
@@ -87,15 +111,15 @@ class Loader:
             path = os.path.abspath(whole.path)  # noqa: ASYNC240 (the server has another working directory)
 
             async def load() -> None:
-                await self._server.update_from_disk(path, ref.label, False, self._deadline)
+                await self.api.update_from_disk(path, ref.label, self._deadline)
 
             await self._replace(ref, load)
         self._model = self._model or Shapes.of(manifest.layout)
         return manifest
 
     async def _prepared(self, ref: WeightsRef) -> tuple[WeightsRef, Manifest]:
-        """One at a time: the thread of a load that was given up goes on, and two would take each other's
-        files out of the cache."""
+        """One at a time: the thread of a cancelled load goes on, and two would take each other's files out of
+        the cache."""
         if self._preparing is not None:
             await asyncio.wait([self._preparing])
         self._preparing = asyncio.ensure_future(asyncio.to_thread(self._whole, ref))
@@ -121,8 +145,8 @@ class Loader:
             self._check(ref, layout)
 
             async def load() -> None:
-                async with dialect.update(self._server):
-                    found.append(await push.load(flush=False))
+                async with dialect.update(self.api):
+                    found.append(await push.load())
 
             await self._replace(ref, load)
         self._model = self._model or Shapes.of(layout)
@@ -133,43 +157,43 @@ class Loader:
         if differences:
             raise WeightsError(f"weights {ref.path}: {ref.label} is not of the server's model: {differences}")
 
-    async def _replace(self, ref: WeightsRef, load: Load) -> None:
+    async def _replace(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         self.broken = f"the load of {ref.label} was not finished"
         try:
             await self._swap(ref, load)
         except AsyncrlError as error:
             self.broken = f"the load of {ref.label} failed ({one_line(error)})"
-            raise WeightsError(f"server {self._server.url}: {self.broken}") from error
-        self.broken, self.label = "", ref.label
+            raise WeightsError(f"server {self.api.url}: {self.broken}") from error
+        self.broken, self.loaded = "", ref
 
-    async def _swap(self, ref: WeightsRef, load: Load) -> None:
+    async def _swap(self, ref: WeightsRef, load: Callable[[], Awaitable[None]]) -> None:
         try:
             async with asyncio.timeout(self._deadline), self._held():
                 await load()
                 await self._flush()
-                found = await self._server.weight_label()
+                found = await self.api.weight_label()
                 if found != ref.label:
                     raise WeightsError(f"afterwards the server's weights are {found!r}")
         except TimeoutError:
             raise WeightsError(f"it took longer than {self._deadline:g} s") from None
 
     async def _flush(self) -> None:
-        """In place, requests keep their KV and salts tell caches apart. Else the cache is emptied: not
-        by the update, which half fails (0.5.23) or takes the server down (0.5.20) where it cannot."""
+        """In place, requests keep their KV, and salts keep the caches of versions apart. In the other modes
+        the cache is emptied."""
         if self._mode == "abort":
-            await self._server.flush_cache(wait=FLUSH_SECONDS)
+            await self.api.flush_cache(wait=FLUSH_SECONDS)
         elif self._mode == "retract":
-            await self._server.flush_cache()  # to wait would be for the retracted requests, too
+            await self.api.flush_cache()  # to wait would be for the retracted requests, too
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
-        """Requests are held while the context is entered. Without that the server would wait for the end of
-        every running request before it touches its weights. If the body fails, they never sample with what it
-        left: they are ended, or, where the server does not take even that, stay held (then the next load
-        mends it, or its keeper ends it)."""
+        """Requests are held during the body. Without that the server would wait for the end of every running
+        request before it touches its weights. If the body fails, they never sample with the weights that it
+        left: they are ended, or, if that fails too, stay held until the next load, or until the keeper ends
+        the server."""
         end = self._resume_disowned
         try:
-            await self._server.pause(self._mode)
+            await self.api.pause(self._mode)
             yield
             end = self._resume
         finally:
@@ -178,16 +202,14 @@ class Loader:
             await asyncio.shield(self._end_of_pause)
 
     async def _resume(self) -> None:
-        await self._server.resume(RESUME_SECONDS)
+        await self.api.resume(RESUME_SECONDS)
 
     async def _resume_disowned(self) -> None:
         try:
-            await self._server.disown(RESUME_SECONDS)
-            await self._server.resume(RESUME_SECONDS)
+            await self.api.disown(RESUME_SECONDS)
+            await self.api.resume(RESUME_SECONDS)
         except AsyncrlError as error:  # what led here is the one to be raised
-            log.warning(
-                "server %s stays paused, with a load unfinished: %s", self._server.url, one_line(error)
-            )
+            log.warning("server %s stays paused, with a load unfinished: %s", self.api.url, one_line(error))
 
     async def _pause_over(self) -> None:
         """The end of a pause whose load was cancelled must not fall into the next load's."""

@@ -1,8 +1,8 @@
-"""What an SGLang server streams back for one turn, put together: ids, log-probs and who sampled them.
+"""What an SGLang server streams back for one request, put together: ids, log-probs and who sampled them.
 
-Streams come cumulative (each event repeats what was there) or incremental (each brings what is new); each
-event tells which, because it always says how many tokens there are by now. Ids are read from the log-prob
-entries, where the two cannot be out of step. Nothing here waits.
+Streams are cumulative (each event repeats all tokens so far) or incremental (each has only the new ones).
+Which of the two follows from the number of tokens so far, which stands in every event. Ids are read from the
+log-prob entries, so that ids and log-probs cannot be out of step. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import time
 
 import msgspec
 
-from asyncrl.engines.base import EngineBusy
+from asyncrl.engines.base import EngineBusy, Request
+from asyncrl.engines.continuation import ending
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import Generation, VersionSpan
 from asyncrl.weights.manifest import order_of
 
 Order = tuple[int, int]  # (trainer_epoch, version)
@@ -24,24 +25,24 @@ UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version i
 
 
 class ForeignWeights(EngineError):
-    """The server sampled with weights that this run never gave it; what it sampled is worth nothing."""
+    """The server sampled with weights that this run never gave it; the tokens are discarded."""
 
 
-class Sampled(msgspec.Struct, frozen=True, array_like=True):
+class OutputToken(msgspec.Struct, frozen=True, array_like=True):
     """One entry of `output_token_logprobs`."""
 
     logprob: float
     id: int
 
 
-class Scored(msgspec.Struct, frozen=True, array_like=True):
+class InputToken(msgspec.Struct, frozen=True, array_like=True):
     """One entry of `input_token_logprobs`; the first of a prompt has no log-prob."""
 
     logprob: float | None
     id: int
 
 
-class Finish(msgspec.Struct, frozen=True):
+class FinishReason(msgspec.Struct, frozen=True):
     """Why the server ended a request: type stop, length or abort."""
 
     type: str
@@ -56,30 +57,30 @@ class LabelSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class Meta(msgspec.Struct, frozen=True):
+class MetaInfo(msgspec.Struct, frozen=True):
     """`meta_info`; an aborted request lacks most of it."""
 
-    finish_reason: Finish | None = None
+    finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str = ""
     weight_versions: tuple[LabelSpan, ...] | None = None
-    output_token_logprobs: tuple[Sampled, ...] = ()
-    input_token_logprobs: tuple[Scored, ...] = ()
+    output_token_logprobs: tuple[OutputToken, ...] = ()
+    input_token_logprobs: tuple[InputToken, ...] = ()
 
 
-class Event(msgspec.Struct, frozen=True):
+class StreamEvent(msgspec.Struct, frozen=True):
     """One event of a stream, or the whole answer to a request that is not streamed."""
 
-    meta_info: Meta = Meta()
+    meta_info: MetaInfo = MetaInfo()
     error: msgspec.Raw = msgspec.Raw()
 
 
-_decode = msgspec.json.Decoder(Event).decode
+_decode = msgspec.json.Decoder(StreamEvent).decode
 
 
-def decode(payload: bytes) -> Event:
+def decode(payload: bytes) -> StreamEvent:
     """EngineError for what is not an event, and for one that reports an error. (JSON has no NaN: a server
     whose logits are not finite numbers sends null for a log-prob, which is not an event.)"""
     try:
@@ -91,7 +92,7 @@ def decode(payload: bytes) -> Event:
     return event
 
 
-class Answer:
+class StreamedTurn:
     """One request's tokens so far.
 
     `acked`: the version that the server was known to hold when the request was sent: nothing older can have
@@ -99,16 +100,17 @@ class Answer:
     stamped with the new version; in the other modes an update empties the cache, and stamps are exact.
     """
 
-    def __init__(self, acked: Order, in_place: bool) -> None:
-        self.tokens: list[Sampled] = []
-        self.finish: Finish | None = None
+    def __init__(self, request: Request, acked: Order, in_place: bool) -> None:
+        self.request = request
+        self.tokens: list[OutputToken] = []
+        self.finish: FinishReason | None = None
         self.prompt_tokens = self.cached_tokens = 0
         self._acked, self._in_place = acked, in_place
         self._started = time.perf_counter()
         self._labels: set[str] = set()
         self._spans: tuple[LabelSpan, ...] | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: StreamEvent) -> None:
         """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
         request: EngineBusy if its queue is full."""
         meta = event.meta_info
@@ -121,10 +123,10 @@ class Answer:
         self._labels.add(meta.weight_version)
         self._spans = meta.weight_versions
 
-    def _extend(self, new: tuple[Sampled, ...], total: int) -> None:
+    def _extend(self, new: tuple[OutputToken, ...], total: int) -> None:
         if len(new) >= total:
-            # All so far: a cumulative stream, or the last event of a request aborted in the queue, which may
-            # come merged with events that are only news, in front of it.
+            # All so far: a cumulative stream, or the last event of a request aborted in the queue, in front
+            # of which there may be new tokens of events that it was merged with.
             self.tokens = list(new[len(new) - total :])
         elif len(self.tokens) + len(new) == total:
             self.tokens += new
@@ -133,11 +135,11 @@ class Answer:
             raise EngineError(f"the server's stream lost {lost} of {total} tokens")
 
     def generation(self) -> Generation:
-        """What there is, as a part of a turn. Raises ForeignWeights."""
+        """What there is; stop ABORT: the turn does not end there. Raises ForeignWeights."""
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
-        return Generation(ids, logprobs, self.spans(), StopReason.ABORT, seconds)
+        return Generation(ids, logprobs, self.spans(), ending(self.request, ids), seconds)
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Who sampled what. Raises ForeignWeights."""
@@ -155,8 +157,9 @@ class Answer:
 
     def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
         """From the scheduler's own record. In place, a token that was being computed at an update is counted
-        after it, though the version before sampled it. Whether there was one, nobody says: the first token
-        after an update may be of either, and so may a request's very first if it is newer than acked."""
+        after it, though the version before sampled it. The record does not say whether there was one: the
+        first token after an update may be of either version, and so may a request's first token if it is
+        newer than acked."""
         labelled = [(span.start, _order(span.version)) for span in spans]
         if not self._in_place:
             return [(start, order, True) for start, order in labelled]
@@ -171,14 +174,14 @@ class Answer:
         return stamps
 
     def _cautious(self) -> list[Stamp]:
-        """Of a request that did not finish there is no record, only the label that the server's front end had
-        when it passed on each event; tokens sampled just before an update may reach it just after. So nothing
-        is believed to be newer than what the server held when the request was sent."""
+        """A request that did not finish has no record, only the label that the server's front end had when it
+        passed on each event; tokens sampled just before an update may reach it just after. So all tokens
+        count as of the oldest version that may have sampled them."""
         orders = {self._acked, *map(_order, self._labels)}
         return [(0, min(orders), len(orders) == 1)]
 
 
-def _refusal(finish: Finish) -> EngineError:
+def _refusal(finish: FinishReason) -> EngineError:
     text = f"the server ended a request with {finish.status_code}: {finish.message}"
     return EngineBusy(text) if finish.status_code == QUEUE_FULL else EngineError(text)
 

@@ -7,14 +7,13 @@ event. Everything else runs between two steps, so a weight swap or an abort need
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.engines.base import Request, engines
+from asyncrl.engines.base import Request, check_request, engines
 from asyncrl.engines.torch.batch import Batcher, Run
 from asyncrl.errors import EngineError, one_line
 from asyncrl.types import Generation, StopReason
@@ -25,14 +24,12 @@ PREFILL_TOKENS = 4096  # of prompts, at most, between two decode steps
 
 
 class TorchEngine:
-    """An `Engine` in this process. `busy_seconds` (computing) and `idle_seconds` (nothing to compute) are
-    running totals. The model's attention function is replaced, by one that still serves plain calls."""
+    """An `Engine` in this process. The model's attention function is replaced, by one that still serves plain
+    calls."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, max_len: int, max_batch_tokens: int, version: int = 0
     ) -> None:
-        self.busy_seconds = 0.0
-        self.idle_seconds = 0.0
         self._model = model.eval()
         self._vocabulary = _vocabulary(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
@@ -45,15 +42,6 @@ class TorchEngine:
     @property
     def version(self) -> int:
         return self._batcher.version
-
-    @property
-    def running(self) -> int:
-        """Requests not yet answered, those waiting for a slot included."""
-        return len(self._futures)
-
-    @property
-    def generated_tokens(self) -> int:
-        return self._batcher.generated
 
     async def generate(self, request: Request) -> Generation:
         if self._broken is not None:
@@ -68,13 +56,10 @@ class TorchEngine:
             if run in self._futures:  # the caller was cancelled
                 self._end(run, StopReason.ABORT)
 
-    def abort(self, session: str) -> None:
+    def release(self, session: str) -> None:
         run = self._batcher.runs.get(session)
         if run is not None:
             self._end(run, StopReason.ABORT)
-
-    def release(self, session: str) -> None:
-        self.abort(session)
         self._batcher.slots.release(session)
 
     async def load(self, ref: WeightsRef) -> Manifest:
@@ -98,20 +83,9 @@ class TorchEngine:
 
     def _check(self, request: Request) -> None:
         """EngineError on a request that cannot be served."""
-        size, sampling, max_len = len(request.ids), request.sampling, self._batcher.board.max_len
-        problem = None
-        if size == 0:
-            problem = "no ids"
-        elif min(request.ids) < 0 or max(request.ids) >= self._vocabulary:
-            problem = f"ids outside the vocabulary of {self._vocabulary}"
-        elif size + 1 > max_len:
-            problem = f"{size} ids leave no room for a token within max_len {max_len}"
-        elif sampling.max_new_tokens < 1 or sampling.temperature < 0 or not 0 < sampling.top_p <= 1:
-            problem = f"sampling parameters out of range: {sampling}"
-        elif request.session in self._batcher.runs:
-            problem = "its previous turn is still running"
-        if problem:
-            raise EngineError(f"session {request.session!r}: {problem}")
+        check_request(request, self._vocabulary, self._batcher.board.max_len)
+        if request.session in self._batcher.runs:
+            raise EngineError(f"session {request.session!r}: its previous turn is still running")
 
     def _start(self) -> None:
         """Wake the task, or create it in this loop."""
@@ -124,16 +98,13 @@ class TorchEngine:
         """The decode loop. It outlives every request and dies with the first error."""
         try:
             while True:
-                began = time.perf_counter()
                 if self._futures:
                     for run in self._batcher.step():
                         self._end(run)
-                    self.busy_seconds += time.perf_counter() - began
                     await asyncio.sleep(0)
                 else:
                     self._wake.clear()
                     await self._wake.wait()
-                    self.idle_seconds += time.perf_counter() - began
         except Exception as error:
             self._break(EngineError(f"the engine broke: {one_line(error)}"))
 

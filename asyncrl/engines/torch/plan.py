@@ -50,8 +50,6 @@ class Knobs:
         self.seed = np.zeros(slots, dtype=np.int64)
         self.temperature = np.ones(slots, dtype=np.float32)
         self.greedy = np.zeros(slots, dtype=np.bool_)
-        self.top_p = np.ones(slots, dtype=np.float32)
-        self.top_k = np.zeros(slots, dtype=np.int64)
         self.limits = np.zeros(slots, dtype=np.int64)
         self.stops = np.full((slots, 1), -1, dtype=np.int64)
 
@@ -59,7 +57,6 @@ class Knobs:
         greedy = sampling.temperature == 0
         self.seed[row], self.limits[row] = mixed(key), limit
         self.greedy[row], self.temperature[row] = greedy, 1.0 if greedy else sampling.temperature
-        self.top_p[row], self.top_k[row] = sampling.top_p, sampling.top_k
         missing = len(sampling.stop_ids) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
@@ -71,10 +68,7 @@ class Knobs:
             seed=_tensor(self.seed[rows], device),
             temperature=_tensor(self.temperature[rows], device),
             greedy=_tensor(self.greedy[rows], device),
-            top_p=_tensor(self.top_p[rows], device),
-            top_k=_tensor(self.top_k[rows], device),
             any_greedy=bool(self.greedy[rows].any()),
-            any_filter=bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1.0).any()),
         )
 
 

@@ -16,15 +16,12 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Params(NamedTuple):
-    """How to sample each of n rows. All tensors are [n]; the flags say if any row needs that work."""
+    """How to sample each of n rows. All tensors are [n]; the flag says if any row is greedy."""
 
     seed: torch.Tensor  # int64, `mixed` key of the request
     temperature: torch.Tensor  # float32, 1 on greedy rows
     greedy: torch.Tensor  # bool
-    top_p: torch.Tensor  # float32
-    top_k: torch.Tensor  # int64, 0 is off
     any_greedy: bool
-    any_filter: bool
 
 
 def mixed(key: int) -> int:
@@ -49,13 +46,11 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [n] and their log-probs [n] from logits [n, vocabulary].
 
-    A log-prob is the float32 log_softmax(logits / temperature) before top-p and top-k; raw on greedy rows.
+    A log-prob is the float32 log_softmax(logits / temperature); temperature 1 on greedy rows.
     It is NaN where the logits are not finite numbers.
     """
     logprobs = torch.log_softmax(logits.float() / params.temperature[:, None], -1)
     weights = logprobs.exp()
-    if params.any_filter:
-        weights = _filtered(weights, params.top_p, params.top_k)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     # u < 1 in steps of 2^-52 keeps the target below the total, so that the first entry above it has weight.
     target = uniform(params.seed, positions)[:, None] * cumulative[:, -1:]
@@ -64,19 +59,6 @@ def sample(
     if params.any_greedy:
         ids = torch.where(params.greedy, logprobs.argmax(-1), ids)
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
-
-
-def _filtered(weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Weights [n, vocabulary] with zeros outside each row's k likeliest and outside its nucleus: the
-    likeliest tokens up to the one that brings their share (after top-k) to top_p."""
-    ordered, index = weights.sort(-1, descending=True)
-    size = weights.shape[-1]
-    rank = torch.arange(size, device=weights.device)
-    ordered = ordered.masked_fill(rank >= torch.where(top_k > 0, top_k, size)[:, None], 0.0)
-    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    limit = top_p[:, None] * ordered.sum(-1, keepdim=True, dtype=torch.float64)
-    ordered = ordered.masked_fill((before >= limit) & (top_p < 1.0)[:, None], 0.0)
-    return torch.zeros_like(weights).scatter_(-1, index, ordered)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:

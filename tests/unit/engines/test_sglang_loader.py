@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.engines.sglang.loader import Loader
+from asyncrl.config import WeightsConfig
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.engines.sglang.loader import ServerLoader
+from asyncrl.errors import EngineError
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import WeightsRef
+from tests.fakes.sglang import scripted
 
 
 class Server:
@@ -29,7 +33,7 @@ class Server:
     async def resume(self, seconds: float) -> None:
         self.calls.append("resume")
 
-    async def update_from_disk(self, path: str, label: str, flush: bool, seconds: float) -> None:
+    async def update_from_disk(self, path: str, label: str, seconds: float) -> None:
         self.label = label
 
     async def weight_label(self) -> str:
@@ -42,7 +46,7 @@ def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     refs = [publish({"w": torch.ones(2) * at}, tmp_path, 0, at) for at in range(2)]
     server, inside, most = Server(), list[int](), list[int]()
     entered, go = threading.Event(), threading.Event()
-    loader = Loader(server, "in_place", 60.0, cache=tmp_path / "cache")  # type: ignore[arg-type]
+    loader = ServerLoader(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
     prepare = loader._whole
 
     def slow(ref: WeightsRef) -> Any:
@@ -68,3 +72,19 @@ def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
 
     asyncio.run(main())
     assert most == [1, 1] and server.label == "e0-v1" and server.calls == ["pause", "resume"]
+
+
+def test_scores_are_computed_anew() -> None:
+    async def main() -> None:
+        async with scripted() as script:
+            answer = b'{"meta_info":{"input_token_logprobs":[[null,4,null],[-1.5,5,null],[-2.5,6,null]]}}'
+            script.says("/generate", 200, answer)
+            loader = ServerLoader(ServerApi(script.url), WeightsConfig())
+            assert await loader.score((4, 5, 6)) == (-1.5, -2.5)
+            with pytest.raises(EngineError, match="other ids"):
+                await loader.score((4, 6, 5))
+            salts = {body["cache_salt"] for _, body, _ in script.asked}
+            assert len(salts) == 2 and "" not in salts
+            await loader.close()
+
+    asyncio.run(main())

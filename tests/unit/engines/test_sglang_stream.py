@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.engines.base import EngineBusy
-from asyncrl.engines.sglang.stream import Answer, Event, ForeignWeights, decode
+from asyncrl.engines.base import EngineBusy, Request, Sampling
+from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode
 from asyncrl.errors import EngineError
 from asyncrl.types import StopReason, VersionSpan
 
@@ -18,7 +18,7 @@ ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type
 QUEUED = {"type": "abort", "message": "Abort in waiting queue"}
 
 
-def event(ids: list[int], total: int, label: str = "e0-v3", **meta: Any) -> Event:
+def event(ids: list[int], total: int, label: str = "e0-v3", **meta: Any) -> StreamEvent:
     entries = [[-0.5 * token, token, None] for token in ids]
     known = {"id": "x", "finish_reason": None, "weight_version": label, "completion_tokens": total}
     body = {"text": "", "output_ids": ids, "meta_info": known | {"output_token_logprobs": entries} | meta}
@@ -29,13 +29,17 @@ def spans(*labels: tuple[str, int, int]) -> list[dict[str, Any]]:
     return [{"version": label, "start": start, "end": end} for label, start, end in labels]
 
 
-def told(answer: Answer, *events: Event) -> Answer:
+def answer_to(acked: tuple[int, int], in_place: bool) -> StreamedTurn:
+    return StreamedTurn(Request("s", (1,), Sampling(99, ())), acked, in_place)
+
+
+def fed(answer: StreamedTurn, *events: StreamEvent) -> StreamedTurn:
     for each in events:
         answer.add(each)
     return answer
 
 
-def last(total: int, *labels: tuple[str, int, int], finish: dict[str, Any] = LENGTH) -> Event:
+def last(total: int, *labels: tuple[str, int, int], finish: dict[str, Any] = LENGTH) -> StreamEvent:
     """The end of a request with ids 0, 1, 2, ... (all of them at once)."""
     return event(list(range(total)), total, finish_reason=finish, weight_versions=spans(*labels))
 
@@ -46,7 +50,7 @@ CUMULATIVE = [([1], 1), ([1, 2, 3], 3), ([1, 2, 3, 4], 4)]
 
 @pytest.mark.parametrize("chunks", [INCREMENTAL, CUMULATIVE], ids=["incremental", "cumulative"])
 def test_both_kinds_of_streams_are_told_apart_by_their_counts(chunks: list[tuple[list[int], int]]):
-    answer = Answer((0, 3), in_place=True)
+    answer = answer_to((0, 3), in_place=True)
     for ids, total in chunks[:-1]:
         answer.add(event(ids, total, prompt_tokens=7, cached_tokens=5))
         assert answer.finish is None
@@ -60,14 +64,14 @@ def test_both_kinds_of_streams_are_told_apart_by_their_counts(chunks: list[tuple
 
 
 def test_an_abort_in_the_queue_repeats_everything_behind_what_was_pending():
-    answer = told(Answer((0, 3), in_place=False), event([1, 2], 2))
+    answer = fed(answer_to((0, 3), in_place=False), event([1, 2], 2))
     merged = event([3, 1, 2, 3], 3, finish_reason=QUEUED, weight_versions=spans(("e0-v3", 0, 3)))
     answer.add(merged)
     assert answer.generation().ids == (1, 2, 3)
 
 
 def test_tokens_that_are_missing_or_no_numbers_are_errors():
-    answer = told(Answer((0, 3), in_place=True), event([1], 1))
+    answer = fed(answer_to((0, 3), in_place=True), event([1], 1))
     with pytest.raises(EngineError, match="lost 2 of 4 tokens"):
         answer.add(event([4], 4))
     with pytest.raises(EngineError, match="Expected `float`, got `null`"):
@@ -81,58 +85,58 @@ def test_tokens_that_are_missing_or_no_numbers_are_errors():
 def test_a_full_queue_is_busy_unless_there_are_tokens():
     full = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
     with pytest.raises(EngineBusy, match="queue is full"):
-        Answer((0, 0), in_place=True).add(event([], 0, finish_reason=full))
+        answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=full))
     bad = {"type": "abort", "status_code": 400, "message": "Bad"}
     with pytest.raises(EngineError, match="400: Bad") as refused:
-        Answer((0, 0), in_place=True).add(event([], 0, finish_reason=bad))
+        answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=bad))
     assert not isinstance(refused.value, EngineBusy)
-    answer = told(Answer((0, 3), in_place=True), event([1], 1), event([], 1, finish_reason=full))
+    answer = fed(answer_to((0, 3), in_place=True), event([1], 1), event([], 1, finish_reason=full))
     assert answer.generation().ids == (1,)
 
 
 def test_spans_of_an_update_that_emptied_the_cache_are_as_the_server_says():
-    answer = told(Answer((0, 3), in_place=False), last(9, ("e0-v3", 0, 4), ("e0-v5", 4, 9)))
+    answer = fed(answer_to((0, 3), in_place=False), last(9, ("e0-v3", 0, 4), ("e0-v5", 4, 9)))
     assert answer.generation().spans == (VersionSpan(0, 4, 3, 3), VersionSpan(4, 9, 5, 5))
 
 
 def test_in_place_the_token_under_way_at_an_update_may_be_of_the_version_before():
     labels = ("e0-v3", 0, 4), ("e0-v4", 4, 5), ("e1-v4", 5, 9)
-    answer = told(Answer((0, 3), in_place=True), last(9, *labels))
+    answer = fed(answer_to((0, 3), in_place=True), last(9, *labels))
     assert answer.generation().spans == (
         VersionSpan(0, 4, 3, 3),
         VersionSpan(4, 5, 3, -1),
         VersionSpan(5, 6, 4, -1),
         VersionSpan(6, 9, 4, 3),
     )
-    newest_alone = told(Answer((0, 3), in_place=True), last(5, ("e0-v3", 0, 4), ("e0-v4", 4, 5)))
+    newest_alone = fed(answer_to((0, 3), in_place=True), last(5, ("e0-v3", 0, 4), ("e0-v4", 4, 5)))
     assert newest_alone.generation().spans == (VersionSpan(0, 4, 3, 3), VersionSpan(4, 5, 3, -1))
 
 
 def test_in_place_the_first_token_may_be_older_than_the_server_says():
-    answer = told(Answer((0, 3), in_place=True), last(4, ("e0-v4", 0, 4)))
+    answer = fed(answer_to((0, 3), in_place=True), last(4, ("e0-v4", 0, 4)))
     assert answer.generation().spans == (VersionSpan(0, 1, 3, -1), VersionSpan(1, 4, 4, 3))
-    both = told(Answer((0, 3), in_place=True), last(4, ("e0-v4", 0, 1), ("e0-v5", 1, 4)))
+    both = fed(answer_to((0, 3), in_place=True), last(4, ("e0-v4", 0, 1), ("e0-v5", 1, 4)))
     assert both.generation().spans == (
         VersionSpan(0, 1, 3, -1),
         VersionSpan(1, 2, 4, -1),
         VersionSpan(2, 4, 5, 3),
     )
-    empty = told(Answer((0, 3), in_place=True), last(0, ("e0-v4", 0, 0), finish=QUEUED))
+    empty = fed(answer_to((0, 3), in_place=True), last(0, ("e0-v4", 0, 0), finish=QUEUED))
     assert empty.generation().spans == ()
 
 
 @pytest.mark.parametrize(("acked", "oldest"), [((0, 3), 3), ((0, 5), 4)])
 def test_unfinished_requests_are_believed_to_be_as_old_as_they_can_be(acked: tuple[int, int], oldest: int):
     """The label of an event is that of the moment it passed the front end."""
-    answer = told(Answer(acked, in_place=True), event([1], 1, "e0-v4"), event([2, 3], 3, "e0-v6"))
+    answer = fed(answer_to(acked, in_place=True), event([1], 1, "e0-v4"), event([2, 3], 3, "e0-v6"))
     assert answer.generation().spans == (VersionSpan(0, 3, oldest, -1),)
-    alike = told(Answer((0, 4), in_place=True), event([1], 1, "e0-v4"))
+    alike = fed(answer_to((0, 4), in_place=True), event([1], 1, "e0-v4"))
     assert alike.generation().spans == (VersionSpan(0, 1, 4, 4),)
 
 
 def test_weights_of_nobody_are_refused_but_not_when_nothing_was_sampled():
     with pytest.raises(ForeignWeights, match="'default'"):
-        told(Answer((0, 3), in_place=True), event([1], 1, "default")).generation()
+        fed(answer_to((0, 3), in_place=True), event([1], 1, "default")).generation()
     with pytest.raises(ForeignWeights, match="'default'"):
-        told(Answer((0, 3), in_place=False), last(2, ("e0-v3", 0, 1), ("default", 1, 2))).generation()
-    assert Answer((0, 3), in_place=True).generation().ids == ()
+        fed(answer_to((0, 3), in_place=False), last(2, ("e0-v3", 0, 1), ("default", 1, 2))).generation()
+    assert answer_to((0, 3), in_place=True).generation().ids == ()

@@ -65,12 +65,12 @@ def test_weight_endpoints_fail_with_weights_errors():
         path = "/update_weights_from_disk"
         script.says(path, 400, b'{"success":false,"message":"Failed to get weights iterator"}')
         with pytest.raises(WeightsError, match="answered 400: Failed to get weights iterator"):
-            await server.update_from_disk("/nowhere", "e0-v1", flush=False)
+            await server.update_from_disk("/nowhere", "e0-v1")
         script.says(path, 200, b'{"success":false,"message":"said so"}')
         with pytest.raises(WeightsError, match="said so"):
-            await server.update_from_disk("/nowhere", "e0-v1", flush=False)
+            await server.update_from_disk("/nowhere", "e0-v1")
         script.says(path, 200, b'{"success":true,"message":""}')
-        await server.update_from_disk("/here", "e0-v1", flush=False)
+        await server.update_from_disk("/here", "e0-v1")
         body = {"model_path": "/here", "weight_version": "e0-v1", "flush_cache": False}
         assert script.asked[-1][:2] == (path, body)
 
@@ -84,7 +84,7 @@ def test_each_route_gets_the_key_that_opens_it():
             script.says(path, 200, b"{}")
         await server.weight_label()
         await server.generate_whole({})
-        await server.abort("x")
+        await server.try_admin_key()
         await server.flush_cache(wait=1)
         await server.resume()
         assert [key for _, _, key in script.asked] == ["Bearer a"] * 2 + ["Bearer b"] * 3

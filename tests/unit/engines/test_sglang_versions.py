@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from asyncrl.engines.sglang.http import ServerApi
-from asyncrl.engines.sglang.versions import Plain, Sessions, dialect_of
+from asyncrl.engines.sglang.versions import NEW, OLD, dialect_of
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import WeightsError
 from tests.fakes.sglang import Script, scripted
@@ -21,9 +21,9 @@ def asked(script: Script) -> list[str]:
 
 
 def test_versions_are_chosen_by_name_and_others_refused():
-    assert isinstance(dialect_of("0.5.20", "u"), Plain)
-    assert "retract" not in Plain().modes  # its flush while retracted requests wait ends the server
-    assert isinstance(dialect_of("0.5.23", "u"), Sessions)
+    assert dialect_of("0.5.20", "u") is OLD
+    assert "retract" not in OLD.modes  # its flush while retracted requests wait ends the server
+    assert dialect_of("0.5.23", "u") is NEW
     for version in ("0.5.21", "0.6.0", ""):
         with pytest.raises(ConfigError, match=r"server u runs SGLang .*; supported are 0\.5\.20, .*0\.5\.23"):
             dialect_of(version, "u")
@@ -35,21 +35,21 @@ def test_a_session_is_closed_whatever_happens_in_it():
             server = ServerApi(script.url)
             script.says("/begin_weight_update", 200, OK)
             script.says("/end_weight_update", 200, OK)
-            async with Sessions().update(server):
+            async with NEW.update(server):
                 assert asked(script) == ["/begin_weight_update"]
             assert asked(script)[1:] == ["/end_weight_update"]
 
             script.says("/end_weight_update", 400, OPEN)
             with pytest.raises(WeightsError, match="of the body"):
-                async with Sessions().update(server):
+                async with NEW.update(server):
                     raise WeightsError("of the body")
             assert asked(script)[3:] == ["/end_weight_update"]
             with pytest.raises(WeightsError, match="already open"):  # its own
-                async with Sessions().update(server):
+                async with NEW.update(server):
                     pass
 
             script.asked.clear()
-            async with Plain().update(server):
+            async with OLD.update(server):
                 pass
             assert asked(script) == []
             await server.close()

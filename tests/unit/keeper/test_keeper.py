@@ -37,12 +37,12 @@ class Server:
     """What `_look_after` sees. `labels`: what it says it holds, look by look; an error is raised."""
 
     broken = ""
-    loaded_label = REF.label
+    loaded = REF
 
     def __init__(self, *labels: str | Exception) -> None:
-        self.labels = list(labels)
+        self.labels, self.api = list(labels), self
 
-    async def label(self) -> str:
+    async def weight_label(self) -> str:
         found = self.labels.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -59,7 +59,7 @@ def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any
     async def main() -> None:
         keeper = Keeper(config, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), 0, "i")
         keeper._control = control  # type: ignore[assignment]
-        keeper._engine, keeper._healthy = Server(), True  # type: ignore[assignment]
+        keeper._server, keeper._healthy = Server(), True  # type: ignore[assignment]
         keeper._loads = engine_keeper.WeightLoader("train", keeper._timeline, 60.0, keeper._ready)
         await act(keeper)
 
@@ -106,7 +106,7 @@ def test_a_success_or_a_newer_version_starts_the_count_anew(tmp_path: Path) -> N
 
 def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
     async def act(keeper: Keeper) -> None:
-        keeper._engine.broken = "half"  # type: ignore[union-attr, misc]
+        keeper._server.broken = "half"  # type: ignore[union-attr, misc]
         await report(keeper, FAILED)
 
     sent = keep(tmp_path, act)
@@ -151,13 +151,13 @@ def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch:
 
     async def act(keeper: Keeper) -> None:
         keeper._loads.offer(REF)
-        real = server.label
+        real = server.weight_label
 
         async def label() -> str:
             healthy.append(keeper._healthy)
             return await real()
 
-        server.label = label  # type: ignore[method-assign]
+        server.weight_label = label  # type: ignore[method-assign]
         await keeper._look_after(server)  # type: ignore[arg-type]
 
     with pytest.raises(EngineError, match="no answer"):

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import wraps
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import EngineError
-from asyncrl.rollout import roster
-from asyncrl.rollout import server_pool as fleet
+from asyncrl.rollout import server_pool
 from asyncrl.types import StopReason, VersionSpan
 from asyncrl.wire.messages import EngineUse
-from tests.fakes.fleet import (
+from tests.fakes.loop import in_loop, settle
+from tests.fakes.servers import (
     SECONDS,
     Busy,
     Lose,
+    Part,
     Refuse,
     Servers,
     counts_up,
     entry,
     request,
 )
-from tests.fakes.loop import settle
-
-Test = Callable[..., None]
-
-
-def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Test:
-    """Run an async test, for at most 60 s."""
-
-    @wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
-
 
 # -- routing -----------------------------------------------------------------------------------------
 
@@ -47,11 +32,9 @@ def in_loop(test: Callable[..., Coroutine[None, None, None]]) -> Test:
 async def test_the_turns_of_an_episode_stay_at_one_server() -> None:
     s = Servers("a", "b")
     for _ in range(3):
-        assert counts_up(await s.fleet.generate(request("s")))
-        assert counts_up(await s.fleet.generate(request("t")))
+        assert counts_up(await s.pool.generate(request("s")))
+        assert counts_up(await s.pool.generate(request("t")))
     assert [{r.session for r in client.requests} for client in s.clients] == [{"s"}, {"t"}]
-    s.fleet.release("s")
-    assert [client.released for client in s.clients] == [["s"], ["s"]]
 
 
 @in_loop
@@ -59,18 +42,18 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 3, healthy=False))
     oldest = 2
-    waiting = asyncio.create_task(s.fleet.fresh(lambda: oldest))
+    waiting = asyncio.create_task(s.pool.fresh(lambda: oldest))
     await settle()
     s.now = 3.0
     assert s.waits.longest() == "engines: none has v2 (2 known, 1 healthy) (3 s)"
-    assert s.fleet.version == 0
+    assert s.pool.version == 0
     s.tell(entry("b", 1))
     await settle()
     assert not waiting.done()
     oldest = 1
-    s.fleet.changed.fire()
+    s.pool.changed.fire()
     await waiting
-    assert counts_up(await s.fleet.generate(request()))
+    assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:0", "b:1"]
 
 
@@ -78,7 +61,7 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
 async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
     s = Servers()
     s.tell(entry("a", url="", healthy=False), entry("b", healthy=False))
-    turn = asyncio.create_task(s.fleet.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request()))
     await settle()
     assert s.asked() == ["b:0"]
     s.tell(entry("a"))
@@ -87,15 +70,15 @@ async def test_nobody_is_asked_without_an_address_or_while_unhealthy() -> None:
 
 
 @in_loop
-async def test_validation_uses_the_leased_server_whatever_it_holds() -> None:
+async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -> None:
     train, validation = Servers("a", "b"), Servers("a", "b", lane="eval")
     for s in (train, validation):
         s.tell(entry("a", 1, lane="eval"), entry("b", 5))
-        await s.fleet.fresh(lambda: 5)
-        await s.fleet.generate(request())
+        await s.pool.fresh(lambda: 5)
+        await s.pool.generate(request())
     assert (train.asked(), validation.asked()) == (["a:0", "b:1"], ["a:1", "b:0"])
-    validation.tell(entry("a", 1, healthy=False), entry("b", 5))  # the lease is over
-    await validation.fleet.generate(request())
+    validation.tell(entry("a", 1, healthy=False), entry("b", 5))  # the validation is over
+    await validation.pool.generate(request())
     assert validation.asked() == ["a:1", "b:1"]
 
 
@@ -106,17 +89,17 @@ async def test_validation_uses_the_leased_server_whatever_it_holds() -> None:
 async def test_a_full_server_sends_the_turn_to_another() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Busy()]
-    assert counts_up(await s.fleet.generate(request()))
+    assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:1", "b:1"]
-    assert s.fleet.use()[1].moved == 0  # nobody had begun it
+    assert s.pool.use()[1].moved == 0  # nobody had begun it
 
 
 @in_loop
 async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "PAUSE", 0.001)
+    monkeypatch.setattr(server_pool, "PAUSE", 0.001)
     s = Servers("a", "b")
     s["a"].acts, s["b"].acts = [Busy()] * 3, [Busy()] * 3
-    turn = asyncio.create_task(s.fleet.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request()))
     names = set()
     while not turn.done():
         await asyncio.sleep(0)
@@ -132,9 +115,9 @@ async def test_no_room_for_too_long_is_an_error() -> None:
     s = Servers("a", patience=0.05)
     s["a"].acts = [Busy()] * 1000
     with pytest.raises(EngineError, match=r"all 1 that have v0 are full, after 0\.05 s"):
-        await s.fleet.generate(request())
+        await s.pool.generate(request())
     with pytest.raises(EngineError, match="none has v0"):
-        await Servers(patience=0.05).fleet.generate(request())
+        await Servers(patience=0.05).pool.generate(request())
 
 
 # -- lost turns --------------------------------------------------------------------------------------
@@ -145,7 +128,7 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 7), entry("b", 6))
     s["a"].acts = [Lose(3)]
-    turn = await s.fleet.generate(request(limit=8))
+    turn = await s.pool.generate(request(limit=8))
     assert counts_up(turn)
     assert turn.spans == (VersionSpan(0, 3, 7, 7), VersionSpan(3, 8, 6, 6))
     assert (turn.stop, turn.seconds) == (StopReason.LENGTH, 2 * SECONDS)
@@ -155,13 +138,23 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
 
 
 @in_loop
+async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
+    s = Servers("a", "b")
+    s["a"].acts = [Part(3), Part(2), Busy()]
+    turn = await s.pool.generate(request(limit=8))
+    assert counts_up(turn) and turn.stop is StopReason.LENGTH
+    assert s.asked() == ["a:3", "b:1"]
+    assert [(use.lost, use.busy, use.moved) for use in s.pool.use()] == [(0, 1, 0), (0, 0, 1)]
+
+
+@in_loop
 async def test_a_turn_that_is_lost_after_its_last_token_is_whole() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Lose(8)]
-    assert (await s.fleet.generate(request("s"))).stop is StopReason.LENGTH
+    assert (await s.pool.generate(request("s"))).stop is StopReason.LENGTH
     s.tell()
     s["a"].acts = [Lose(4)]
-    assert (await s.fleet.generate(request("s", stops=[6]))).stop is StopReason.STOP
+    assert (await s.pool.generate(request("s", stops=[6]))).stop is StopReason.STOP
     assert s.asked() == ["a:2", "b:0"]
 
 
@@ -170,20 +163,20 @@ async def test_a_server_that_lost_a_turn_gets_none_until_the_table_vouches_for_i
     s = Servers("a", "b")
     s["a"].acts = [Lose(1)]
     for session in "stu":
-        await s.fleet.generate(request(session))
+        await s.pool.generate(request(session))
     assert s.asked() == ["a:1", "b:3"]
     s.tell()
-    await s.fleet.generate(request("v"))
+    await s.pool.generate(request("v"))
     assert s.asked() == ["a:2", "b:3"]
 
 
 @in_loop
 async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server that is well the table has no news."""
-    monkeypatch.setattr(roster, "SUSPICION", 0.01)
+    monkeypatch.setattr(server_pool, "SUSPICION", 0.01)
     s = Servers("a")
     s["a"].acts = [Lose(2), Lose(), Lose(1)]
-    assert counts_up(await s.fleet.generate(request()))
+    assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:4"]
 
 
@@ -191,9 +184,9 @@ async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_turn_that_moves_is_held_to_freshness() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 5), entry("b", 4))
-    await s.fleet.fresh(lambda: 5)
+    await s.pool.fresh(lambda: 5)
     s["a"].acts = [Lose(2)]
-    turn = asyncio.create_task(s.fleet.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request()))
     await settle()
     assert s.asked() == ["a:1", "b:0"]  # b is too old, a is suspect
     s.tell(entry("a", 5, healthy=False), entry("b", 6))
@@ -202,12 +195,12 @@ async def test_a_turn_that_moves_is_held_to_freshness() -> None:
 
 @in_loop
 async def test_a_turn_that_nobody_survives_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "SUSPICION", 0.0)
+    monkeypatch.setattr(server_pool, "SUSPICION", 0.0)
     s = Servers("a")
-    s["a"].acts = [Lose(), Lose(1), *[Lose()] * fleet.LOSSES]  # a token in between: that is getting on
+    s["a"].acts = [Lose(), Lose(1), *[Lose()] * server_pool.LOSSES]  # a token in between: that is getting on
     with pytest.raises(EngineError, match="8 servers in a row lost the turn; the last one: gone"):
-        await s.fleet.generate(request())
-    assert s.asked() == [f"a:{fleet.LOSSES + 2}"]
+        await s.pool.generate(request())
+    assert s.asked() == [f"a:{server_pool.LOSSES + 2}"]
 
 
 @in_loop
@@ -215,34 +208,43 @@ async def test_what_a_server_refuses_is_not_asked_of_another() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Refuse()]
     with pytest.raises(EngineError, match="refused"):
-        await s.fleet.generate(request())
+        await s.pool.generate(request())
     assert s.asked() == ["a:1", "b:0"]
 
 
 @given(
-    acts=st.lists(st.lists(st.one_of(st.just(Busy()), st.builds(Lose, st.integers(0, 5))), max_size=6)),
+    acts=st.lists(
+        st.lists(
+            st.one_of(
+                st.just(Busy()), st.builds(Lose, st.integers(0, 5)), st.builds(Part, st.integers(1, 5))
+            ),
+            max_size=6,
+        )
+    ),
     limit=st.integers(1, 20),
     stop=st.integers(3, 25),
 )
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_lost_or_sampled_twice(acts: list[list[Busy | Lose]], limit: int, stop: int) -> None:
+def test_nothing_is_lost_or_sampled_twice(
+    acts: list[list[Busy | Lose | Part]], limit: int, stop: int
+) -> None:
     async def main() -> None:
         s = Servers("a", "b", "c")
         for client, own in zip(s.clients, acts, strict=False):
             client.acts = list(own)
-        turn = asyncio.create_task(s.fleet.generate(request(limit=limit, stops=[stop])))
+        turn = asyncio.create_task(s.pool.generate(request(limit=limit, stops=[stop])))
         while not turn.done():
             await asyncio.sleep(0)
             s.tell()
         try:
             generation = await turn
         except EngineError:
-            assert sum(act == Lose(0) for own in acts for act in own) >= fleet.LOSSES
+            assert sum(act == Lose(0) for own in acts for act in own) >= server_pool.LOSSES
             return
         assert counts_up(generation)
         assert len(generation.ids) == min(limit, stop - 2)
         assert generation.stop is (StopReason.STOP if stop - 2 <= limit else StopReason.LENGTH)
-        assert s.meter.tokens == len(generation.ids) == sum(each.tokens for each in s.fleet.use())
+        assert s.meter.tokens == len(generation.ids) == sum(each.tokens for each in s.pool.use())
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -255,13 +257,11 @@ async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
     s = Servers("a", "b")
     s["a"].gate.clear()
     s["a"].streamed = 2
-    turn = asyncio.create_task(s.fleet.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request()))
     await s["a"].asked.wait()
     gone = s["a"]
     s.tell(entry("a", 1, incarnation="2"))
-    assert not gone.closed  # not while its last turn is on its way back
     assert counts_up(await turn)
-    await settle()
     assert gone.closed and not s["a"].closed
     assert s.asked() == ["a:1", "b:0", "a:1"]
     assert s["a"].version == 1
@@ -271,55 +271,37 @@ async def test_the_turns_of_a_server_that_leaves_go_on_elsewhere() -> None:
 async def test_a_new_version_leaves_turns_and_clients_alone() -> None:
     s = Servers("a")
     s["a"].gate.clear()
-    turn = asyncio.create_task(s.fleet.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request()))
     await s["a"].asked.wait()
     s.tell(entry("a", 1, lane="eval"))
     s.tell(entry("a", 2))
     s["a"].gate.set()
     assert counts_up(await turn)
     assert s.asked() == ["a:1"]
-    assert s["a"].version == s.fleet.version == 2
+    assert s["a"].version == s.pool.version == 2
 
 
 # -- endings -----------------------------------------------------------------------------------------
 
 
 @in_loop
-async def test_abort_returns_what_there_is_wherever_the_turn_is() -> None:
-    s = Servers("a", "b")
-    s["a"].acts = [Lose(2)]
-    s["b"].gate.clear()
-    s["b"].streamed = 3
-    running = asyncio.create_task(s.fleet.generate(request("running")))
-    await s["b"].asked.wait()
-    s.tell(entry("a", healthy=False), entry("b", healthy=False))
-    waiting = asyncio.create_task(s.fleet.generate(request("waiting")))
-    await settle()
-    for session in ("running", "waiting", "unknown"):
-        s.fleet.abort(session)
-    turn = await running
-    assert counts_up(turn) and (len(turn.ids), turn.stop) == (5, StopReason.ABORT)
-    assert ((await waiting).ids, (await waiting).stop) == ((), StopReason.ABORT)
-
-
-@in_loop
 async def test_cancelling_a_turn_cancels_it_at_the_server() -> None:
     s = Servers("a")
     s["a"].gate.clear()
-    turn = asyncio.create_task(s.fleet.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request()))
     await s["a"].asked.wait()
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
     assert s["a"].cancelled == ["s"]
     s["a"].gate.set()
-    assert counts_up(await s.fleet.generate(request()))  # the session is free again
+    assert counts_up(await s.pool.generate(request()))  # the session is free again
 
 
 @in_loop
 async def test_close_closes_every_client() -> None:
     s = Servers("a", "b")
     s.tell(entry("b", incarnation="2"))
-    await s.fleet.close()
+    await s.pool.close()
     assert [client.closed for client in s.clients] == [True, True, True]
 
 
@@ -327,10 +309,10 @@ async def test_close_closes_every_client() -> None:
 async def test_use_is_counted_over_all_incarnations_of_a_server() -> None:
     s = Servers("a", "b")
     s["a"].acts = [Lose(2)]
-    await s.fleet.generate(request("s", limit=8))
+    await s.pool.generate(request("s", limit=8))
     s.tell(entry("a", incarnation="2"))
-    await s.fleet.generate(request("t", limit=4))
-    assert s.fleet.use() == (
+    await s.pool.generate(request("t", limit=4))
+    assert s.pool.use() == (
         EngineUse("a", requests=2, prompt_tokens=6, tokens=6, lost=1),
         EngineUse("b", requests=1, prompt_tokens=5, tokens=6, moved=1),
     )

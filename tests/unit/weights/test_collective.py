@@ -20,10 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.engines.sglang import receiver as receiving
+from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.errors import EngineError
 from asyncrl.weights import collective, disk
 from asyncrl.weights.buffers import Superseded
-from asyncrl.weights.collective import Receiver, Sender
+from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import Next, Want, ask
 from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
@@ -38,7 +40,7 @@ Spawn = Callable[..., FakeServer]
 
 @pytest.fixture(autouse=True)
 def _quick_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "CLEANUP_SECONDS", 0.5)
+    monkeypatch.setattr(receiving, "CLEANUP_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -60,9 +62,9 @@ def sender() -> Iterator[Sender]:
         yield sender
 
 
-async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG, flush: bool = False) -> Manifest:
+async def push(receiver: Receiver, ref: WeightsRef, seconds: float = LONG) -> Manifest:
     async with receiver.push(ref, seconds) as ready:
-        return await ready.load(flush)
+        return await ready.load()
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -94,12 +96,11 @@ def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
 
     async def main() -> None:
         receiver = Receiver(server, "engine 0", 1)
-        manifest = await push(receiver, sender.offer(whole(tensors, 0, 1)), flush=True)
+        manifest = await push(receiver, sender.offer(whole(tensors, 0, 1)))
         check(server, 1)
         assert manifest == disk.read_manifest(disk.publish(tensors, tmp_path, 0, 1))
         assert server.calls == ["init_group", *["update_from_group"] * BUCKETS]
         assert server.labels == [None] * (BUCKETS - 1) + ["e0-v1"]
-        assert server.flushed == [False] * (BUCKETS - 1) + [True]
         await receiver.close()
         assert server.calls[-1] == "destroy_group"
 

@@ -1,4 +1,4 @@
-"""From a configuration and a URL to a client: at once for workers, after a look at the server for keepers."""
+"""From a configuration and a URL to a server: what it is, whether it serves this run, who loads it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 from transformers import AutoConfig
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.sglang.engine import SGLangEngine, Terms
 from asyncrl.engines.sglang.http import ModelInfo, ServerApi, ServerInfo
-from asyncrl.engines.sglang.loader import Loader
+from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.model import shapes_of
+from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.errors import ConfigError
-from asyncrl.weights.collective import Receiver
 from asyncrl.weights.disk import cache_directory
 
 log = logging.getLogger("asyncrl.keeper")
@@ -32,19 +31,14 @@ SIZES = (
 )
 
 
-def terms_of(config: RunConfig) -> Terms:
-    """Reads the model's config.json. Raises ConfigError."""
-    return Terms(
-        vocabulary=_shape_of(config.model.path).get_text_config().vocab_size,
-        max_len=config.rollout.max_tokens,
-        silence=config.engine.request_timeout,
-        deadline=config.weights.deadline,
-        mode=config.weights.mode,
-    )
+def vocabulary_of(config: RunConfig) -> int:
+    """From the model's config.json. Raises ConfigError."""
+    size: int = _shape_of(config.model.path).get_text_config().vocab_size
+    return size
 
 
 async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = "") -> None:
-    """See whether the server can serve this run, and leave it as it is: another run may be using it, or have
+    """Check whether the server can serve this run, without changing it: another run may be using it, or have
     paused it. ConfigError: it never can; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
@@ -55,10 +49,10 @@ async def look(config: RunConfig, url: str, api_key: str = "", admin_key: str = 
 
 async def connect(
     config: RunConfig, index: int, url: str, api_key: str = "", admin_key: str = "", patient: bool = False
-) -> SGLangEngine:
-    """The client of the keeper of server `index`: it is ready, of a version that is known, and serves the
-    run's model. `patient`: it is being started, and need not listen yet. Waits without a deadline.
-    ConfigError: it can never serve this run; its other EngineErrors may pass."""
+) -> ServerLoader:
+    """For the keeper of server `index`: the server is ready, of a version that is known, and serves the run's
+    model. `patient`: it is being started, and need not listen yet. Waits without a deadline. ConfigError: it
+    can never serve this run; other EngineErrors may pass."""
     server = ServerApi(url, api_key, admin_key)
     try:
         while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
@@ -66,9 +60,7 @@ async def connect(
         info, model = await _seen(config, server)
         await _until_ready(server, fresh=patient)
         what = f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}"
-        terms = await asyncio.to_thread(terms_of, config)
-        loader = await asyncio.to_thread(_loader, config, index, server, info)
-        return SGLangEngine(server, terms, what, loader)
+        return await asyncio.to_thread(_loader, config, index, server, info, what)
     except BaseException:
         await server.close()
         raise
@@ -81,12 +73,17 @@ def _cache(config: RunConfig, index: int) -> Path:
     return cache_directory(config.weights.directory, run_dir, config.name, size, index)
 
 
-def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo) -> Loader:
-    weights, dialect = config.weights, dialect_of(info.version, server.url)
-    receiver = Receiver(server, f"engine {index}", info.tp_size)
+def _loader(config: RunConfig, index: int, server: ServerApi, info: ServerInfo, what: str) -> ServerLoader:
     tied = bool(_shape_of(config.model.path).get_text_config().tie_word_embeddings)
-    model = shapes_of(config.model.path, tied)
-    return Loader(server, weights.mode, weights.deadline, _cache(config, index), receiver, dialect, model)
+    return ServerLoader(
+        server,
+        config.weights,
+        cache=_cache(config, index),
+        receiver=Receiver(server, f"engine {index}", info.tp_size),
+        dialect=dialect_of(info.version, server.url),
+        model=shapes_of(config.model.path, tied),
+        description=what,
+    )
 
 
 async def _seen(config: RunConfig, server: ServerApi) -> tuple[ServerInfo, ModelInfo]:
@@ -130,7 +127,7 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
 
 
 def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:
-    """Sizes are compared if the server's model can be read from here; if not, the first load will tell."""
+    """Sizes are compared if the server's model can be read from here; if not, the first load finds out."""
     pairs: list[tuple[str, object, object]] = [
         ("architecture", ", ".join(own.architectures or ()), ", ".join(model.architectures or ()))
     ]

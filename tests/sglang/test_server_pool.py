@@ -1,4 +1,4 @@
-"""A fleet over two real servers: turns survive one that hangs, is updated, is killed.
+"""A pool of two real servers: turns survive one that hangs, is updated, is killed.
 
 Every token that comes out is compared with the trainer's model, teacher-forced, at the version of its span.
 """
@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.sglang.engine import SGLangEngine, Terms
+from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
+from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, StopReason
-from asyncrl.wire.messages import EngineEntry
+from asyncrl.wire.messages import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
+from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt
 from tests.sglang.conftest import Shared, Start
 from tests.sglang.server import SGLangServer
@@ -34,7 +36,7 @@ Turn = tuple[Request, asyncio.Task[Generation]]
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory, world: World) -> Versions:
-    return Versions(FAMILY, tmp_path_factory.mktemp("fleet"), world, count=3)
+    return Versions(FAMILY, tmp_path_factory.mktemp("pool"), world, count=3)
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +50,30 @@ def victim(survivor: SGLangServer, tiny_models: dict[str, Path], sglang_server: 
 
 
 class Site:
-    """A fleet and, as keepers would have them, the clients that load its servers."""
+    """A pool and, as keepers have them, the loaders of its servers."""
 
     def __init__(self, mode: PauseMode, *servers: SGLangServer) -> None:
-        self._mode: PauseMode = mode
-        self.clients: dict[str, SGLangEngine] = {}
-        self.keepers = {server.url: self._client(server.url) for server in servers}
-        self.held = dict.fromkeys(self.keepers, 0)
-        self.fleet = ServerPool("train", self._connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
+        self._config = sglang_config(MAX_LEN, mode)
+        self.clients: list[SGLangClient] = []
+        self.loaders = {
+            server.url: ServerLoader(ServerApi(server.url), self._config.weights) for server in servers
+        }
+        self.held = dict.fromkeys(self.loaders, 0)
+        self.pool = ServerPool("train", self._connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
 
-    def _client(self, url: str) -> SGLangEngine:
-        return SGLangEngine(ServerApi(url), Terms(VOCABULARY, MAX_LEN, mode=self._mode))
-
-    def _connect(self, entry: EngineEntry) -> SGLangEngine:
-        self.clients[entry.url] = self._client(entry.url)
-        return self.clients[entry.url]
+    def _connect(self, entry: EngineEntry, use: EngineUse) -> SGLangClient:
+        self.clients.append(SGLangClient(ServerApi(entry.url), self._config, VOCABULARY, use))
+        return self.clients[-1]
 
     async def load(self, server: SGLangServer, versions: Versions, version: int) -> None:
-        await self.keepers[server.url].load(versions.refs[version])
+        await self.loaders[server.url].load(versions.refs[version])
         self.held[server.url] = version
         self.tell()
 
     def tell(self, *without: SGLangServer) -> None:
         """Send the table: every server with what it holds."""
         missing = {server.url for server in without}
-        self.fleet.table(
+        self.pool.table(
             [
                 EngineEntry(url, url, "1", held, 0, True)
                 for url, held in self.held.items()
@@ -83,12 +84,12 @@ class Site:
     def start(self, count: int) -> list[Turn]:
         """Long turns, one per session."""
         requests = [ask(prompt(PROMPT, session), NEW, f"{session}", session) for session in range(count)]
-        return [(request, asyncio.create_task(self.fleet.generate(request))) for request in requests]
+        return [(request, asyncio.create_task(self.pool.generate(request))) for request in requests]
 
     async def under_way(self) -> None:
         """Return when every turn that was started is being sampled."""
         await asyncio.sleep(0)
-        for client in self.clients.values():
+        for client in self.clients:
             await client.generate(ask(prompt(3), 8, "gate"))  # began after them, and is through
 
 
@@ -96,13 +97,13 @@ class Site:
 async def site(mode: PauseMode, *servers: SGLangServer) -> AsyncIterator[Site]:
     made = Site(mode, *servers)
     try:
-        for keeper in made.keepers.values():
-            await keeper.server.flush_cache(wait=10)  # labels come again, as they never do in a run
+        for loader in made.loaders.values():
+            await loader.api.flush_cache(wait=10)  # labels come again, as they never do in a run
         yield made
     finally:
-        for client in made.keepers.values():
-            await client.close()
-        await made.fleet.close()
+        for loader in made.loaders.values():
+            await loader.close()
+        await made.pool.close()
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
@@ -149,18 +150,18 @@ def test_a_server_that_hangs_gives_its_turns_back_when_it_leaves_the_table(
 def test_episodes_stay_where_their_prefixes_are_cached(
     versions: Versions, survivor: SGLangServer, victim: SGLangServer
 ) -> None:
-    async def episode(fleet: ServerPool, index: int) -> None:
+    async def episode(pool: ServerPool, index: int) -> None:
         ids = prompt(PROMPT, index)
         for turn in range(4):
-            ids += (await fleet.generate(ask(ids, 20, f"{index}", index))).ids + prompt(10, (index, turn))
+            ids += (await pool.generate(ask(ids, 20, f"{index}", index))).ids + prompt(10, (index, turn))
 
     async def body() -> None:
         async with site("in_place", survivor, victim) as s:
             await s.load(survivor, versions, 2)
             await s.load(victim, versions, 2)
             # Two per server: so few are never moved for the sake of balance, however their turns interleave.
-            await asyncio.gather(*(episode(s.fleet, index) for index in range(4)))
-            for use in s.fleet.use():
+            await asyncio.gather(*(episode(s.pool, index) for index in range(4)))
+            for use in s.pool.use():
                 assert (use.requests, use.moved) == (8, 0)
                 assert use.prompt_tokens == 2 * (20 + 50 + 80 + 110)
                 # Of each turn all but the reply, and the token before it, whose KV nobody had computed.
@@ -179,7 +180,7 @@ def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
             await s.under_way()
             await s.load(survivor, versions, 1)
             assert await checked(versions, turns) == [[0, 1]] * 4
-            (use,) = s.fleet.use()
+            (use,) = s.pool.use()
             assert (use.lost, use.moved) == (4, 0)
 
     run(body)
@@ -200,7 +201,7 @@ def test_the_turns_of_a_killed_server_go_on_at_the_other(
             assert await asyncio.to_thread(victim.gone)
             seen = await checked(versions, turns)
             assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
-            alive, dead = s.fleet.use()
+            alive, dead = s.pool.use()
             assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
             assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again
 

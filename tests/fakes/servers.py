@@ -1,4 +1,4 @@
-"""Servers that do what a test tells them to, and a fleet of them.
+"""Servers that do what a test scripts, and a pool of them.
 
 They write the same text: every token is its own position in the whole sequence, and its log-prob the negative
 of that. However a turn is moved about, what comes out must count up.
@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.engines.base import EngineBusy, EngineLost, Request, Sampling
-from asyncrl.engines.sglang.engine import Counters
 from asyncrl.errors import EngineError
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Generation, StopReason, VersionSpan
-from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import EngineEntry
+from asyncrl.wire.messages import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
 SECONDS = 0.25  # that each part of a turn says it took
@@ -42,19 +40,25 @@ class Busy:
     """No room."""
 
 
-Act = Lose | Refuse | Busy
+@dataclass(frozen=True)
+class Part:
+    """Sample so many tokens, and end the request there."""
+
+    tokens: int
+
+
+Act = Lose | Refuse | Busy | Part
 
 
 class FakeServer:
     """A client whose server plays `acts`, one per request, and after that samples whole turns. While `gate`
-    is closed a request hangs, with `streamed` tokens. `asked` is set by the first."""
+    is closed a request hangs, with `streamed` tokens, until the client is closed. The first sets `asked`."""
 
-    def __init__(self, entry: EngineEntry) -> None:
-        self.entry, self.counters = entry, Counters()
+    def __init__(self, entry: EngineEntry, use: EngineUse) -> None:
+        self.entry, self.use = entry, use
         self.acts: list[Act] = []
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
-        self.released: list[str] = []
         self.asked = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -74,38 +78,27 @@ class FakeServer:
         assert not self.closed
         self.requests.append(request)
         self.asked.set()
-        self.counters.requests += 1
+        self.use.requests += 1
         act = self.acts.pop(0) if self.acts else None
         match act:
             case Busy():
-                self.counters.busy += 1
                 raise EngineBusy("full")
             case Refuse():
                 raise EngineError("refused")
             case Lose(tokens):
-                self.counters.lost += 1
                 raise EngineLost("gone", self._write(request, tokens, StopReason.ABORT))
-        if await self._aborted(request.session):
-            return self._write(request, self.streamed, StopReason.ABORT)
+            case Part(tokens):
+                return self._write(request, tokens, StopReason.ABORT)
+        if await self._cut(request.session):
+            raise EngineLost("closed", self._write(request, self.streamed, StopReason.ABORT))
         return self._write(request, request.sampling.max_new_tokens, StopReason.LENGTH)
-
-    def abort(self, session: str) -> None:
-        if session in self._hanging:
-            self._hanging[session].cancel()
-
-    def release(self, session: str) -> None:
-        self.released.append(session)
-
-    async def load(self, ref: WeightsRef) -> Any:
-        raise AssertionError("only keepers load")
-
-    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
-        raise AssertionError("only keepers score")
 
     async def close(self) -> None:
         self.closed = True
+        for hanging in self._hanging.values():
+            hanging.cancel()
 
-    async def _aborted(self, session: str) -> bool:
+    async def _cut(self, session: str) -> bool:
         """Wait at the gate."""
         waiting = self._hanging[session] = asyncio.ensure_future(self.gate.wait())
         try:
@@ -125,32 +118,32 @@ class FakeServer:
         stops = [id for id in ids if id in request.sampling.stop_ids]
         if stops:
             ids, stop = range(begin, stops[0] + 1), StopReason.STOP
-        self.counters.generated_tokens += len(ids)
-        self.counters.prompt_tokens += begin
+        self.use.tokens += len(ids)
+        self.use.prompt_tokens += begin
         spans = (VersionSpan(0, len(ids), self.version, self.version),) if ids else ()
         return Generation(tuple(ids), tuple(-float(id) for id in ids), spans, stop, SECONDS)
 
 
 class Servers:
-    """A fleet whose servers are all fakes. `entries` is the table, by name."""
+    """A pool whose servers are all fakes. `entries` is the table, by name."""
 
     def __init__(self, *names: str, lane: str = "train", patience: float = 60.0) -> None:
         self.now = 0.0
         self.waits = Waits(lambda: self.now)
         self.meter = BusyTimer(Intervals())
         self.clients: list[FakeServer] = []
-        self.fleet = ServerPool(lane, self._connect, self.waits, self.meter, patience)
+        self.pool = ServerPool(lane, self._connect, self.waits, self.meter, patience)
         self.entries = {name: entry(name) for name in names}
         self.tell()
 
-    def _connect(self, entry: EngineEntry) -> FakeServer:
-        self.clients.append(FakeServer(entry))
+    def _connect(self, entry: EngineEntry, use: EngineUse) -> FakeServer:
+        self.clients.append(FakeServer(entry, use))
         return self.clients[-1]
 
     def tell(self, *entries: EngineEntry) -> None:
         """Send the table, with these changed."""
         self.entries |= {entry.name: entry for entry in entries}
-        self.fleet.table(tuple(self.entries.values()))
+        self.pool.table(tuple(self.entries.values()))
 
     def __getitem__(self, name: str) -> FakeServer:
         """The client of its newest incarnation."""

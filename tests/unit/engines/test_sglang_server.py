@@ -10,8 +10,8 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.engines.sglang.connect import check, terms_of
 from asyncrl.engines.sglang.http import ModelInfo, ServerInfo
+from asyncrl.engines.sglang.server import check, vocabulary_of
 from asyncrl.errors import ConfigError
 
 URL = "http://server"
@@ -48,8 +48,7 @@ def test_the_runs_model_on_a_known_version_with_room_is_fine(
     assert not caplog.messages
     check(config, URL, *served("/nowhere/to/be/read"))  # the first load will tell
     assert "sizes are not compared" in caplog.text and "/nowhere/to/be/read" in caplog.text
-    terms = terms_of(config)
-    assert (terms.vocabulary, terms.max_len, terms.mode) == (64, 256, "in_place")
+    assert vocabulary_of(config) == 64
 
 
 @pytest.mark.parametrize(
@@ -91,4 +90,4 @@ def test_another_model_is_refused_by_what_differs(config: RunConfig, tmp_path: P
         check(config, URL, *served(llama, "LlamaForCausalLM"))
     broken = msgspec.structs.replace(config.model, path=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"none: no usable config\.json"):
-        terms_of(msgspec.structs.replace(config, model=broken))
+        vocabulary_of(msgspec.structs.replace(config, model=broken))

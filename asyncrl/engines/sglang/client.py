@@ -1,0 +1,146 @@
+"""A worker's client of one SGLang server: ids in; ids, log-probs and who sampled them out. Never text.
+
+    request ──► room ──► stream ──► events put together ──► Generation
+                           └► cut, silent or taken back ──► EngineLost, with what was streamed
+
+One call is one HTTP request. The server may end it before the turn is over, at an end-of-sequence id of its
+own: the caller (rollout/server_pool.py) asks for the rest. The server forgets prefixes by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.base import EngineLost, Request, check_request
+from asyncrl.engines.continuation import NOTHING
+from asyncrl.engines.sglang.http import ServerApi, ServerGone
+from asyncrl.engines.sglang.stream import ForeignWeights, Order, StreamedTurn, decode
+from asyncrl.errors import EngineError
+from asyncrl.types import Generation, StopReason
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import EngineUse
+
+SEED_MASK = (1 << 31) - 1
+MAX_REQUESTS = 256  # that one worker has open at one server at once; more wait in the worker
+
+
+class SGLangClient:
+    """The server at `api.url`. Used within one event loop.
+
+    `vocabulary`: of the model. `use`: totals of what the server has done. `salt`: names the run's attachment
+    to the server; other runs give the same labels to other weights, and the server's cache outlives them.
+    """
+
+    def __init__(
+        self,
+        api: ServerApi,
+        config: RunConfig,
+        vocabulary: int,
+        use: EngineUse | None = None,
+        salt: str = "",
+    ) -> None:
+        self.api, self.use = api, use or EngineUse(api.url)
+        self._config, self._vocabulary, self._salt = config, vocabulary, salt
+        self._in_place = config.weights.mode == "in_place"
+        self._acked: Order = (0, 0)
+        self._room = asyncio.Semaphore(MAX_REQUESTS)
+        self._calls: set[asyncio.Timeout] = set()  # without a deadline until `close`
+
+    def mark(self, order: Order) -> None:
+        """The server has confirmed this (trainer_epoch, version): requests from now on see nothing older."""
+        self._acked = order
+
+    async def generate(self, request: Request) -> Generation:
+        """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
+        server can go on, and EngineError on a request that no server can serve."""
+        check_request(request, self._vocabulary, self._config.rollout.max_tokens)
+        request, stream = self._clipped(request), None
+        try:
+            async with asyncio.timeout(None) as call:
+                self._calls.add(call)
+                async with self._room:
+                    stream = StreamedTurn(request, self._acked, self._in_place)
+                    await self._read(request, stream)
+                sampled = stream.generation()
+        except (ServerGone, ForeignWeights) as error:
+            raise self._lost(error, stream) from error
+        except TimeoutError as error:
+            raise self._lost("it is no longer used", stream) from error
+        finally:
+            self._calls.discard(call)
+        if sampled.stop is StopReason.ABORT:
+            self._explain(stream, sampled)
+        return sampled
+
+    async def close(self) -> None:
+        """Cut all requests: they are lost, with what was streamed."""
+        now = asyncio.get_running_loop().time()
+        for call in self._calls:
+            call.reschedule(now)
+        await self.api.close()
+
+    def _clipped(self, request: Request) -> Request:
+        """It asks for no more than fits within `rollout.max_tokens`."""
+        room = self._config.rollout.max_tokens - len(request.ids)
+        most = min(room, request.sampling.max_new_tokens)
+        sampling = msgspec.structs.replace(request.sampling, max_new_tokens=most)
+        return msgspec.structs.replace(request, sampling=sampling)
+
+    async def _read(self, request: Request, stream: StreamedTurn) -> None:
+        """Send the request and take in its events, to the last."""
+        try:
+            silence = self._config.engine.request_timeout
+            async with self.api.generate(self._body(request), silence) as events:
+                async for payload in events:
+                    stream.add(decode(payload))
+        finally:
+            self.use.requests += 1
+            self.use.tokens += len(stream.tokens)
+            self.use.prompt_tokens += stream.prompt_tokens
+            self.use.cached_tokens += stream.cached_tokens
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "rid": uuid.uuid4().hex,
+            "input_ids": request.ids,
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                # The server stops at end-of-sequence ids of its own, too, or, told not to, at no id at all.
+                "stop_token_ids": sampling.stop_ids,
+                "ignore_eos": not sampling.stop_ids,
+                "sampling_seed": request.key & SEED_MASK,  # heeded by deterministic servers only
+            },
+            "return_logprob": True,
+        }
+        if self._in_place:
+            # The cache outlives updates. What a request finds under its salt is no older than the salt says.
+            body["cache_salt"] = f"{self._salt}/{WeightsRef(*self._acked, path='').label}"
+        return body
+
+    def _explain(self, stream: StreamedTurn, sampled: Generation) -> None:
+        """Raises unless the server ended the request at an end-of-sequence id of its own."""
+        finish = stream.finish
+        if finish is None:
+            raise self._lost("the stream ended, but not the request", stream)
+        if finish.type == "abort":
+            raise self._lost(f"the server took the request back ({finish.message})", stream)
+        if finish.type == "length":
+            short = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
+            raise EngineError(f"server {self.api.url} cut a turn to {short}: raise its --context-length")
+        if isinstance(finish.matched, str):  # its way to say "NaN happened"
+            raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
+
+    def _lost(self, why: object, stream: StreamedTurn | None) -> EngineLost:
+        partial = NOTHING
+        if stream is not None:
+            with suppress(ForeignWeights):
+                partial = stream.generation()
+        return EngineLost(f"server {self.api.url}: {why}", partial)

@@ -1,0 +1,151 @@
+"""The keeper's end of a broadcast: asks the trainer for a version, and has its server receive it.
+
+The trainer's end, and the protocol between the two, are in weights/collective.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
+from asyncrl.weights.buffers import Superseded
+from asyncrl.weights.collective_messages import BroadcastPlan, Going, Next, Question, Refused, Sent, Want, ask
+from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+
+T = TypeVar("T")
+CLEANUP_SECONDS = 5.0  # for a server to give up its end of a group
+
+
+@dataclass
+class SenderConnection:
+    """A connection to the sender at `path`. `group`: which the server has joined through it."""
+
+    path: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    group: str = ""
+
+    async def ask(self, question: Question, kind: type[T]) -> T:
+        """Raises Superseded, WeightsError when the sender refuses or is gone, ProtocolError."""
+        try:
+            answer = await ask(self.reader, self.writer, question)
+        except (OSError, EOFError) as error:
+            raise WeightsError(f"weights {self.path}: the sender is gone ({one_line(error)})") from error
+        if isinstance(answer, Refused):
+            raise (Superseded if answer.superseded else WeightsError)(f"weights {self.path}: {answer.reason}")
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"weights: a {type(answer).__name__} where a {kind.__name__} is due")
+        return answer
+
+
+@dataclass
+class Push:
+    """A version that is about to be sent: the server is in the group, and still has its old weights."""
+
+    label: str
+    plan: BroadcastPlan
+    connection: SenderConnection
+    server: ServerApi
+    deadline: float  # by the loop's clock
+    done: bool = field(default=False, init=False)
+
+    async def load(self) -> Manifest:
+        """Get it into the server, which gets the label with the last bucket. A failure leaves the server with
+        some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
+        last = len(self.plan.buckets) - 1
+        for index, specs in enumerate(self.plan.buckets):
+            await self.connection.ask(Next(index), Going)
+            await self.server.update_from_group(
+                [spec.name for spec in specs],
+                [spec.dtype for spec in specs],
+                [spec.shape for spec in specs],
+                group=self.plan.group,
+                label=self.label if index == last else None,
+                seconds=self.deadline - asyncio.get_running_loop().time(),
+            )
+        sent = await self.connection.ask(Next(last + 1), Sent)
+        self.done = True
+        return sent.manifest
+
+
+class Receiver:
+    """Asks for versions on behalf of one server of `ranks` ranks. `engine`: its name in the trainer's log."""
+
+    def __init__(self, server: ServerApi, engine: str, ranks: int) -> None:
+        self._server, self._engine, self._ranks = server, engine, ranks
+        self._connection: SenderConnection | None = None
+
+    @asynccontextmanager
+    async def push(self, ref: WeightsRef, seconds: float) -> AsyncIterator[Push]:
+        """Get the sender ready to push `ref`, and the server ready to receive. All of it, what is done within
+        the context included, takes at most `seconds`. WeightsError from entering: nothing has changed
+        (Superseded: the sender has a newer version). Any failure gives up the group, for a new one next time.
+        """
+        deadline = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                push = await self._prepare(ref, deadline)
+                yield push
+            if not push.done:
+                await self.close()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                late = f"weights {ref.path}: {ref.label} did not arrive within {seconds:g} s"
+                raise WeightsError(late) from error
+            raise
+
+    async def close(self) -> None:
+        """Leave the sender, and have the server give up its end of the group. Takes a few seconds at most,
+        also with a server that does not answer."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        connection.writer.close()  # first: the server may be waiting for the sender, which sees this
+        if connection.group:
+            with suppress(AsyncrlError):
+                await self._server.destroy_group(connection.group, seconds=CLEANUP_SECONDS)
+
+    async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
+        connection = await self._connect(ref.path)
+        seconds = deadline - asyncio.get_running_loop().time()
+        want = Want(self._engine, ref.trainer_epoch, ref.version, self._ranks, seconds)
+        plan = await connection.ask(want, BroadcastPlan)
+        if plan.port:
+            await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
+        elif plan.group != connection.group:
+            raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which nobody joined")
+        return Push(ref.label, plan, connection, self._server, deadline)
+
+    async def _connect(self, path: str) -> SenderConnection:
+        if self._connection is not None and self._connection.path != path:
+            await self.close()  # another trainer's
+        if self._connection is None:
+            self._connection = await _open(path)
+        return self._connection
+
+    async def _join(self, connection: SenderConnection, plan: BroadcastPlan, seconds: float) -> None:
+        connection.group = plan.group
+        address = str(urlsplit(connection.path).hostname)
+        try:
+            await self._server.init_group(
+                address, plan.port, 1, 1 + self._ranks, plan.group, plan.backend, seconds=seconds
+            )
+        except EngineError as error:
+            raise WeightsError(f"weights {connection.path}: the server did not join: {error}") from error
+
+
+async def _open(path: str) -> SenderConnection:
+    where = urlsplit(path)
+    if where.scheme != "tcp" or not where.hostname or not where.port:
+        raise WeightsError(f"weights {path}: not the address of a sender (tcp://host:port)")
+    try:
+        return SenderConnection(path, *await asyncio.open_connection(where.hostname, where.port))
+    except OSError as error:
+        raise WeightsError(f"weights {path}: no sender there ({one_line(error)})") from error

@@ -1,0 +1,183 @@
+"""The client's side of a turn, against a scripted server; against real ones: tests/sglang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.engines.base import EngineBusy, EngineLost
+from asyncrl.engines.sglang import client as sglang_client
+from asyncrl.engines.sglang.client import SGLangClient
+from asyncrl.engines.sglang.http import ServerApi
+from asyncrl.errors import EngineError
+from asyncrl.types import StopReason, VersionSpan
+from asyncrl.wire.messages import EngineUse
+from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
+
+from .tiny import ask
+
+LENGTH = {"type": "length", "length": 0}
+STOP = {"type": "stop", "matched": 0}
+ABORT = {"type": "abort", "message": "Aborted"}
+FULL = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+Test = Callable[[Script, SGLangClient], Awaitable[None]]
+
+
+def run(test: Test, mode: str = "in_place") -> None:
+    config = sglang_config(32, mode)
+
+    async def main() -> None:
+        async with asyncio.timeout(60), scripted() as script:
+            client = SGLangClient(ServerApi(script.url), config, vocabulary=64, salt="mine")
+            try:
+                await test(script, client)
+            finally:
+                await client.close()
+
+    asyncio.run(main())
+
+
+def bodies(script: Script) -> list[dict[str, Any]]:
+    return [body for path, body, _ in script.asked if path == "/generate"]
+
+
+def test_what_is_asked_for_and_what_comes_back():
+    async def test(script: Script, engine: SGLangClient) -> None:
+        engine.mark((2, 7))
+        last = event([7], 3, "e2-v7", STOP, prompt_tokens=4, cached_tokens=2)
+        script.streams(event([5, 6], 2, "e2-v7"), last, DONE)
+        request = ask((1, 2, 3, 4), 9, stop_ids=(7,), temperature=0.7, key=1 << 40)
+        generation = await engine.generate(request)
+        assert generation.ids == (5, 6, 7) and generation.logprobs == (-2.5, -3.0, -3.5)
+        assert generation.stop is StopReason.STOP and generation.spans == (VersionSpan(0, 3, 7, 7),)
+        [body] = bodies(script)
+        assert len(body.pop("rid")) == 32
+        assert body == {
+            "input_ids": [1, 2, 3, 4],
+            "sampling_params": {
+                "max_new_tokens": 9,
+                "temperature": 0.7,
+                "stop_token_ids": [7],
+                "ignore_eos": False,
+                "sampling_seed": 0,
+            },
+            "return_logprob": True,
+            "stream": True,
+            "cache_salt": "mine/e2-v7",
+        }
+        assert engine.use == EngineUse(script.url, requests=1, tokens=3, prompt_tokens=4, cached_tokens=2)
+
+    run(test)
+
+
+def test_modes_that_empty_the_cache_need_no_salt_and_no_stop_ids_means_none():
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(event([5], 1, finish=LENGTH), DONE)
+        await engine.generate(ask((1,), 1))
+        [body] = bodies(script)
+        assert "cache_salt" not in body
+        assert body["sampling_params"]["ignore_eos"] is True
+
+    run(test, mode="retract")
+
+
+def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(event([5, 63], 2, finish=STOP), DONE)
+        for limit, stop in ((10, StopReason.ABORT), (2, StopReason.LENGTH)):
+            generation = await engine.generate(ask((1,), limit, stop_ids=(9,)))
+            assert generation.ids == (5, 63) and generation.stop is stop
+        generation = await engine.generate(ask((1,) * 30, 10, stop_ids=(9,)))  # there is room for 2 tokens
+        assert generation.stop is StopReason.LENGTH
+        assert bodies(script)[-1]["sampling_params"]["max_new_tokens"] == 2
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("parts", "cut", "text"),
+    [
+        ([event([5], 1), event([6], 2)], True, "the stream of /generate"),
+        ([event([5, 6], 2), event([], 2, finish=ABORT), DONE], False, "took the request back"),
+        ([event([5, 6], 2), DONE], False, "ended, but not the request"),
+        ([event([5, 6], 2)], False, "before its end mark"),
+    ],
+)
+def test_what_a_lost_request_has_is_kept(parts: list[bytes], cut: bool, text: str):
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(*parts, cut=cut)
+        with pytest.raises(EngineLost, match=text) as lost:
+            await engine.generate(ask((1,), 10))
+        assert lost.value.partial.ids == (5, 6) and lost.value.partial.stop is StopReason.ABORT
+        assert lost.value.partial.spans == (VersionSpan(0, 2, 0, 0),)
+        assert script.url in str(lost.value)
+
+    run(test)
+
+
+def test_weights_of_nobody_lose_the_request_and_its_tokens():
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(event([5, 6], 2, "default", LENGTH), DONE)
+        with pytest.raises(EngineLost, match=r"'default'.*load them anew") as lost:
+            await engine.generate(ask((1,), 2))
+        assert lost.value.partial.ids == ()
+
+    run(test)
+
+
+def test_busy_short_and_nonsense():
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(event([], 0, finish=FULL), DONE)
+        with pytest.raises(EngineBusy, match="queue is full"):
+            await engine.generate(ask((1,), 4))
+        script.streams(event([5], 1, finish=LENGTH), DONE)
+        with pytest.raises(EngineError, match="cut a turn to 1 of 4 tokens"):
+            await engine.generate(ask((1,), 4))
+        script.streams(event([5], 1, finish={"type": "stop", "matched": "NaN happened"}), DONE)
+        with pytest.raises(EngineError, match="NaN happened"):
+            await engine.generate(ask((1,), 4, stop_ids=(9,)))
+        with pytest.raises(EngineError, match="outside the vocabulary of 64"):
+            await engine.generate(ask((64,), 4))
+
+    run(test)
+
+
+def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monkeypatch: pytest.MonkeyPatch):
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(event([5], 1), then=asyncio.Event())
+        first, second = [asyncio.create_task(engine.generate(ask((1,), 9, session))) for session in "st"]
+        await streamed.wait()
+        await engine.close()
+        for task, ids in ((first, (5,)), (second, ())):
+            with pytest.raises(EngineLost, match="no longer used") as lost:
+                await task
+            assert lost.value.partial.ids == ids
+        assert len(bodies(script)) == 1
+
+    def decoded(payload: bytes) -> Any:
+        streamed.set()
+        return decode(payload)
+
+    streamed, decode = asyncio.Event(), sglang_client.decode
+    monkeypatch.setattr(sglang_client, "decode", decoded)
+    monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
+    run(test)
+
+
+def test_who_waits_for_room_can_leave(monkeypatch: pytest.MonkeyPatch):
+    async def test(script: Script, engine: SGLangClient) -> None:
+        go = asyncio.Event()
+        script.streams(event([5], 1, finish=LENGTH), DONE, then=go)
+        first, second = [asyncio.create_task(engine.generate(ask((1,), 1, session))) for session in "st"]
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        go.set()
+        assert (await first).ids == (5,)
+        assert len(bodies(script)) == 1
+
+    monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
+    run(test)
