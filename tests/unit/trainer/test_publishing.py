@@ -14,11 +14,11 @@ import pytest
 import torch
 import zmq
 
+from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.trainer.model import load_policy, score
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.world import World
 from asyncrl.weights import disk
-from asyncrl.weights.collective import Receiver
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
 from asyncrl.wire.messages import Published, ToCoordinatorControl
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
@@ -103,7 +103,7 @@ class Broadcasts:
 
     async def _pushed(self, ref: WeightsRef) -> Found:
         async with self._receiver.push(ref, DEADLINE) as push:
-            manifest = await push.load(flush=False)
+            manifest = await push.load()
         label, entries = self._server.look()
         assert label == ref.label
         return manifest, entries
