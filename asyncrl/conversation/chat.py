@@ -1,9 +1,9 @@
-"""From messages to tokens, by the tokenizer's own chat template, without ever re-tokenising history.
+"""From messages to tokens, by the tokenizer's own chat template; history is never tokenised again.
 
-A row of an episode is `prompt_ids`, what the model wrote, `delta_ids` of what it was answered, what the model
-wrote, and so on. A delta is the template's text between the model's end of turn and its next turn; it exists
-where the template only appends. Where it rewrites earlier turns (most drop old reasoning once a user speaks)
-there is none, and a new row begins.
+A row of an episode is `prompt_ids`, the model's tokens, `delta_ids` of the messages that answer them, the
+model's tokens, and so on. A delta is the template's text between the end of the model's turn and the start of
+its next one. It exists where the template only appends. Many templates rewrite earlier turns (they drop old
+reasoning after a user message): then there is no delta, and a new row begins.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
-from asyncrl.conversation.chat_deltas import CHARACTERS, shorten
 from asyncrl.conversation.chat_probe import TemplateProbe
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
 from asyncrl.conversation.commands import Cut
+from asyncrl.conversation.shorten import CHARACTERS, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 
 __all__ = ["Chat", "Tokenizer"]
 
-KEPT = 16_384  # characters of the longest messages whose tokens are remembered
+CACHED = 16_384  # characters of the longest messages whose tokens are cached
 
 
 class Chat:
-    """The token side of one tokenizer's chat template. Implements `episode.Template`.
+    """The token side of one tokenizer's chat template. Implements `commands.Template`.
 
     `today`: the date for templates that write it into the prompt; by default that of the construction.
     ConfigError if there is no template, or none that shows where a turn ends.
@@ -55,18 +55,15 @@ class Chat:
 
     def prompt_ids(self, messages: tuple[Message, ...], tools: tuple[str, ...] = ()) -> tuple[int, ...]:
         """The conversation so far with the tools (JSON text) and the opening of the model's turn."""
-        answered = any(
-            message.role == "assistant" for message in messages
-        )  # nobody else's: not worth keeping
-        render = self._prompt_uncached if answered or _long(messages) else self._prompt
+        own = any(message.role == "assistant" for message in messages)  # no other episode has this prompt
+        render = self._prompt_uncached if own or _long(messages) else self._prompt
         return render(messages, tools)
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
         """What the template writes between a turn that ended with the token `after` and the next one. None
         if it rewrites earlier turns when these messages follow; ConfigError if it refuses their roles.
 
-        Another stop token than the template's own ends the turn as well. After a token that is none, the end
-        of the turn comes first.
+        Any stop token ends the turn. After a token that is none, the delta begins with the end of the turn.
         """
         if self._rewrites(_runs(messages)):
             return None
@@ -83,40 +80,41 @@ class Chat:
         return text
 
     def shorten(self, text: str, limit: int, where: Cut) -> str:
-        """What a model may read of somebody else's text: at most `limit` tokens, without its head, middle or
-        tail, and a note. Control tokens are taken apart (`< |im_end|>`): nobody else ends or begins turns."""
+        """Text of a tool or an environment as the model reads it: at most `limit` tokens, without its head,
+        middle or tail, and a note. A space breaks control tokens (`< |im_end|>`): such text must not end or
+        begin turns."""
         most = CHARACTERS * limit
-        missing = max(0, len(text) - 2 * most)  # whatever the limit cuts, nobody reads on that far
+        missing = max(0, len(text) - 2 * most)  # these are cut in any case
         parts = (text[:most], text[-most:]) if missing else (text,)
-        return shorten(self._tokenizer, "".join(map(self._harmless, parts)), limit, where, missing)
+        return shorten(self._tokenizer, "".join(map(self._without_control, parts)), limit, where, missing)
 
-    def _harmless(self, text: str) -> str:
+    def _without_control(self, text: str) -> str:
         return self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
 
     def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
         """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
         ConfigError if not. Warnings about what works, but perhaps not as meant."""
         roles = tuple(dict.fromkeys(roles))
-        said = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
+        warnings = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
         if "tool" not in roles:
-            return said
+            return warnings
         if self._shape.user_replies:
-            said.append("the chat template has no tool role: replies are shown as a user's words")
+            warnings.append("the chat template has no tool role: replies are shown as messages of the user")
         if not self._probe.shows_tools():
-            said.append(
+            warnings.append(
                 "the chat template does not show the tools to the model: describe them in the prompts"
             )
         if history != "append" and not self._probe.shows_calls():
-            said.append(
+            warnings.append(
                 "the chat template shows no tool calls: a row that begins anew misses the earlier ones"
             )
-        return said
+        return warnings
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
         return self._encode(self._render(messages, tools))
 
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """With the end of the turn in front, so that what follows is tokenised as it is in the whole."""
+        """With the end of the turn in front, so that the rest is tokenised as in the whole conversation."""
         return self._encode(self._probe.end(messages).token + self._probe.rest(messages))
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -124,9 +122,9 @@ class Chat:
 
 
 def _special(tokenizer: Tokenizer) -> Iterator[str]:
-    """Tokens that the tokenizer itself calls special; tags of tool calls mostly are not among them."""
+    """Tokens that the tokenizer calls special. Tags of tool calls mostly are not among them."""
     yield from tokenizer.all_special_tokens
-    added = getattr(tokenizer, "added_tokens_decoder", {})  # not of every tokenizer
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # not every tokenizer has it
     yield from (str(token) for token in added.values() if token.special)
 
 
@@ -135,8 +133,8 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _long(messages: Sequence[Message]) -> bool:
-    """Too long to be kept in memory a thousand times."""
-    return sum(len(message.content) for message in messages) > KEPT
+    """Too long to be cached a thousand times."""
+    return sum(len(message.content) for message in messages) > CACHED
 
 
 def _runs(messages: Sequence[Message]) -> tuple[str, ...]:
@@ -145,7 +143,7 @@ def _runs(messages: Sequence[Message]) -> tuple[str, ...]:
 
 
 def _rewriting(history: str, role: str, why: str) -> str:
-    """The warning; ConfigError where that cannot be."""
+    """The warning about a template that rewrites; ConfigError where rows can only be appended to."""
     if history == "append":
         raise ConfigError(
             f"$.rollout.history is append, but the model's chat template {why} when a {role} message "

@@ -1,8 +1,8 @@
 """What a chat template does, found by rendering small conversations: how it ends a turn of the model, and
-after which messages it leaves everything before them as it was.
+after which messages it leaves earlier turns as they are.
 
-Nothing here knows a model family but ENDS. Words that no template writes mark what the model said; what
-stands behind them is the template's.
+In these conversations the model's turns are marker words that no template contains; the text after a marker
+is the template's. Only ENDS depends on model families.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _THINKING = (
 
 
 @dataclass(frozen=True)
-class End:
-    """The end of a turn: `tail` is what the model writes after `mark`, `token` what then ends the turn. No
-    token: the first one of the next message does (GLM)."""
+class TurnEnd:
+    """The end of a turn: `tail` is what the model writes after the marker word `mark`, `token` then ends the
+    turn. No token: the first token of the next message ends it (GLM)."""
 
     mark: str
     tail: str
     token: str
 
     def rest(self, text: str) -> str | None:
-        """What follows the first turn in the text; None if it does not end so."""
+        """The text after the first turn; None if the turn does not end like this."""
         after = text.partition(self.mark)[2]
         ending = self.tail + self.token
         return after.removeprefix(ending) if after.startswith(ending) and self.mark in text else None
 
 
 class TemplateProbe:
-    """The facts of one template. `controls`: texts of the tokens that are no ordinary words."""
+    """What one template does. `controls`: texts of the tokens that are no ordinary words."""
 
     def __init__(self, render: Render, controls: Iterable[str]) -> None:
         self._render = render
@@ -64,15 +64,15 @@ class TemplateProbe:
         self._plain_end = self._end(())
         self._end_cached = lru_cache(maxsize=1024)(self._end)  # by names and ids of calls
 
-    def end(self, messages: Iterable[Message]) -> End:
-        """How the turn ends that these messages answer."""
+    def end(self, messages: Iterable[Message]) -> TurnEnd:
+        """How a turn ends that is answered by these messages."""
         calls = _calls(messages)
         return self._end_cached(calls) if calls else self._plain_end
 
     def rest(self, messages: tuple[Message, ...]) -> str:
         """What the template writes after the end of a turn: the messages, and the start of the next turn.
         ConfigError where that cannot be told from the turn."""
-        calls = _calls(messages)  # where there are tools, some tokenizers have another template
+        calls = _calls(messages)  # with tools, some tokenizers use another template
         text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
         rest = self.end(messages).rest(text)
         if rest is None:
@@ -81,13 +81,13 @@ class TemplateProbe:
 
     def stops(self) -> Iterator[str]:
         """Texts of the tokens that end a turn, the most usual first. ConfigError if there is none."""
-        for news in (_news(("user",)), _news(("tool",))):
-            if token := self.end(news).token:
+        for answer in (_answers(("user",)), _answers(("tool",))):
+            if token := self.end(answer).token:
                 yield token
                 continue
             try:
-                rest = self.rest(news)
-            except ConfigError:  # no such role; nothing of that kind follows then
+                rest = self.rest(answer)
+            except ConfigError:  # the template has no such role
                 continue
             first = next(filter(rest.startswith, self._controls), None)
             if first is None:
@@ -100,22 +100,23 @@ class TemplateProbe:
     def rewrites(self, roles: tuple[str, ...]) -> str:
         """What the template does to earlier turns when messages of these roles follow; '': nothing, it only
         appends. ConfigError when it refuses or hides them."""
-        rests: set[str] = set()
-        for setting in self._settings(roles):
-            found = self._appended(setting, roles)
-            if found.why:
-                return found.why
-            rests |= found.rests
+        answer, rests = _answers(roles), set()
+        for beginning in self._beginnings(roles):
+            rest = self._rest_of_two(beginning, answer)
+            if rest.rewrites:
+                return rest.rewrites
+            rests |= {rest.first, rest.second}
         return "" if len(rests) == 1 else "writes the same message differently in other places"
 
     def shows_tools(self) -> bool:
         return "asyncrl_probe" in self._render([_USER], (_TOOL,))
 
     def shows_calls(self) -> bool:
-        return self.end(_news(("tool",))).mark == CALL
+        return self.end(_answers(("tool",))).mark == CALL
 
-    def _settings(self, roles: tuple[str, ...]) -> Iterator[_Setting]:
-        """Where a template may behave differently."""
+    def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
+        """Beginnings after which a template may behave differently: with and without system message, tools,
+        reasoning."""
         for before, turn in itertools.product(((_USER,), (_SYSTEM, _USER)), _THINKING):
             tools = (_TOOL,) if "tool" in roles or _SYSTEM in before else ()
             try:
@@ -125,33 +126,32 @@ class TemplateProbe:
                     raise
                 continue  # a template without system messages
             if turn.reasoning or THOUGHT in turn.content or not prompt.rstrip().endswith("<think>"):
-                yield _Setting(before, tools, prompt, turn)
+                yield _Beginning(before, tools, prompt, turn)
 
-    def _appended(self, at: _Setting, roles: tuple[str, ...]) -> _Appended:
-        """Two turns with the same answer: the first must stand unchanged before the second."""
-        news = _news(roles)
-        exchange = (_turn(_calls(news), at.turn), *news)
+    def _rest_of_two(self, at: _Beginning, answer: tuple[Message, ...]) -> _Rests:
+        """Render one turn and its answer, then two of each: the first must stand unchanged in the second."""
+        exchange = (_turn(_calls(answer), at.turn), *answer)
         one = self._render((*at.before, *exchange), at.tools)
         two = self._render((*at.before, *exchange, *exchange), at.tools)
-        if hidden := [message.role for message in news if message.content not in one]:
+        if hidden := [message.role for message in answer if message.content not in one]:
             raise ConfigError(f"the chat template shows nothing of a message with the role {hidden[0]!r}")
-        if self._drops_reasoning(at.turn, news, one, two):
-            return _Appended("drops the reasoning of earlier turns")
+        if self._drops_reasoning(at.turn, answer, one, two):
+            return _Rests("drops the reasoning of earlier turns")
         if not (one.startswith(at.prompt) and two.startswith(one)):
-            return _Appended("changes what stands before the new messages")
-        end = self.end(news)
+            return _Rests("changes what stands before the new messages")
+        end = self.end(answer)
         first, second = end.rest(one[len(at.prompt) :]), end.rest(two[len(one) :])
         if first is None or second is None:
-            return _Appended(f"no longer writes {end.token or 'the end of the turn'!r} where the turn ended")
-        return _Appended("", frozenset({first, second}))
+            return _Rests(f"no longer writes {end.token or 'the end of the turn'!r} where the turn ended")
+        return _Rests("", first, second)
 
-    def _drops_reasoning(self, turn: Message, news: tuple[Message, ...], one: str, two: str) -> bool:
+    def _drops_reasoning(self, turn: Message, answer: tuple[Message, ...], one: str, two: str) -> bool:
         if turn.reasoning:
-            alone = self._render((_USER, _turn(_calls(news), turn)), opening=False)
+            alone = self._render((_USER, _turn(_calls(answer), turn)), opening=False)
             return THOUGHT in alone and two.count(THOUGHT) < 2
         return THOUGHT in turn.content and THOUGHT not in one and TURN in one
 
-    def _end(self, calls: tuple[ToolCall, ...]) -> End:
+    def _end(self, calls: tuple[ToolCall, ...]) -> TurnEnd:
         try:
             text = self._render([_USER, _turn(calls)], opening=False)
         except ConfigError:
@@ -164,38 +164,41 @@ class TemplateProbe:
         tail = text[at + len(mark) :].rstrip()
         allowed = (self._plain_end.token, *ENDS) if calls else self._controls
         token = next((token for token in allowed if token and tail.endswith(token)), "")
-        return End(mark, tail.removesuffix(token), token)
+        return TurnEnd(mark, tail.removesuffix(token), token)
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _Beginning:
     before: tuple[Message, ...]
     tools: tuple[str, ...]
     prompt: str  # `before`, rendered
-    turn: Message  # what the model then says, but for its calls
+    turn: Message  # of the model after it, without its calls
 
 
 @dataclass(frozen=True)
-class _Appended:
-    why: str  # not
-    rests: frozenset[str] = frozenset()
+class _Rests:
+    """How the template rewrites earlier turns ('': not), and the texts after the first and second turn."""
+
+    rewrites: str
+    first: str = ""
+    second: str = ""
 
 
-def _news(roles: tuple[str, ...]) -> tuple[Message, ...]:
+def _answers(roles: tuple[str, ...]) -> tuple[Message, ...]:
     """One message of each role; two of a tool."""
-    said: list[Message] = []
+    messages: list[Message] = []
     for role in roles:
         if role == "tool":
-            said += [
+            messages += [
                 Message(role, f"asyncrl-{n}", tool_call_id=f"call_{n}", name=f"asyncrl_{n}") for n in "01"
             ]
         else:
-            said.append(Message(role, "asyncrl-more"))
-    return tuple(said)
+            messages.append(Message(role, "asyncrl-more"))
+    return tuple(messages)
 
 
 def _calls(messages: Iterable[Message]) -> tuple[ToolCall, ...]:
-    """Calls of the tools that these messages are from; the arguments of the last are marked."""
+    """The calls that the tool messages among these answer; the arguments of the last hold the marker."""
     replies = [message for message in messages if message.role == "tool"]
     return tuple(
         ToolCall(

@@ -1,8 +1,8 @@
 """Messages as the tokenizer's own chat template writes them.
 
-Templates disagree on small things: whether the arguments of a call are an object or text, how long the id of
-a call is, how many calls a turn may have, whether tools may speak at all. `Shape` holds what one wants;
-`find_shape` finds it by trying.
+Templates differ in small things: whether the arguments of a call are an object or text, how long the id of a
+call is, how many calls a turn may have, whether there is a tool role. `find_shape` finds by trying which
+`Shape` of messages a template wants.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Shape:
     short_ids: bool = False  # ids of calls have nine letters or digits (Mistral)
     single_calls: bool = False  # a message has one call (Llama, gpt-oss): several become several messages
     one_text: bool = False  # reasoning or content next to calls, not both (gpt-oss)
-    called_only: bool = False  # tools speak after calls only (Mistral, gpt-oss), also about malformed ones
-    user_replies: bool = False  # there is no tool role (Gemma): the user says what tools replied
+    called_only: bool = False  # tool messages need a call before them (Mistral, gpt-oss), malformed or not
+    user_replies: bool = False  # there is no tool role (Gemma): replies become messages of the user
 
 
 @dataclass(frozen=True)
 class Renderer:
     """Messages and tools (JSON text) to text; `opening`: the start of the model's turn follows. ConfigError
-    when the template refuses them. `today` is the date for templates that ask for one: it must not change
-    under a running episode."""
+    when the template refuses them. `today` is for templates that write the date, which must not change while
+    an episode runs."""
 
     tokenizer: Tokenizer
     shape: Shape
@@ -74,16 +74,16 @@ class Renderer:
                 add_generation_prompt=opening,
                 strftime_now=self.today.strftime,
             )
-        except Exception as error:  # templates raise what they like, and arguments may be no JSON
+        except Exception as error:  # templates raise anything, and arguments may be no JSON
             roles = ", ".join(message.role for message in shaped)
             raise ConfigError(f"the chat template refuses the roles ({roles}): {one_line(error)}") from error
         return encodable(text)
 
 
 def find_shape(tokenizer: Tokenizer, today: datetime.date) -> Shape:
-    """The shape with the fewest peculiarities in which turns with calls, well-formed or not, and their
-    replies are shown; a template with a tool role keeps it. The default where none is: not a template for
-    tools."""
+    """The shape nearest to the default in which the template shows turns with calls, well-formed or not, and
+    their replies; shapes with a tool role come first. The default if there is none: the template is not one
+    for tools."""
     flags = itertools.product((False, True), repeat=len(astuple(Shape())))
     shapes = itertools.starmap(Shape, flags)
     for shape in sorted(shapes, key=lambda shape: (shape.user_replies, sum(astuple(shape)))):
@@ -119,9 +119,9 @@ _PROBE = (
 
 
 def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
-    """The same conversation in the messages that the template knows."""
+    """The same conversation in messages that the template accepts."""
     if shape.user_replies:
-        messages = _said_by_user(messages)
+        messages = _as_user_messages(messages)
     if shape.called_only:
         messages = _with_calls(messages)
     for message in messages:
@@ -136,35 +136,35 @@ def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
             yield message
 
 
-def _said_by_user(messages: Sequence[Message]) -> list[Message]:
-    """Tool replies, with the words of a user that follow them, as one message of the user."""
-    said: list[Message] = []
-    open_to_more = False
+def _as_user_messages(messages: Sequence[Message]) -> list[Message]:
+    """Tool replies, and a user message that follows them, as one message of the user."""
+    shaped: list[Message] = []
+    after_tool = False
     for message in messages:
         tool = message.role == "tool"
         text = f"<tool_response>\n{message.content}\n</tool_response>" if tool else message.content
-        if open_to_more and message.role in ("tool", "user"):
-            said[-1] = Message("user", f"{said[-1].content}\n{text}")
+        if after_tool and message.role in ("tool", "user"):
+            shaped[-1] = Message("user", f"{shaped[-1].content}\n{text}")
         else:
-            said.append(Message("user", text) if tool else message)
-        open_to_more = tool
-    return said
+            shaped.append(Message("user", text) if tool else message)
+        after_tool = tool
+    return shaped
 
 
 def _with_calls(messages: Sequence[Message]) -> list[Message]:
-    """A turn that tools answer, though it has no call that could be shown, calls them with nothing."""
-    said: list[Message] = []
+    """A turn with tool replies but no call that can be shown gets calls of those tools without arguments."""
+    shaped: list[Message] = []
     for message in reversed(messages):
         if message.role == "assistant" and not message.tool_calls:
-            replies = list(itertools.takewhile(lambda later: later.role == "tool", reversed(said)))
+            replies = list(itertools.takewhile(lambda later: later.role == "tool", reversed(shaped)))
             calls = tuple(ToolCall(reply.name or "tool", "{}", reply.tool_call_id) for reply in replies)
             message = Message(message.role, tool_calls=calls) if calls else message
-        said.append(message)
-    return said[::-1]
+        shaped.append(message)
+    return shaped[::-1]
 
 
 def _plain(message: Message, shape: Shape) -> dict[str, Any]:
-    """What the template gets. The reasoning has two names: most read the first, gpt-oss the second."""
+    """The message as the template gets it. Most templates read `reasoning_content`, gpt-oss `thinking`."""
     plain = message.openai()
     if message.reasoning:
         plain["thinking"] = message.reasoning

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from asyncrl.conversation.chat import KEPT, Chat
+from asyncrl.conversation.chat import CACHED, Chat
 from asyncrl.errors import ConfigError
 from asyncrl.tools import load_tool
 from asyncrl.types import Message, ToolCall
@@ -390,7 +390,7 @@ def test_what_others_say_holds_no_control_tokens(family: str) -> None:
 
 def test_long_replies_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = Chat(tokenizer_of("qwen2.5"))
-    for text, kept in (("x" * KEPT, 1), ("x" * (KEPT + 1), 1), ("y", 2)):
+    for text, kept in (("x" * CACHED, 1), ("x" * (CACHED + 1), 1), ("y", 2)):
         chat.delta_ids((Message("tool", text, name="f", tool_call_id="c"),), chat.stop_ids[0])
         assert chat._delta.cache_info().currsize == kept
 
@@ -403,7 +403,7 @@ def test_megabytes_of_control_tokens_are_not_read_through() -> None:
         control += len(text)
         return text
 
-    chat._harmless = counting  # type: ignore[method-assign]
+    chat._without_control = counting  # type: ignore[method-assign]
     short = chat.shorten("<" * 10_000_000, 100, "middle")
     assert control == 2 * 16 * 100
     assert "[... 99" in short and len(short) < 200

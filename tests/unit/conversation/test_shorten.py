@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.conversation.chat_deltas import shorten
 from asyncrl.conversation.commands import Cut
+from asyncrl.conversation.shorten import shorten
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
 
