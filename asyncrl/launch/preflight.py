@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, EngineError, one_line
-from asyncrl.tools import Tool, check_wanted
+from asyncrl.tools import Tool, check_sample_tools
 
 # SQLite's write-ahead log needs shared memory between processes, which these do not give.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -239,7 +239,7 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> None:
         loaded = {path: load_samples(path) for path in paths}
     samples = loaded[config.data.train]
     for path, rows in () if config.rollout.agent else loaded.items():  # an agent's data is its own affair
-        if found := check_wanted(tools, (row.extra_info for row in rows)):
+        if found := check_sample_tools(tools, (row.extra_info for row in rows)):
             raise ConfigError(f"{path}: {'; '.join(found)}; add it to rollout.tools, or correct the data")
     needed = config.buffer.groups_per_batch
     if len(samples) < needed:

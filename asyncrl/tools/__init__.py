@@ -4,7 +4,7 @@ from asyncrl.tools.base import Replay, Tool, ToolError, tool, tools
 from asyncrl.tools.calculator import calculator
 from asyncrl.tools.loading import load_tool, load_tools
 from asyncrl.tools.replies import Rewarded
-from asyncrl.tools.sample_tools import check_wanted
+from asyncrl.tools.sample_tools import check_sample_tools
 from asyncrl.tools.toolbox import Toolbox, ToolSession, call_tool, unknown_tool
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Toolbox",
     "calculator",
     "call_tool",
-    "check_wanted",
+    "check_sample_tools",
     "load_tool",
     "load_tools",
     "tool",

@@ -71,22 +71,22 @@ class Corpus:
         words = [word for word in _words([query], self._stopwords)[0] if word in self._index.vocab_dict]
         if not words:
             return []
-        return [self._passage(row) for row in _best(self._index.get_scores(words), k)]
+        return [self._passage(index) for index in _best(self._index.get_scores(words), k)]
 
-    def _passage(self, row: int) -> Passage:
-        title, text = (self._passages[name][row].as_py() for name in ("title", "text"))
+    def _passage(self, index: int) -> Passage:
+        title, text = (self._passages[name][index].as_py() for name in ("title", "text"))
         return Passage(title, text)
 
 
 def _best(scores: np.ndarray, k: int) -> list[int]:
-    """The rows of the k largest positive scores. Most are 0, and a partition of equal numbers is slow."""
-    rows = np.flatnonzero(scores > 0)
-    found = scores[rows]
-    if len(rows) > k:
+    """Indices of the k largest positive scores. Most are 0, and a partition of equal numbers is slow."""
+    indices = np.flatnonzero(scores > 0)
+    found = scores[indices]
+    if len(indices) > k:
         kept = found >= np.partition(found, -k)[-k]
-        rows, found = rows[kept], found[kept]
+        indices, found = indices[kept], found[kept]
     order = np.argsort(-found, kind="stable")[:k]
-    return [int(row) for row in rows[order]]
+    return [int(index) for index in indices[order]]
 
 
 def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
@@ -132,8 +132,8 @@ def _build(path: Path, home: Path, stopwords: str) -> None:
     tokens: list[list[int]] = []
     with pa.OSFile(str(home / "passages.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in _batches(path):
-            rows = [{"title": found.title, "text": found.text} for found in batch]
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+            documents = [{"title": found.title, "text": found.text} for found in batch]
+            writer.write_batch(pa.RecordBatch.from_pylist(documents, schema))
             for words in _words([f"{found.title}\n{found.text}" for found in batch], stopwords):
                 tokens.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
     if not vocabulary:
@@ -154,13 +154,13 @@ def _words(texts: list[str], stopwords: str) -> list[list[str]]:
 
 
 def _batches(path: Path) -> Iterator[list[Passage]]:
-    """Passages in order. ConfigError names the row that has none."""
+    """Passages in order. ConfigError names the document that has none."""
     batch: list[Passage] = []
     for number, document in enumerate(_documents(path), start=1):
         try:
             batch.append(passage(document))
         except ValueError as error:
-            raise ConfigError(f"search: {path}, row {number}: {error}") from None
+            raise ConfigError(f"search: {path}, document {number}: {error}") from None
         if len(batch) == BATCH:
             yield batch
             batch = []

@@ -30,13 +30,13 @@ class Workspace:
         self._sandbox = new_sandbox(limits, require)
         self._seconds = seconds
         self._setup = ""
-        self._row = 0
+        self._number = 0  # of the sample
         self._ready = False  # the interpreter has run the setup, and was not lost since
         self._lost = self._emptied = False  # what the next reply has to say of earlier calls
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""
-        self._setup, self._row = setup, sample.row
+        self._setup, self._number = setup, sample.row
         await self._sandbox.start()
         await self._prepare()
 
@@ -76,7 +76,7 @@ class Workspace:
             return
         result = await self._noting_losses("cell", self._setup)
         if result.ending != RunEnding.DONE:
-            raise ToolError(f"the setup of row {self._row} did not run: {result.output[-500:]}")
+            raise ToolError(f"the setup of sample {self._number} did not run: {result.output[-500:]}")
         self._ready = True
 
     async def _noting_losses(self, kind: RunKind, source: str) -> RunResult:

@@ -20,18 +20,18 @@ from asyncrl.types import Sample
 log = logging.getLogger("asyncrl.tools")
 
 ELSEWHERE = frozenset({"execute_kwargs", "calc_reward_kwargs", "release_kwargs"})  # verl's, not for `open`
-MOST_COMPLAINTS = 20
-_ignored: set[str] = set()  # names that the log has told of
+MAX_PROBLEMS = 20
+_warned: set[str] = set()  # unknown names of tools that were logged
 
 
-class Wanted(msgspec.Struct):
+class SampleTools(msgspec.Struct):
     """`tools`: the names of those it is given; None: all."""
 
     tools: list[str] | None = None
     tools_kwargs: dict[str, Any] | None = None
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """Constructor arguments of one tool. Parquet fills what other rows have with null: left out."""
+        """Constructor arguments of one tool. Parquet fills what other samples have with null: left out."""
         given = _object((self.tools_kwargs or {}).get(name), f"tools_kwargs.{name}")
         if "create_kwargs" in given:
             given = _object(given["create_kwargs"], f"tools_kwargs.{name}.create_kwargs")
@@ -39,55 +39,41 @@ class Wanted(msgspec.Struct):
         return {key: value for key, value in given.items() if value is not None and key not in ELSEWHERE}
 
 
-def wanted(sample: Sample) -> Wanted:
-    """ToolError when it says what cannot be read."""
+def read_sample_tools(sample: Sample) -> SampleTools:
+    """ToolError when `extra_info` cannot be read."""
     try:
-        return _decode(sample.extra_info or "{}") or Wanted()
-    except msgspec.MsgspecError as problem:
-        raise ToolError(
-            f"extra_info of row {sample.row}, tools or tools_kwargs: {one_line(problem)}"
-        ) from None
+        return _decode(sample.extra_info)
+    except ToolError as problem:
+        raise ToolError(f"sample {sample.row}: {problem}") from None
 
 
-def check_wanted(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> list[str]:
-    """What samples ask for in vain: a line for each unknown name of `extra_info.tools` and each way in which
-    it cannot be read, with its first row (counted from 0); at most MOST_COMPLAINTS. Empty: all is well."""
+def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> list[str]:
+    """A line for each unknown name of `extra_info.tools` and each reason why one cannot be read, with its
+    first sample (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
     found: dict[str, int] = {}
-    for row, text in enumerate(extra_infos):
+    for number, text in enumerate(extra_infos):
         if '"tools' not in text:  # most data sets say nothing of tools: nothing to decode
             continue
-        for complaint in _complaints(tools, text):
-            found.setdefault(complaint, row)
-        if len(found) >= MOST_COMPLAINTS:
+        for problem in _problems(tools, text):
+            found.setdefault(problem, number)
+        if len(found) >= MAX_PROBLEMS:
             break
-    return [f"row {row}: {complaint}" for complaint, row in found.items()]
+    return [f"sample {number}: {problem}" for problem, number in found.items()]
 
 
-def _complaints(tools: Mapping[str, Tool], text: str) -> list[str]:
-    try:
-        asked = _decode(text) or Wanted()
-    except msgspec.MsgspecError as problem:
-        return [f"extra_info, tools or tools_kwargs: {one_line(problem)}"]
-    return [
-        f"extra_info.tools asks for the tool {name!r}; there are: {names(tools)}"
-        for name in asked.tools or ()
-        if name not in tools
-    ]
-
-
-def chosen(tools: Mapping[str, Tool], asked: Wanted) -> dict[str, Tool]:
+def select_tools(tools: Mapping[str, Tool], asked: SampleTools) -> dict[str, Tool]:
     """Those that a sample asks for, in the order of `tools`. ToolError for unknown names; arguments of
     unknown tools are ignored, because data that was made for other trainers brings some."""
-    if unknown := [name for name in asked.tools or () if name not in tools]:
-        raise ToolError(f"the sample asks for the tool {unknown[0]!r}; there are: {names(tools)}")
-    for name in (asked.tools_kwargs or {}).keys() - tools.keys() - _ignored:
-        _ignored.add(name)
+    if problems := _unknown(tools, asked):
+        raise ToolError(problems[0])
+    for name in (asked.tools_kwargs or {}).keys() - tools.keys() - _warned:
+        _warned.add(name)
         log.warning("samples bring tools_kwargs for %r, which is no tool here: ignored", name)
     keep = tools if asked.tools is None else asked.tools
     return {name: _remade(tool, asked.arguments(name)) for name, tool in tools.items() if name in keep}
 
 
-def merged(tools: Sequence[Tool], asked: Wanted) -> dict[str, Any]:
+def merged_arguments(tools: Sequence[Tool], asked: SampleTools) -> dict[str, Any]:
     """Constructor arguments of tools that share an object. ToolError where they contradict each other."""
     given: dict[str, Any] = {}
     for tool in tools:
@@ -98,16 +84,29 @@ def merged(tools: Sequence[Tool], asked: Wanted) -> dict[str, Any]:
     return given
 
 
-def accepted(function: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any] | None, given: dict[str, Any]) -> dict[str, Any]:
     """Those keywords that a function has parameters for; data made for other tools may bring more."""
     if function is None or not given:
         return {}
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return given
-    if left_out := sorted(given.keys() - parameters.keys()):
-        log.debug("create_kwargs that nobody asks for: %s", ", ".join(left_out))
     return {key: value for key, value in given.items() if key in parameters}
+
+
+def _problems(tools: Mapping[str, Tool], extra_info: str) -> list[str]:
+    try:
+        return _unknown(tools, _decode(extra_info))
+    except ToolError as problem:
+        return [str(problem)]
+
+
+def _unknown(tools: Mapping[str, Tool], asked: SampleTools) -> list[str]:
+    return [
+        f"extra_info.tools asks for the tool {name!r}; there are: {names(tools)}"
+        for name in asked.tools or ()
+        if name not in tools
+    ]
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _remade(tool: Tool, arguments: dict[str, Any]) -> Tool:
     """With a sample's constructor arguments, where it is a factory's that takes them."""
-    given = {} if tool.state else accepted(tool.remake, arguments)
+    given = {} if tool.state else accepted_arguments(tool.remake, arguments)
     if given and tool.process:
         raise ToolError(f"tool {tool.name!r} runs in processes that all samples share: give no tools_kwargs")
     if not given or tool.remake is None:
@@ -130,4 +129,11 @@ def _remade(tool: Tool, arguments: dict[str, Any]) -> Tool:
     return dataclasses.replace(made, name=tool.name)
 
 
-_decode = msgspec.json.Decoder(Wanted | None).decode
+_decoder = msgspec.json.Decoder(SampleTools | None)
+
+
+def _decode(text: str) -> SampleTools:
+    try:
+        return _decoder.decode(text or "{}") or SampleTools()
+    except msgspec.MsgspecError as problem:
+        raise ToolError(f"extra_info, tools or tools_kwargs: {one_line(problem)}") from None

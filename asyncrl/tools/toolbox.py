@@ -4,8 +4,8 @@
     session = box.session(sample)                 one per episode
     await session.open() ... await session.call(call) ... await session.close()
 
-Whatever a tool does, its callers get a reply within its deadlines. What hangs, or ignores cancellation, is
-left behind and costs only itself.
+Whatever a tool does, its callers get a reply within its deadlines. A call that hangs, or ignores
+cancellation, is not waited for any longer, and delays no other call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,13 @@ from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.process import Lease
 from asyncrl.tools.replies import reply_of, within_memory
-from asyncrl.tools.sample_tools import Wanted, accepted, chosen, merged, wanted
+from asyncrl.tools.sample_tools import (
+    SampleTools,
+    accepted_arguments,
+    merged_arguments,
+    read_sample_tools,
+    select_tools,
+)
 from asyncrl.tools.schema import outline
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -32,8 +39,6 @@ log = logging.getLogger("asyncrl.tools")
 
 CLOSE_SECONDS = 5.0  # after which a session is closed, whatever its tools do
 PAUSES = (0.1, 0.3, 1.0, 3.0)  # seconds before a call is tried again; the last one repeats
-
-Outcome = tuple[str, str | None, float]  # content, error, reward
 
 
 class Toolbox:
@@ -69,7 +74,7 @@ class Toolbox:
         return self.timeout if tool.timeout is None else tool.timeout
 
 
-class Kept:
+class EpisodeObject:
     """An object that lives as long as its episode. Its calls run one after another, in their order."""
 
     def __init__(self, state: Any, blocking: bool) -> None:
@@ -77,11 +82,25 @@ class Kept:
         self.turn = asyncio.Lock()
         self._blocking = blocking
 
-    async def say(self, method: str, *arguments: Any, **keywords: Any) -> None:
-        """Call `open` or `close`, where there is one."""
-        function = getattr(self.state, method, None)
-        if function is not None:
-            await finish(partial(function, *arguments, **keywords), self._blocking)
+    async def open(self, sample: Sample, arguments: dict[str, Any]) -> None:
+        """With those arguments that its `open` takes, where it has one."""
+        if function := getattr(self.state, "open", None):
+            given = accepted_arguments(function, arguments)
+            await finish(partial(function, sample, **given), self._blocking)
+
+    async def close(self) -> None:
+        """After its calls, unless one hangs: then beside it. Never raises but for cancellation."""
+        try:
+            await bounded(self._close(), CLOSE_SECONDS, set())
+        except Exception as problem:
+            log.warning("closing %s: %s", type(self.state).__name__, reason(problem))
+
+    async def _close(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS / 2):
+                await self.turn.acquire()
+        if function := getattr(self.state, "close", None):
+            await finish(function, self._blocking)
 
 
 class ToolSession:
@@ -91,7 +110,7 @@ class ToolSession:
         self._box = box
         self._sample = sample
         self._tools: dict[str, Tool] = {}
-        self._kept: dict[int, Kept] = {}  # by the identity of Tool.state
+        self._objects: dict[int, EpisodeObject] = {}  # by the identity of Tool.state
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -101,27 +120,25 @@ class ToolSession:
     async def open(self) -> None:
         """Make and open what keeps state, side by side. ToolError when one of them fails or its deadline
         passes; `close` is due in any case."""
-        asked = wanted(self._sample)
-        tools = chosen(self._box.tools, asked)
+        asked = read_sample_tools(self._sample)
+        tools = select_tools(self._box.tools, asked)
         sharing: dict[int, list[Tool]] = {}
         for tool in filter(lambda tool: tool.state, tools.values()):
             sharing.setdefault(id(tool.state), []).append(tool)
         opening = (self._open(shared, asked) for shared in sharing.values())
-        opened = await asyncio.gather(*opening, return_exceptions=True)
-        for problem in opened:
+        for problem in await asyncio.gather(*opening, return_exceptions=True):
             if problem is not None:
                 raise problem
         self._tools = tools
 
-    async def _open(self, tools: Sequence[Tool], asked: Wanted) -> None:
-        """What these tools share."""
+    async def _open(self, tools: Sequence[Tool], asked: SampleTools) -> None:
+        """The object that these tools share."""
         state = tools[0].state
         assert state is not None
         try:
-            kept = self._kept[id(state)] = Kept(state(), any(tool.blocking for tool in tools))
-            given = accepted(getattr(kept.state, "open", None), merged(tools, asked))
+            made = self._objects[id(state)] = EpisodeObject(state(), any(tool.blocking for tool in tools))
             limit = max(map(self._box.limit, tools))
-            await bounded(kept.say("open", self._sample, **given), limit, self._running)
+            await bounded(made.open(self._sample, merged_arguments(tools, asked)), limit, self._running)
         except Exception as problem:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {reason(problem)}") from problem
 
@@ -135,8 +152,12 @@ class ToolSession:
         except Exception as problem:
             return _bad_arguments(call, tool, problem)
         started = time.monotonic()
-        content, error, reward = await self._outcome(tool, call.arguments, keywords)
-        return ToolReply(call, content, error, time.monotonic() - started, reward)
+        try:
+            content, reward = await self._run(tool, call.arguments, keywords)
+            return ToolReply(call, content, None, time.monotonic() - started, reward)
+        except Exception as problem:
+            error = within_memory(reason(problem))
+            return ToolReply(call, f"error: {error}", error, time.monotonic() - started)
 
     async def redo(self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str) -> None:
         """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode is to
@@ -155,37 +176,28 @@ class ToolSession:
         """Cancel what runs and close what was made, within CLOSE_SECONDS or so. Never raises but for
         cancellation, and then goes on by itself."""
         self._tools = {}
-        kept, self._kept = list(self._kept.values()), {}
+        objects, self._objects = list(self._objects.values()), {}
         for task in self._running:
             task.cancel()
-        await asyncio.gather(*map(self._close, kept))
-
-    async def _close(self, kept: Kept) -> None:
-        try:
-            await bounded(_closed(kept), CLOSE_SECONDS, set())
-        except Exception as problem:
-            log.warning("closing %s: %s", type(kept.state).__name__, reason(problem))
+        await asyncio.gather(*(one.close() for one in objects))
 
     # -- one call ------------------------------------------------------------------------------------
 
-    async def _outcome(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> Outcome:
+    async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
+        """(content, reward). Raises what the tool raised in its last attempt, or Late."""
         gate, limit = self._box.gates[tool.name], self._box.limit(tool)
-        try:
-            async with gate.place(limit) as lease:
-                run = partial(_ask, lease, arguments) if lease else partial(self._run, tool, keywords)
-                content, reward = await bounded(_attempts(tool, run), limit, self._running)
-            return content, None, reward
-        except Exception as problem:
-            error = within_memory(reason(problem))
-            return f"error: {error}", error, 0.0
+        async with gate.place(limit) as lease:
+            run = partial(_ask, lease, arguments) if lease else partial(self._run_here, tool, keywords)
+            result: tuple[str, float] = await bounded(_attempts(tool, run), limit, self._running)
+            return result
 
-    async def _run(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
+    async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
         run = partial(finish, blocking=tool.blocking, live=self._box.gates[tool.name].live)
         if tool.state is None:
             return reply_of(await run(partial(tool.function, **keywords)))
-        kept = self._kept[id(tool.state)]
-        async with kept.turn:  # until the reply is text: the next call may change what this one returned
-            return reply_of(await run(partial(tool.function, kept.state, **keywords)))
+        one = self._objects[id(tool.state)]
+        async with one.turn:  # until the reply is text: the next call may change what this one returned
+            return reply_of(await run(partial(tool.function, one.state, **keywords)))
 
 
 async def _ask(lease: Lease, arguments: str) -> tuple[str, float]:
@@ -231,13 +243,3 @@ async def call_tool(
     finally:
         await session.close()
         await box.close()
-
-
-async def _closed(kept: Kept) -> None:
-    """`close` comes after the calls, unless one hangs: then beside it."""
-    try:
-        async with asyncio.timeout(CLOSE_SECONDS / 2):
-            await kept.turn.acquire()
-    except TimeoutError:
-        pass
-    await kept.say("close")

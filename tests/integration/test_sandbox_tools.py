@@ -84,7 +84,7 @@ def test_a_sample_may_bring_a_setup() -> None:
     sample = Sample(0, "test", (), "0", extra_info=json.dumps(extra))
     assert talk("python", ("python", "sum(data)"), sample=sample) == ["6"]
     extra["tools_kwargs"]["python"]["create_kwargs"]["setup"] = "data ="
-    with pytest.raises(ToolError, match="setup of row 0 did not run"):
+    with pytest.raises(ToolError, match="setup of sample 0 did not run"):
         talk("python", sample=Sample(0, "test", (), "0", extra_info=json.dumps(extra)))
 
 
@@ -130,7 +130,7 @@ def test_a_loss_is_told_even_if_the_setup_fails_first() -> None:
         try:
             space._sandbox._lost = space._sandbox._emptied = True  # a loss that the next cell is told
             space._ready, space._setup = False, "1 / 0"
-            with pytest.raises(ToolError, match="setup of row 0 did not run"):
+            with pytest.raises(ToolError, match="setup of sample 0 did not run"):
                 await space.python("1")
             space._setup = flaky
             assert (await space._sandbox.run("cell", "'os' in globals()", 5)).lost is False

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 
 from asyncrl.isolation.sandbox.kernel import SIGKILL
+from asyncrl.isolation.wrapper import descendants
 
 
 def end_all(alone: bool) -> dict[int, int]:
@@ -34,16 +35,3 @@ def kill(pid: int, number: int) -> None:
     """Signal a process, or as `os.kill` has it a group (negative) or all (-1); nobody there is no error."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of all below a process, from every process's parent: not all kernels list children."""
-    children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # it may have ended meanwhile
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
-    found = [pid]
-    for one in found:  # grows as it goes
-        found += children.get(one, ())
-    return found[1:]

@@ -182,7 +182,7 @@ def test_a_damaged_index_is_built_again(jsonl: Path, tmp_path: Path, builds: lis
 def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"words": 1}\n')
-    with pytest.raises(ConfigError, match=r"bad.jsonl, row 2: no text or contents, only words"):
+    with pytest.raises(ConfigError, match=r"bad.jsonl, document 2: no text or contents, only words"):
         open_corpus(str(bad), str(tmp_path / "cache"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
@@ -196,7 +196,7 @@ def test_an_index_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> N
         ("list.jsonl", "[1]\n", "line 1"),
         ("empty.jsonl", "", "no words to search"),
         ("fake.parquet", "PAR?", "is no parquet file"),
-        ("other.parquet", [{"question": "?"}], "row 1: no text or contents"),
+        ("other.parquet", [{"question": "?"}], "document 1: no text or contents"),
     ],
 )
 def test_what_is_no_corpus(tmp_path: Path, name: str, content: Any, complaint: str) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, ProtocolError
-from asyncrl.tools import Tool, Toolbox, ToolError, check_wanted, load_tool, tool
+from asyncrl.tools import Tool, Toolbox, ToolError, check_sample_tools, load_tool, tool
 from asyncrl.tools.replies import MAX_REPLY
-from asyncrl.tools.sample_tools import MOST_COMPLAINTS
+from asyncrl.tools.sample_tools import MAX_PROBLEMS
 from asyncrl.tools.toolbox import CLOSE_SECONDS
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -442,7 +442,7 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("extra_info", "complaint"),
     [
-        ({"tools": "echo"}, "row 3, tools or tools_kwargs: .*Expected `array"),
+        ({"tools": "echo"}, "sample 3: extra_info, tools or tools_kwargs: .*Expected `array"),
         ({"tools_kwargs": {"echo": 3}}, "tools_kwargs.echo must be an object"),
         (
             {"tools_kwargs": {"echo": {"create_kwargs": 3}}},
@@ -459,7 +459,7 @@ def test_arguments_of_tools_that_are_not_here_are_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in verl's GSM8K data."""
-    monkeypatch.setattr("asyncrl.tools.sample_tools._ignored", set())
+    monkeypatch.setattr("asyncrl.tools.sample_tools._warned", set())
     asked = sample(tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "other": 3})
     for _ in range(2):
         assert play([echo], asked, call("echo", text="x"))[0].content == "x"
@@ -501,14 +501,14 @@ def test_a_data_set_is_checked_before_the_run() -> None:
         '{"tools": ["ekko"]}',
         '{"tools": "echo"}',
     ]
-    assert check_wanted({"echo": echo}, data[:3]) == []
-    assert check_wanted({"echo": echo}, data) == [
-        "row 3: extra_info.tools asks for the tool 'ekko'; there are: echo",
-        "row 5: extra_info, tools or tools_kwargs: "
+    assert check_sample_tools({"echo": echo}, data[:3]) == []
+    assert check_sample_tools({"echo": echo}, data) == [
+        "sample 3: extra_info.tools asks for the tool 'ekko'; there are: echo",
+        "sample 5: extra_info, tools or tools_kwargs: "
         "ValidationError: Expected `array | null`, got `str` - at `$.tools`",
     ]
     garbage = (json.dumps({"tools": [str(row)]}) for row in itertools.count())
-    assert len(check_wanted({"echo": echo}, garbage)) == MOST_COMPLAINTS
+    assert len(check_sample_tools({"echo": echo}, garbage)) == MAX_PROBLEMS
 
 
 def test_samples_reach_the_factory_of_a_tool() -> None:
