@@ -1,11 +1,14 @@
 """A rollout worker: many episodes in one asyncio loop, over an engine of its own or over all servers.
 
-consumes: assignments, versions or the table of servers, the clock (control); acks and fences (bulk)
-waits for: the coordinator's lease, engines, tools and rewards -- each by name, see `waits`
+consumes: assignments, weight versions or the table of servers, the clock (control); acks and fences (bulk)
+waits for: the coordinator, engines, tools and rewards -- each by name, see `waits`
 unblocks: the coordinator (turns and endings), in sequence and kept until acknowledged
 
-It owns nothing that could be lost: what was not acknowledged is sent again, what was not sent is sampled
-again from the last durable turn, by whoever gets the episode next.
+`serve` runs side by side: _listen_control, _listen_bulk, _keep_contact, the outbox and the loading of weights
+into own engines. Each Assign starts a task of `EpisodeRunner.run`.
+
+The worker owns nothing that could be lost: records that were not acknowledged are sent again, and an episode
+is continued from its last durable turn by the worker that gets it next.
 """
 
 from __future__ import annotations
@@ -102,9 +105,9 @@ class RolloutWorker:
         self._endpoints, self._name = endpoints, identity("rollout", index, incarnation)
         run_dir = Path(config.run_dir) / config.name
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
-        self.waits, self.meter = Waits(), BusyTimer(self.timeline)
-        self.lanes = self._own_lanes(parts.build, engine) if parts.build is not None else {}
-        self.fleets = self._fleets(parts.connect) if parts.connect is not None else {}
+        self.waits, self.busy_timer = Waits(), BusyTimer(self.timeline)
+        self._local = self._local_samplers(parts.build, engine) if parts.build is not None else {}
+        self._pools = self._server_pools(parts.connect) if parts.connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         context = EpisodeContext(
             parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
@@ -118,15 +121,16 @@ class RolloutWorker:
     def _turn_player(self, run: EpisodeRun) -> TurnPlayer:
         return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
 
-    def _own_lanes(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
-        shared = (build, self.waits, self.meter, self.timeline, self.config.weights.deadline)
+    def _local_samplers(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
+        shared = (build, self.waits, self.busy_timer, self.timeline, self.config.weights.deadline)
         train = LocalSampler("train", *shared, engine=engine)
         return {"train": train, "eval": LocalSampler("eval", *shared, pinned=True)}
 
-    def _fleets(self, connect: Connect) -> dict[str, ServerPool]:
+    def _server_pools(self, connect: Connect) -> dict[str, ServerPool]:
         patience = self.config.engine.start_timeout
         return {
-            name: ServerPool(name, connect, self.waits, self.meter, patience) for name in ("train", "eval")
+            name: ServerPool(name, connect, self.waits, self.busy_timer, patience)
+            for name in ("train", "eval")
         }
 
     async def serve(self) -> int:
@@ -149,8 +153,14 @@ class RolloutWorker:
             await self._leave(services)
 
     def _services(self) -> list[Coroutine[Any, Any, None]]:
-        lanes = [lane.run(self._control.send) for lane in self.lanes.values()]
-        return [self._listen_control(), self._listen_bulk(), self._keep_contact(), self.outbox.run(), *lanes]
+        loading = [sampler.run(self._control.send) for sampler in self._local.values()]
+        return [
+            self._listen_control(),
+            self._listen_bulk(),
+            self._keep_contact(),
+            self.outbox.run(),
+            *loading,
+        ]
 
     def _end(self, reason: str) -> None:
         if not self._ending.done():
@@ -172,11 +182,11 @@ class RolloutWorker:
             task.cancel()
         await asyncio.gather(*services, return_exceptions=True)
         for name in ("train", "eval"):
-            await self._lane(name).close()
+            await self._sampler(name).close()
         if self.agents is not None:
             await self.agents.close()
         await asyncio.gather(self._parts.toolbox.close(), self._parts.scorer.close())
-        self.meter.flush()
+        self.busy_timer.flush()
         self.timeline.close()
         self._control.close()
         self._bulk.close()
@@ -186,7 +196,7 @@ class RolloutWorker:
     async def _listen_control(self) -> None:
         while True:
             message, frames = await self._control.receive()
-            self._heard()
+            self._contacted()
             match message:
                 case Welcome():
                     self._welcome(message)
@@ -195,31 +205,32 @@ class RolloutWorker:
                 case Cancel():
                     self._drop(message.attempt)
                 case LoadWeights():
-                    self._own(message.lane).offer(message.ref)
+                    self._local_sampler(message.lane).offer(message.ref)
                 case Engines():
-                    for fleet in self.fleets.values():
-                        fleet.table(message.entries)
+                    for pool in self._pools.values():
+                        pool.table(message.entries)
                 case Clock():
                     self._oldest = message.oldest
-                    self._lane("train").changed.fire()
+                    self._sampler("train").changed.fire()
                 case Stop():
                     self._end(message.reason)
 
     async def _listen_bulk(self) -> None:
         while True:
             message, _ = await self._bulk.receive()
-            self._heard()
+            self._contacted()
             match message:
                 case Ack():
                     self.outbox.ack(message.seq)
                 case Fenced():
                     self._drop(message.attempt)
 
-    def _heard(self) -> None:
+    def _contacted(self) -> None:
         self.contact.heard(asyncio.get_running_loop().time())
 
     def _welcome(self, message: Welcome) -> None:
-        """A new coordinator counts its assignments anew, and may lack what the old one had not stored."""
+        """A new coordinator counts its assignments from 0. It may lack records that the old one had not
+        stored, so they are sent again."""
         restarted = message.coordinator_epoch != self._epoch
         if restarted:
             self._epoch, self._assigned = message.coordinator_epoch, 0
@@ -228,7 +239,7 @@ class RolloutWorker:
         self.contact.welcomed = True
 
     async def _keep_contact(self) -> None:
-        """Heartbeats, hellos while nobody answers, and the worker's own end when nobody ever does."""
+        """Send heartbeats, or hellos while the coordinator is silent. DeadlineError after `start_timeout`."""
         while True:
             match self.contact.tick(asyncio.get_running_loop().time()):
                 case ContactState.FINE:
@@ -241,28 +252,28 @@ class RolloutWorker:
                 case ContactState.GONE:
                     raise DeadlineError(f"no coordinator for {self.contact.give_up:g} s")
             self.outbox.check()
-            self.meter.flush()
+            self.busy_timer.flush()
             await asyncio.sleep(self.contact.interval)
 
     async def _hello(self) -> None:
         self.outbox.pause()
-        slots, version = self.config.rollout.slots, self._lane("train").version
+        slots, version = self.config.rollout.slots, self._sampler("train").version
         hello = WorkerHello(self.index, self.incarnation, slots, version, os.getpid(), self.outbox.acked)
         await self._control.send(hello)
 
     def _heartbeat(self) -> Heartbeat:
-        """Attempts whose records are on their way are still held: nobody else may start them."""
+        """`held` includes attempts whose records are not acknowledged: no other worker may start them."""
         self._beats += 1
-        busy, idle = self.meter.seconds
+        busy, idle = self.busy_timer.seconds
         return Heartbeat(
             seq=self._beats,
             assigned=self._assigned,
             held=tuple(self.outbox.attempts | self._episodes.keys()),
             busy_s=busy,
             idle_s=idle,
-            tokens=self.meter.tokens,
+            tokens=self.busy_timer.tokens,
             waiting=self.waits.longest(),
-            engines=tuple(use for fleet in self.fleets.values() for use in fleet.use()),
+            engines=tuple(use for pool in self._pools.values() for use in pool.use()),
         )
 
     # -- episodes ------------------------------------------------------------------------------------
@@ -273,7 +284,7 @@ class RolloutWorker:
             return
         for other in [held for held in self._episodes if held.uid == message.attempt.uid]:
             self._drop(other)
-        task = asyncio.create_task(self.runner.run(message, frames, self._lane(message.lane)))
+        task = asyncio.create_task(self.runner.run(message, frames, self._sampler(message.lane)))
         self._episodes[message.attempt] = task
         task.add_done_callback(lambda task: self._over(message.attempt, task))
 
@@ -285,7 +296,7 @@ class RolloutWorker:
             self._ending.set_exception(error)
 
     def _drop(self, attempt: Attempt) -> None:
-        """Cancel an episode; it says nothing more."""
+        """Cancel an episode; it posts nothing more."""
         task = self._episodes.pop(attempt, None)
         if task is not None:
             task.cancel()
@@ -296,10 +307,10 @@ class RolloutWorker:
         for attempt in list(self._episodes):
             self._drop(attempt)
 
-    def _lane(self, name: str) -> LocalSampler | ServerPool:
-        return self.fleets[name] if name in self.fleets else self._own(name)
+    def _sampler(self, name: str) -> LocalSampler | ServerPool:
+        return self._pools[name] if name in self._pools else self._local_sampler(name)
 
-    def _own(self, name: str) -> LocalSampler:
-        if name not in self.lanes:
+    def _local_sampler(self, name: str) -> LocalSampler:
+        if name not in self._local:
             raise ProtocolError(f"unknown lane {name!r}")
-        return self.lanes[name]
+        return self._local[name]
