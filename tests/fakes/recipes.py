@@ -34,14 +34,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tba": {"algorithm": {"loss": "tba"}, "buffer": UNFILTERED},
     "dro, batch_std": {"algorithm": {"loss": "dro", "normalise": "batch_std"}},
     "gspo": {"algorithm": {"loss": {"gspo": {"clip_low": 0.1, "clip_high": 0.1}}, "epochs": 2}},
-    "gmpo": {"algorithm": {"loss": "gmpo", "epochs": 2}},
-    "sapo": {"algorithm": {"loss": "sapo", "epochs": 2}},
     "kl_cov": {"algorithm": {"loss": {"kl_cov": {"share": 0.1}}, "steps_per_batch": 2}},
-    "topr": {"algorithm": {"loss": "topr"}},
     "cispo_scalerl, vetoed": {
-        "algorithm": {"loss": {"cispo_scalerl": {"cap": 2}}, "correction": {"veto": {"least": 0.4}}}
+        "algorithm": {
+            "loss": {"cispo_scalerl": {"cap": 2}},
+            "correction": {"veto": {"least": 0.4}},
+            "aggregation": "token_sum",
+        },
     },
-    "dppo_tv": {"algorithm": {"loss": "dppo_tv", "aggregation": "token_sum"}},
     "scalerl": {
         "algorithm": {"loss": "cispo_scalerl", "normalise": "batch_std", "aggregation": "prompt_mean"},
     },
@@ -64,6 +64,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "algorithm": {"loss": {"ppo": {"clip_high": 0.28, "dual_clip": 0}}, "epochs": 2, "prox": "loglinear"}
     },
 }
+
+COMPARING = ("gpg", "optimal token baseline", "clip_cov", "tba", "kl in reward, pass_at_k", "gae, shared")
+"""Recipes that exchange something between ranks, each in another way."""
 
 
 def trained(

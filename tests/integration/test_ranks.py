@@ -31,8 +31,8 @@ COMPARED = ("actor/pg_loss", "actor/grad_norm", "rollout_corr/rollout_is_mean", 
 class Runs:
     """The same recorded batches on any number of ranks, each run once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder, self.world = folder, world
         self.done: dict[int, dict[str, Any]] = {}
         path = save_tiny_qwen(folder / "model")
         model = plain_model(path, torch.float32)
@@ -44,13 +44,14 @@ class Runs:
 
     def on(self, ranks: int) -> dict[str, Any]:
         if ranks not in self.done:
-            self.done[ranks] = run_ranks(ranks, work, self.folder / f"{ranks}-ranks")
+            place = self.folder / f"{ranks}-ranks"
+            self.done[ranks] = work(self.world, place) if ranks == 1 else run_ranks(ranks, work, place)
         return self.done[ranks]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("ranks"))
+def runs(tmp_path_factory: pytest.TempPathFactory, world: World) -> Runs:
+    return Runs(tmp_path_factory.mktemp("ranks"), world)
 
 
 def train(learner: Learner, batches: list[list[Episode]]) -> list[dict[str, float]]:
@@ -95,7 +96,7 @@ def test_the_loss_curve_is_that_of_one_rank(runs: Runs, ranks: int) -> None:
     assert_same(runs.on(ranks), runs.on(1))
 
 
-def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Runs) -> None:
+def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Runs, world: World) -> None:
     wanted = runs.on(2)
-    found = run_ranks(1, resume, runs.folder / "resumed")
+    found = resume(world, runs.folder / "resumed")
     assert_same(found, {"curve": wanted["curve"][SAVED_AT:], "weights": wanted["weights"]})

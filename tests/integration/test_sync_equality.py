@@ -9,6 +9,7 @@ wrong scale.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from tests.fakes.training import (
 STEPS, LR, CUTS, TOLERANCE = 3, 0.3, 3, 1e-8
 MEMBERS, TEMPERATURE = 4, 0.8
 Gradients = dict[str, Tensor]
+Recorded = tuple[Path, list[Gradients]]
 
 
 def synchronous_loop(path: str) -> tuple[list[list[Episode]], list[Gradients]]:
@@ -69,7 +71,7 @@ def replay(world: World, folder: Path) -> list[list[Gradients]]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Gradients]]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("sync")
     path = save_tiny_model(folder / "model")
     batches, gradients = synchronous_loop(path)
@@ -77,19 +79,29 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Gradi
     return folder, gradients
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_are_those_of_the_synchronous_loop(
-    recorded: tuple[Path, list[Gradients]], ranks: int
-) -> None:
-    folder, wanted = recorded
-    found = run_ranks(ranks, replay, folder / f"{ranks}-ranks")
+def on_ranks(world: World, folder: Path) -> tuple[list[list[Gradients]], dict[str, Gradients]]:
+    """What right learners find, and wrong ones. Runs on every rank."""
+    return replay(world, folder), mutated(world, folder)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def found(request: pytest.FixtureRequest, recorded: Recorded, world: World) -> Any:
+    """(ranks, gradients by step and cut, gradients of the mutants)."""
+    ranks, folder = request.param, recorded[0]
+    return ranks, *(
+        on_ranks(world, folder / "1") if ranks == 1 else run_ranks(ranks, on_ranks, folder / f"{ranks}")
+    )
+
+
+def test_gradients_are_those_of_the_synchronous_loop(recorded: Recorded, found: Any) -> None:
+    _, gradients, _ = found
     for step in range(STEPS):
         for cut in range(CUTS):
-            assert difference(found[step][cut], wanted[step]) < TOLERANCE, (step, cut)
+            assert difference(gradients[step][cut], recorded[1][step]) < TOLERANCE, (step, cut)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 0.25, -1.0, 1 + 1e-6])
-def test_the_comparison_has_power(recorded: tuple[Path, list[Gradients]], factor: float) -> None:
+def test_the_comparison_has_power(recorded: Recorded, factor: float) -> None:
     """A wrong scale, a division by the ranks or a wrong sign would be seen."""
     for wanted in recorded[1]:
         mutated = {name: gradient * factor for name, gradient in wanted.items()}
@@ -113,13 +125,11 @@ def mutated(world: World, folder: Path) -> dict[str, Gradients]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_mutated_learner_is_caught(recorded: tuple[Path, list[Gradients]], ranks: int) -> None:
+def test_a_mutated_learner_is_caught(recorded: Recorded, found: Any) -> None:
     """The comparison fails for each, and only by the factor that was mutated."""
-    folder, wanted = recorded
-    found = run_ranks(ranks, mutated, folder / f"mutants-{ranks}-ranks")
-    assert found.keys() == mutants(ranks).keys()
+    (ranks, _, wrong), wanted = found, recorded[1][0]
+    assert wrong.keys() == mutants(ranks).keys()
     for name, factor in mutants(ranks).items():
-        assert difference(found[name], wanted[0]) > TOLERANCE, name
-        mended = {key: gradient * (ranks / factor) for key, gradient in found[name].items()}
-        assert difference(mended, wanted[0]) < TOLERANCE, name
+        assert difference(wrong[name], wanted) > TOLERANCE, name
+        mended = {key: gradient * (ranks / factor) for key, gradient in wrong[name].items()}
+        assert difference(mended, wanted) < TOLERANCE, name

@@ -7,10 +7,9 @@ import importlib
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from msgspec import Meta
 
 from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.kl import ESTIMATORS
@@ -65,14 +64,6 @@ def test_every_name_has_formula_source_and_use(docs: ModuleType, kind: str, name
     )
 
 
-def test_every_preset_says_when_to_use_it(docs: ModuleType) -> None:
-    for path in (ROOT / "configs" / "algorithm").glob("*.yaml"):
-        what, _, use = docs.preset_comment(path).partition("Use:")
-        assert what.strip() and "staleness" in use, (
-            f"{path.name}: leading comment lines, `Use:` with the staleness"
-        )
-
-
 def test_a_stale_block_is_replaced_and_prose_is_kept(docs: ModuleType) -> None:
     text = "before\n<!-- generated: presets -->\nold\n<!-- end -->\nafter\n"
     found = docs.render(text)
@@ -80,32 +71,6 @@ def test_a_stale_block_is_replaced_and_prose_is_kept(docs: ModuleType) -> None:
         "<!-- end -->\nafter\n"
     )
     assert "old\n" not in found and docs.render(found) == found
-
-
-def test_a_component_is_read_from_its_docstring_and_signature(docs: ModuleType) -> None:
-    def component(given: Any, *, cap: Annotated[float, Meta(gt=0)] = 2.0, level: int) -> None:
-        """L = min(a|b, C)
-        (Name, arXiv 1234.56789).
-
-        Use: always,
-        at any staleness.
-        """
-
-    entry = docs.describe("mine", component)
-    assert (
-        entry.formula == "L = min(a|b, C) (Name, arXiv 1234.56789)."
-        and entry.use == "always, at any staleness."
-    )
-    assert entry.options == (("cap", "float > 0", "2.0"), ("level", "int", ""))
-    assert docs.table({"mine": component}, "L").splitlines()[-1] == (
-        "| `mine` | L = min(a\\|b, C) (Name, arXiv 1234.56789). "
-        "| `cap` = 2.0 (float > 0)<br>`level`, required (int) | always, at any staleness. |"
-    )
-
-
-def test_facts_of_the_run_are_no_options(docs: ModuleType) -> None:
-    entry = docs.describe("norm", aggregations.get("seq_mean_token_sum_norm"))
-    assert entry.options == () and entry.facts == ("`length` from the run",)
 
 
 def test_the_example_of_rewards_earns_what_is_written_below_it(docs: ModuleType) -> None:

@@ -35,8 +35,3 @@ def test_good_episodes_do_not_wait_for_bad_tools(bench: Any) -> None:
     assert len(figures.overhead) == 2 * 2 * 12
     assert statistics.median(figures.overhead) < bench.BAD_SECONDS / 2
     assert figures.row("good").count("|") == 6
-
-
-def test_the_ideal_only_sleeps(bench: Any) -> None:
-    load = bench.Load(4, 3, 0.001, 0.001)
-    assert len(asyncio.run(bench.ideal(load)).overhead) == 2 * 3 * 4

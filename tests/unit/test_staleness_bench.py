@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
@@ -53,17 +51,10 @@ def test_lags_come_first_and_controls_run_once(bench: ModuleType) -> None:
 
 def test_the_bound_is_the_lag_and_only_one_arm_is_uncorrected(bench: ModuleType) -> None:
     assert bench.Point("none", 8, 3).config().algorithm.correction == {}
-    for arm in bench.PRESETS:
+    for arm in ("dapo", "rloo"):
         config = bench.Point(arm, 8, 3).config()
         assert (config.buffer.max_staleness, config.seed) == (8, 3)
         assert config.algorithm.correction != {}
-
-
-def test_an_interval_of_the_mean(report: ModuleType) -> None:
-    low, high = report.interval(np.array([0.0, 1.0] * 50))
-    assert 0.38 < low < 0.42 and 0.58 < high < 0.62  # 0.5 ± 1.96·0.5/10
-    assert report.interval(np.array([0.7, 0.7])) == (0.7, 0.7)
-    assert all(map(math.isnan, report.interval(np.array([0.7]))))
 
 
 def test_differences_are_paired_by_seed(report: ModuleType) -> None:
@@ -73,9 +64,3 @@ def test_differences_are_paired_by_seed(report: ModuleType) -> None:
     # Means over all seeds, the gap over the two that both have: +0.25 in each.
     assert line.startswith("| `rloo` | 4 | 0.667 [")
     assert "+0.250 [+0.250, +0.250]" in line and "0.35 0.75 0.90" in line and line.endswith("| 0.25 | 10 |")
-
-
-def test_a_picture_is_drawn(report: ModuleType, tmp_path: Path) -> None:
-    rows = [row(arm, lag, 0, 0.5) for arm in ("none", "rloo") for lag in (0, 16)]
-    report.draw(rows, ["start", "none", "rloo"], tmp_path / "plots" / "out.png")
-    assert (tmp_path / "plots" / "out.png").stat().st_size > 5_000

@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from asyncrl.trainer import step
 from asyncrl.trainer.barrier import deal
@@ -101,19 +99,12 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
     assert metrics["staleness/lag/max"] == 6 > 4
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(micros=st.integers(1, 7), seed=st.integers(0, 1000))
-def test_gradient_does_not_depend_on_the_cut(
-    world: World, model_path: str, episodes: list[Episode], micros: int, seed: int
-) -> None:
+def test_gradient_does_not_depend_on_the_cut(world: World, model_path: str, episodes: list[Episode]) -> None:
     learner = at_step(make_learner(tiny_config(model_path), world))
     one = final_gradients(learner, whole(episodes))
-    assert difference(final_gradients(learner, random_cut(episodes, 1, micros, seed)), one) < TOLERANCE
-
-
-def edit(episode: Episode, **changes: Any) -> Episode:
-    row, turns = episode
-    return row, [msgspec.structs.replace(turn, **changes) for turn in turns]
+    for micros in (1, 2, 3, 7):
+        cut = random_cut(episodes, 1, micros, seed=micros)
+        assert difference(final_gradients(learner, cut), one) < TOLERANCE, micros
 
 
 def test_a_stale_token_has_no_gradient_but_keeps_its_place_in_the_denominator(
@@ -162,15 +153,17 @@ def test_a_singleton_group_has_no_gradient(world: World, model_path: str, model:
     assert all(not gradient.any() for gradient in found.values())
 
 
-@pytest.mark.parametrize("bad", [-1e4, 1e4, math.nan, math.inf, -math.inf])
-def test_extreme_log_probs_stay_finite(world: World, model_path: str, model: Any, bad: float) -> None:
+def test_extreme_log_probs_stay_finite(world: World, model_path: str, model: Any) -> None:
     row, turns = Recorder(model, seed=4).groups(1, 2, [0])[0]
-    spoiled = [msgspec.structs.replace(turn, logprobs=(bad,) * len(turn.ids)) for turn in turns]
     good = Recorder(model, seed=5).groups(2, 4, [0], name="h")
-    metrics = run_batch(make_learner(tiny_config(model_path), world), whole([(row, spoiled), *good]))
-    assert all(math.isfinite(value) for value in metrics.values()), metrics
-    assert metrics["actor/grad_norm"] > 0
-    assert (metrics["rollout_corr/nonfinite_tokens"] > 0) == (not math.isfinite(bad))
+    learner = make_learner(tiny_config(model_path), world)
+    for bad in (-1e4, 1e4, math.nan, math.inf, -math.inf):
+        spoiled = [msgspec.structs.replace(turn, logprobs=(bad,) * len(turn.ids)) for turn in turns]
+        learner.step = 0
+        metrics = run_batch(learner, whole([(row, spoiled), *good]))
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+        assert metrics["actor/grad_norm"] > 0
+        assert (metrics["rollout_corr/nonfinite_tokens"] > 0) == (not math.isfinite(bad))
 
 
 def test_clipping_keeps_the_direction(
