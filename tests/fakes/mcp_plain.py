@@ -16,7 +16,8 @@ NO_METHOD = {"code": -32601, "message": "no such method"}
 def tool(name: str) -> dict[str, Any]:
     kind = "nothing" if BROKEN == "bad_schema" else "string"
     properties = {} if name == "pid" else {"name": {"type": kind}}
-    return {"name": name, "inputSchema": {"type": "object", "properties": properties}}
+    hints = {"annotations": {"readOnlyHint": True}} if name == "variable" else {}
+    return {"name": name, "inputSchema": {"type": "object", "properties": properties}} | hints
 
 
 def listed() -> Any:
@@ -27,7 +28,11 @@ def listed() -> Any:
 
 
 def called(name: str, arguments: dict[str, str]) -> Any:
+    if BROKEN == "dies" and not os.path.exists(sys.argv[2]):  # in the first call
+        open(sys.argv[2], "w").close()
+        os._exit(3)
     text = str(os.getpid()) if name == "pid" else os.environ.get(arguments["name"], "unset")
+    text = "x" * 30_000_000 if BROKEN == "huge" else text
     return {"content": 7 if BROKEN == "bad_result" else [{"type": "text", "text": text}]}
 
 
@@ -44,9 +49,11 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     return {"error": NO_METHOD}
 
 
-if BROKEN == "helped":
+if BROKEN in ("helped", "deaf"):
     quiet = subprocess.DEVNULL
-    helper = subprocess.Popen(["sleep", "100"], stdin=quiet, stdout=quiet, stderr=quiet)
+    helper = subprocess.Popen(
+        ["sleep", "100"], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    )
     os.environ["HELPER"] = str(helper.pid)
 for line in sys.stdin:
     request = json.loads(line)

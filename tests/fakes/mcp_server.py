@@ -8,7 +8,6 @@ import sys
 from typing import Annotated, Any
 
 from mcp.server.mcpserver import Image, MCPServer
-from mcp.types import ToolAnnotations
 from pydantic import Field
 
 server = MCPServer("fake")
@@ -49,21 +48,6 @@ def huge(size: int) -> str:
 def drawing() -> Image:
     """Give a picture."""
     return Image(data=b"no picture", format="png")
-
-
-@server.tool(structured_output=False)
-def die() -> str:
-    """End, every time it is called."""
-    os._exit(3)
-
-
-@server.tool(structured_output=False, annotations=ToolAnnotations(readOnlyHint=True))
-def die_once(marker: str) -> str:
-    """End, unless the file exists."""
-    if not os.path.exists(marker):
-        open(marker, "w").close()
-        os._exit(3)
-    return "survived"
 
 
 def main(port: str = "") -> None:

@@ -1,0 +1,273 @@
+"""Connections to MCP servers: one that is started, or one at a URL (streamable HTTP).
+
+    call of a tool ──► SharedConnection (of a worker) ──► McpConnection ──► Client of the package `mcp`
+                  └──► McpConnection (of an episode)
+
+The package has to leave its cancel scopes in the task that entered them, so each connection has a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.isolation.child import wrapped
+from asyncrl.remote import bearer
+from asyncrl.tools import mcp_relay
+from asyncrl.types import Sample
+
+log = logging.getLogger("asyncrl.tools")
+
+MAX_TOOLS = 256  # that one server may have
+CLOSE = 5.0  # seconds to close a connection; the package asks a server to end, and kills it after 4
+STUCK = 8  # calls in a row that ended without an answer, after which a server counts as hung
+PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
+ENDED = ("Connection closed", "Session terminated")  # the package's errors after which no call can succeed
+
+
+class McpError(AsyncrlError):
+    """An MCP server refused a request, or could not be reached."""
+
+
+class McpServerLost(McpError):
+    """The connection ended: nobody knows whether a call that was under way had its effect."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """Where a server is: the `command` line that starts it, or its `url`. `python` is this interpreter.
+
+    `env` names variables of this process that a started server sees beside the usual ones (PATH, HOME, ...);
+    `api_key_env` the one that holds the bearer token of a URL. `start_timeout`: seconds for the handshake.
+    """
+
+    command: str = ""
+    url: str = ""
+    env: tuple[str, ...] = ()
+    api_key_env: str = ""
+    start_timeout: float = 60.0
+
+    def __str__(self) -> str:
+        return self.command or self.url
+
+
+_connections: set[McpConnection] = set()
+
+
+class McpConnection:
+    """One connection, from the handshake, which begins after `pause` seconds, to its end."""
+
+    def __init__(self, server: McpServer, pause: float = 0.0) -> None:
+        self._server = server
+        self._stderr = os.fdopen(os.memfd_create("mcp_stderr"), "w+")
+        self._wrote = ""  # the end of it
+        self._problem = ""
+        self._ending = asyncio.Event()
+        self._messages: Any = None  # from a server that was started
+        self.loop = asyncio.get_running_loop()
+        self._client: asyncio.Future[Any] = self.loop.create_future()
+        self._client.add_done_callback(lambda client: client.cancelled() or client.exception())
+        self._holder = asyncio.create_task(self._hold(pause))
+        _connections.add(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether no call can succeed any more."""
+        closed = self._messages is not None and self._messages.statistics().open_send_streams == 0
+        return closed or self._ending.is_set()
+
+    async def open(self, sample: Sample) -> None:
+        """Wait for the handshake, at the start of an episode. McpError says why it failed."""
+        await asyncio.shield(self._client)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The server's CallToolResult. McpError, or McpServerLost when the connection ended."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        client = await asyncio.shield(self._client)  # whoever stops waiting does not stop the handshake
+        if self.over:
+            raise McpServerLost(f"the MCP server was lost: {self._why('it ended')}")
+        try:
+            return await client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.message in ENDED:
+                self.end(error.message)
+            if not self.over and error.code != CONNECTION_CLOSED:
+                raise McpError(f"{name}: {one_line(error)}") from error
+            lost = f"the MCP server was lost during the call: {self._why(error.message)}"
+            raise McpServerLost(lost) from error
+
+    async def tools(self) -> list[Any]:
+        """What the server lists, within its `start_timeout`. Raises what the package raises, too."""
+        client = await asyncio.shield(self._client)
+        found: list[Any] = []
+        cursor: str | None = None
+        async with asyncio.timeout(self._server.start_timeout):
+            while len(found) <= MAX_TOOLS:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                if (cursor := page.next_cursor) is None:
+                    return found
+        raise ValueError(f"there are more than {MAX_TOOLS}")
+
+    def end(self, problem: str) -> None:
+        """Let its task close it. A handshake goes on: it has a deadline of its own."""
+        if self._client.done():
+            self._problem = self._problem or problem
+            self._ending.set()
+
+    async def close(self) -> None:
+        """End it, within CLOSE seconds; a process is gone afterwards."""
+        self.end("it was closed")
+        if not self._client.done():
+            self._holder.cancel()
+        done, _ = await asyncio.wait({self._holder}, timeout=CLOSE)
+        if not done:
+            self._holder.cancel()
+
+    async def _hold(self, pause: float) -> None:
+        """The task: connect and shake hands, wait for the end, close."""
+        from mcp import Client
+
+        server, problem = self._server, "it was closed"
+        try:
+            await asyncio.sleep(pause)
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(server.start_timeout):
+                    transport = _started(server, self._stderr) if server.command else _http(server)
+                    streams = await stack.enter_async_context(transport)
+                    client = await stack.enter_async_context(Client(nullcontext(streams), cache=None))
+                self._messages = streams[0] if server.command else None
+                self._client.set_result(client)
+                await self._ending.wait()
+        except Exception as error:  # the boundary: of the package, its transports and the server
+            cause = _first_cause(error)
+            late = isinstance(cause, TimeoutError)
+            problem = f"no handshake within {server.start_timeout:g} s" if late else one_line(cause)
+        finally:
+            why = self._why(problem)
+            if not self._client.done():
+                self._client.set_exception(McpError(f"no MCP server at {server}: {why}"))
+            self.end(problem)
+            self._stderr.close()
+            _connections.discard(self)
+
+    def _why(self, problem: str) -> str:
+        """Why it ended, and what the server wrote to standard error at last."""
+        if not self._stderr.closed:
+            wrote = os.pread(self._stderr.fileno(), mcp_relay.TAIL, 0).decode("utf-8", "replace")
+            self._wrote = " ".join(wrote.split())[-300:]
+        return (self._problem or problem) + (f" (it wrote: {self._wrote})" if self._wrote else "")
+
+
+class SharedConnection:
+    """The connection that all episodes of a worker share: made when it is first needed, and again, after a
+    pause that grows, when it was lost."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._failures = 0
+        self._unanswered = 0
+        self._current: McpConnection | None = None
+
+    async def call(self, name: str, arguments: dict[str, Any], tries: int) -> Any:
+        """See McpConnection.call, which is called up to `tries` times when connections are lost."""
+        connection = self._connected()
+        try:
+            result = await connection.call(name, arguments)
+        except McpServerLost:
+            if tries == 1:
+                raise
+            return await self.call(name, arguments, tries - 1)
+        except asyncio.CancelledError:
+            self._unanswered += 1
+            if self._unanswered >= STUCK:
+                connection.end("it does not answer")
+            raise
+        self._failures = self._unanswered = 0
+        return result
+
+    def _connected(self) -> McpConnection:
+        if self._current is None or self._current.over:
+            if self._current is not None:
+                self._current.end("it ended")
+                self._failures += 1
+            self._current = McpConnection(self._server, PAUSES[min(self._failures, len(PAUSES) - 1)])
+        return self._current
+
+
+async def close_servers() -> None:
+    """Close all connections of this event loop, within CLOSE seconds: servers may have something to save. A
+    later call opens them again."""
+    loop = asyncio.get_running_loop()
+    await asyncio.gather(*(one.close() for one in list(_connections) if one.loop is loop))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The first one within groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+# -- transports ------------------------------------------------------------------------------------------
+
+
+def _started(server: McpServer, stderr: Any) -> Any:
+    """A process of ours under the package's transport."""
+    from mcp import StdioServerParameters, stdio_client
+
+    program, *arguments = shlex.split(server.command)
+    command = [sys.executable if program == "python" else program, *arguments]
+    run, *args = wrapped([sys.executable, "-I", "-S", mcp_relay.__file__, *command])
+    passed = {name: os.environ[name] for name in server.env if name in os.environ}
+    return stdio_client(StdioServerParameters(command=run, args=args, env=passed), errlog=stderr)
+
+
+@asynccontextmanager
+async def _http(server: McpServer) -> AsyncIterator[Any]:
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+
+    client = httpx2.AsyncClient(
+        headers=bearer(server.api_key_env),
+        timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+        follow_redirects=True,
+        event_hooks={"response": [_bound]},
+    )
+    async with client, streamable_http_client(server.url, http_client=client) as streams:
+        yield streams
+
+
+async def _bound(response: Any) -> None:
+    """Let an answer fail after MAX_BYTES; in a stream of events, the bytes of one event count."""
+    import httpx2
+
+    stream, limit = response.stream, mcp_relay.MAX_BYTES
+    events = response.headers.get("content-type", "").startswith("text/event-stream")
+
+    class BoundedStream(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in stream:
+                ended = events and (b"\n\n" in chunk or b"\r\n\r\n" in chunk)
+                size = 0 if ended else size + len(chunk)
+                if size > limit:
+                    log.warning("an answer of an MCP server was cut off after %d bytes", limit)
+                    raise httpx2.ReadError(f"the server's answer is larger than {limit} bytes")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    response.stream = BoundedStream()
