@@ -27,12 +27,12 @@ from asyncrl.rewards.base import RewardError, rewards
 FENCE = "```"
 LANGUAGE = re.compile(r"[\w+-]*")
 LANGUAGES = ("", "python", "py", "python3")
-PATIENCE = 10  # times `total_seconds` that an answer may wait for a sandbox
+MAX_WAIT = 10  # times `total_seconds` that an answer may wait for a sandbox
 LARGEST = 4 << 20  # bytes of output that are compared
 SLACK = 4096  # characters more than expected that are looked at: digits, white space
 
 
-class Truth(msgspec.Struct, frozen=True):
+class CodeTruth(msgspec.Struct, frozen=True):
     """`inputs` and `outputs` of programs, or with `fn_name` arguments and results of a function; or `tests`,
     code that raises where the answer is wrong (a list of such codes counts one by one)."""
 
@@ -43,9 +43,9 @@ class Truth(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One run: a program around the answer, what it reads, and whether its output is right. That may raise
-    what `passes` catches, as the output is the answer's."""
+class CodeTest:
+    """One run: a program around the answer, what it reads, and whether its output is right: `right` may raise
+    what `passes` catches, as the output can be anything."""
 
     source: str
     stdin: str
@@ -78,7 +78,7 @@ class Code:
         self._most = max_tests or None
         self._limits = SandboxLimits(memory=memory_mb, output=LARGEST)
         self._require = check_isolation(require, "reward 'code'")
-        self._room = asyncio.Semaphore(at_once)
+        self._places = asyncio.Semaphore(at_once)
 
     async def __call__(
         self,
@@ -94,7 +94,7 @@ class Code:
         score = passed / len(cases) if self._partial else float(passed == len(cases))
         return {"score": score, "components": {"passed": passed, "tests": len(cases)}}
 
-    async def _run(self, cases: list[Case]) -> int:
+    async def _run(self, cases: list[CodeTest]) -> int:
         """How many pass; without `partial` it stops at the first that does not."""
         passed = 0
         async with self._started_sandbox() as sandbox:
@@ -113,12 +113,12 @@ class Code:
     @asynccontextmanager
     async def _started_sandbox(self) -> AsyncIterator[Sandbox]:
         """One of `at_once`. RewardError when none comes free."""
-        patience = PATIENCE * self._total
+        most = MAX_WAIT * self._total
         try:
-            async with asyncio.timeout(patience):
-                await self._room.acquire()
+            async with asyncio.timeout(most):
+                await self._places.acquire()
         except TimeoutError:
-            raise RewardError(f"no sandbox was free for {patience:g} s; raise at_once") from None
+            raise RewardError(f"no sandbox was free for {most:g} s; raise at_once") from None
         sandbox = new_sandbox(self._limits, self._require)
         try:
             await sandbox.start()
@@ -127,10 +127,10 @@ class Code:
             try:
                 await sandbox.close()
             finally:
-                self._room.release()
+                self._places.release()
 
 
-def passes(case: Case, result: RunResult) -> bool:
+def passes(case: CodeTest, result: RunResult) -> bool:
     """An output that cannot be compared, as it nests too deep or holds too large a number, is wrong."""
     try:
         return result.ending == RunEnding.DONE and not result.omitted and case.right(result.output)
@@ -138,12 +138,12 @@ def passes(case: Case, result: RunResult) -> bool:
         return False
 
 
-def read_truth(given: Any) -> Truth:
-    """Of an object or its JSON text. ValueError when it holds no tests."""
+def read_truth(given: Any) -> CodeTruth:
+    """From an object or its JSON text. ValueError when it holds no tests."""
     if isinstance(given, str):
         given = json.loads(given)
     try:
-        truth = msgspec.convert(given, Truth)
+        truth = msgspec.convert(given, CodeTruth)
     except msgspec.ValidationError as error:
         raise ValueError(f"the ground truth holds no tests: {error}") from None
     if len(truth.inputs) != len(truth.outputs):
@@ -165,13 +165,13 @@ def last_block(text: str) -> str | None:
     return found
 
 
-def cases_of(truth: Truth, answer: str) -> list[Case]:
+def cases_of(truth: CodeTruth, answer: str) -> list[CodeTest]:
     """One case for each test."""
     pairs = list(zip(truth.inputs, truth.outputs, strict=True))
     if truth.fn_name:
-        cases = [_call(answer, truth.fn_name, given, wanted) for given, wanted in pairs]
+        cases = [_call(answer, truth.fn_name, given, expected) for given, expected in pairs]
     else:
-        cases = [_stdio(answer, given, wanted) for given, wanted in pairs]
+        cases = [_stdio(answer, given, expected) for given, expected in pairs]
     tests = [truth.tests] if isinstance(truth.tests, str) else truth.tests
     return cases + [_assertion(answer, test) for test in tests]
 
@@ -180,14 +180,14 @@ QUIET = "import os as _os; _os.dup2(_os.open('/dev/null', 1), 2); del _os"
 RUN = "exec(compile({code!r}, '<answer>', 'exec'), globals())"
 
 
-def _stdio(answer: str, given: Any, wanted: Any) -> Case:
+def _stdio(answer: str, given: Any, expected: Any) -> CodeTest:
     source = f"{QUIET}\n{RUN.format(code=answer)}"
-    return Case(source, _text(given), lambda output: same_text(output, _text(wanted)))
+    return CodeTest(source, _text(given), lambda output: same_text(output, _text(expected)))
 
 
-def _call(answer: str, name: str, given: Any, wanted: Any) -> Case:
-    """The function, or the method of a class Solution. Its result is the line after a mark that the answer
-    cannot know in advance."""
+def _call(answer: str, name: str, given: Any, expected: Any) -> CodeTest:
+    """Call the function, or the method of a class Solution. Its result is printed after a mark that the
+    answer cannot know in advance."""
     mark = secrets.token_hex(16)
     source = "\n".join(
         (
@@ -203,34 +203,34 @@ def _call(answer: str, name: str, given: Any, wanted: Any) -> Case:
     )
 
     def right(output: str) -> bool:
-        _, marked, said = output.rpartition(mark)
-        value = _value(wanted)
-        if not marked or too_long(said, json.dumps(value)):
+        _, marked, printed = output.rpartition(mark)
+        value = _value(expected)
+        if not marked or too_long(printed, json.dumps(value)):
             return False
-        return same_value(json.loads(said), value)
+        return same_value(json.loads(printed), value)
 
-    return Case(source, json.dumps(_arguments(given)), right)
+    return CodeTest(source, json.dumps(_arguments(given)), right)
 
 
-def _assertion(answer: str, test: str) -> Case:
-    """It has passed when its last line ran; an answer that ends the program early has not."""
+def _assertion(answer: str, test: str) -> CodeTest:
+    """Passed when the last line ran: not by an answer that ends the program early."""
     mark = secrets.token_hex(16)
     source = f"{QUIET}\n{RUN.format(code=answer)}\n{RUN.format(code=test)}\nprint({chr(10) + mark!r})"
-    return Case(source, "", lambda output: output.rstrip().endswith(mark))
+    return CodeTest(source, "", lambda output: output.rstrip().endswith(mark))
 
 
-def same_text(found: str, wanted: str) -> bool:
+def same_text(found: str, expected: str) -> bool:
     """Equal words in equal lines; numbers with a point may differ by 1e-6 of their size."""
-    found, wanted = found.strip(), wanted.strip()
-    if too_long(found, wanted):
+    found, expected = found.strip(), expected.strip()
+    if too_long(found, expected):
         return False
-    ours, theirs = found.splitlines(), wanted.splitlines()
+    ours, theirs = found.splitlines(), expected.splitlines()
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
-def too_long(found: str, wanted: str) -> bool:
-    """To be right, or to be looked at in the event loop."""
-    return len(found) > 8 * len(wanted) + SLACK
+def too_long(found: str, expected: str) -> bool:
+    """Too long to be right: comparing it would hold up the event loop."""
+    return len(found) > 8 * len(expected) + SLACK
 
 
 def _same_line(a: str, b: str) -> bool:
@@ -238,10 +238,10 @@ def _same_line(a: str, b: str) -> bool:
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
 
-def same_value(found: Any, wanted: Any) -> bool:
+def same_value(found: Any, expected: Any) -> bool:
     """Equal as JSON, floats to 1e-6 of their size; data sets wrap the expected value in a list, or do not."""
-    return _close(found, wanted) or (
-        isinstance(wanted, list) and len(wanted) == 1 and _close(found, wanted[0])
+    return _close(found, expected) or (
+        isinstance(expected, list) and len(expected) == 1 and _close(found, expected[0])
     )
 
 
@@ -279,11 +279,11 @@ def _arguments(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
-def _value(wanted: Any) -> Any:
+def _value(expected: Any) -> Any:
     """An expected result; a text is one JSON value, or itself."""
-    if isinstance(wanted, str):
+    if isinstance(expected, str):
         try:
-            return json.loads(wanted)
+            return json.loads(expected)
         except ValueError:
-            return wanted
-    return wanted
+            return expected
+    return expected

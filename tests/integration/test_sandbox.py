@@ -47,6 +47,21 @@ def cells(*codes: str, seconds: float = 5.0, needs: str = "") -> list[RunResult]
     return results
 
 
+def side_by_side(*codes: str, then: tuple[str, ...], seconds: float) -> list[list[RunResult]]:
+    """Of each code, in a sandbox of its own, and of the cells after it. The first may last `seconds`."""
+
+    async def one(code: str) -> list[RunResult]:
+        async with Jail(SMALL, require=()) as box:
+            await box.run("cell", "n = 7", 20)
+            first = await box.run("cell", code, seconds)
+            return [first, *[await box.run("cell", cell, 20) for cell in then]]
+
+    async def main() -> list[list[RunResult]]:
+        return await asyncio.gather(*map(one, codes))
+
+    return asyncio.run(main())
+
+
 def program(code: str, needs: str = "", stdin: str = "", seconds: float = 5.0) -> RunResult:
     results: list[RunResult] = []
 
@@ -75,24 +90,20 @@ def test_a_traceback_shows_the_cell_and_nothing_of_ours() -> None:
     assert after.output == "0.5\n"
 
 
-@pytest.mark.parametrize(
-    ("code", "shown"),
-    [
-        ("1 +", "SyntaxError"),
-        ("def f(): return f()\nf()", "RecursionError"),
-        ("input()", "EOFError"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("print('\\ud800 é')", "\\ud800 é"),
-        ("import subprocess\nsubprocess.run(['echo', 'child'])\nprint('then')", "child\nthen"),
-        (
-            "import os\nprint('before')\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait()",
-            "before",
-        ),
-    ],
-)
-def test_a_cell_that_fails_keeps_the_state(code: str, shown: str) -> None:
-    _, result, after = cells("kept = 1", code, "kept")
-    assert shown in result.output and not result.lost
+def test_a_cell_that_fails_keeps_the_state() -> None:
+    fork = "import os\nprint('before')\nif os.fork() == 0:\n    print('child')\nelse:\n    os.wait()"
+    shown = {
+        "1 +": "SyntaxError",
+        "def f(): return f()\nf()": "RecursionError",
+        "input()": "EOFError",
+        "raise SystemExit(3)": "SystemExit: 3",
+        "print('\\ud800 é')": "\\ud800 é",
+        "import subprocess\nsubprocess.run(['echo', 'child'])\nprint('then')": "child\nthen",
+        fork: "before",
+    }
+    _, *results, after = cells("kept = 1", *shown, "kept")
+    for result, expected in zip(results, shown.values(), strict=True):
+        assert expected in result.output and not result.lost
     assert after.output == "1\n"
 
 
@@ -143,25 +154,22 @@ def test_an_infinite_loop_is_interrupted_and_keeps_its_variables() -> None:
     assert "KeyboardInterrupt" in late.output and after.output == "7\n"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_loops_that_ignore_signals_are_killed_and_their_loss_is_reported() -> None:
+    codes = (
         "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
         "while True:\n    try:\n        while True: sum(range(9))\n    except BaseException: pass",
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
-    ],
-)
-def test_a_loop_that_ignores_signals_is_killed_and_says_so(code: str) -> None:
-    _, late, after = cells("n = 7", code, "n", seconds=0.3)
-    assert (late.ending, late.lost, late.status) == (RunEnding.LATE, True, -signal.SIGKILL)
-    assert "NameError" in after.output
+    )
+    for late, after in side_by_side(*codes, then=("'n' in globals()",), seconds=0.6):
+        assert (late.ending, late.lost, late.status) == (RunEnding.LATE, True, -signal.SIGKILL)
+        assert after.output == "False\n"
 
 
-@pytest.mark.parametrize("end", ["import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), 9)"])
-def test_an_interpreter_that_ends_is_replaced(end: str) -> None:
-    _, died, after = cells("n = 7", end, "'n' in globals()")
-    assert (died.ending, died.lost) == (RunEnding.DIED, True)
-    assert after.output == "False\n"
+def test_an_interpreter_that_ends_is_replaced() -> None:
+    for end in ("import os; os._exit(3)", "import os, signal; os.kill(os.getpid(), 9)"):
+        _, died, after = cells("n = 7", end, "'n' in globals()")
+        assert (died.ending, died.lost) == (RunEnding.DIED, True)
+        assert after.output == "False\n"
 
 
 def test_an_interpreter_that_ends_beside_a_shell_is_told() -> None:
@@ -230,30 +238,36 @@ UNSHARE, CLONE, SHMGET, MSGGET, KEYS = {
 }[os.uname().machine]
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "os.memfd_create('a')",
-        f"call({SHMGET}, 0, ctypes.c_size_t(1 << 20), 0o1600)",
-        f"call({MSGGET}, 0, 0o1600)",
-        f"call({KEYS}, b'user', b'a', b'x' * 1000, 1000, -1)",
-        "cut_mapping(-1, 0x21)",
-        "cut_mapping(os.open('/dev/zero', os.O_RDWR), 1)",
-        "grow_input()",
-        "in_tmpfs()",
-        f"call({UNSHARE}, 0x10000000)",
-        f"call({CLONE}, 0x10000000 | 17, 0, 0, 0, 0)",
-        "call(435, ctypes.create_string_buffer(b'\\0\\0\\0\\x10' + bytes(84)), 88)",  # clone3
-        "call(447, 0)",  # memfd_secret
-        "call(425, 8, ctypes.create_string_buffer(200))",  # io_uring_setup
-        "call(430, b'tmpfs', 0)",  # fsopen
-        "open('/dev/shm/f', 'wb').write(bytes(10 << 20))",
-    ],
+ATTACKS_ON_MEMORY = (
+    "os.memfd_create('a')",
+    f"call({SHMGET}, 0, ctypes.c_size_t(1 << 20), 0o1600)",
+    f"call({MSGGET}, 0, 0o1600)",
+    f"call({KEYS}, b'user', b'a', b'x' * 1000, 1000, -1)",
+    "cut_mapping(-1, 0x21)",
+    "cut_mapping(os.open('/dev/zero', os.O_RDWR), 1)",
+    "grow_input()",
+    "in_tmpfs()",
+    f"call({UNSHARE}, 0x10000000)",
+    f"call({CLONE}, 0x10000000 | 17, 0, 0, 0, 0)",
+    "call(435, ctypes.create_string_buffer(b'\\0\\0\\0\\x10' + bytes(84)), 88)",  # clone3
+    "call(447, 0)",  # memfd_secret
+    "call(425, 8, ctypes.create_string_buffer(200))",  # io_uring_setup
+    "call(430, b'tmpfs', 0)",  # fsopen
+    "open('/dev/shm/f', 'wb').write(bytes(10 << 20))",
 )
-def test_memory_that_no_limit_counts_is_refused(attack: str) -> None:
-    result = program(LIBC.replace("{unshare}", str(UNSHARE)) + attack, needs="memory", stdin="in")
-    assert re.search("denied|refused|too large|not permitted|Function not impl|No such device", result.output)
-    assert result.ending == RunEnding.FAILED and "NameError" not in result.output, result.output
+
+
+def test_memory_that_no_limit_counts_is_refused() -> None:
+    refused = "denied|refused|too large|not permitted|Function not impl|No such device"
+
+    async def body(box: Jail) -> None:
+        for attack in ATTACKS_ON_MEMORY:
+            code = LIBC.replace("{unshare}", str(UNSHARE)) + attack
+            result = await box.run("program", code, 5, "in")
+            assert result.ending == RunEnding.FAILED and re.search(refused, result.output), attack
+            assert "NameError" not in result.output, result.output
+
+    in_box(body, "memory")
 
 
 def test_zeros_can_be_read_and_private_memory_mapped() -> None:
@@ -307,15 +321,10 @@ def test_endless_output_ends_with_its_time() -> None:
     in_box(body)
 
 
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("open('f', 'wb').write(bytes(10 << 20))", "File too large"),
-        ("held = [open('/dev/null') for _ in range(200)]", "Too many open files"),
-    ],
-)
-def test_files_and_descriptors_are_bounded(code: str, error: str) -> None:
-    assert error in program(code, needs="files").output
+def test_files_and_descriptors_are_bounded() -> None:
+    large, many = "open('f', 'wb').write(bytes(10 << 20))", "held = [open('/dev/null') for _ in range(200)]"
+    first, second = cells(large, many, needs="files")
+    assert "File too large" in first.output and "Too many open files" in second.output
 
 
 def test_the_directory_is_bounded() -> None:
@@ -424,18 +433,23 @@ def test_secrets_of_the_environment_stay_outside(monkeypatch: pytest.MonkeyPatch
 EACH = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, {data!r})\n    except OSError: pass\n"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_garbage_on_any_descriptor_harms_only_its_interpreter() -> None:
+    codes = (
         EACH.format(data=b"\xff" * 4000),
-        EACH.format(data=b"\0\0\0\1\0") + "while True: pass",  # "this cell is done", and it is not
-        EACH.format(data=b"\0\0\0\2\0"),  # "the next cell is done"
+        EACH.format(data=b"\0\0\0\2\0") + "while True: pass",  # "this cell is done", and it is not
+        EACH.format(data=b"\0\0\0\3\0"),  # "the next cell is done"
         "import os\nos.closerange(0, 256)",
-    ],
-)
-def test_garbage_on_any_descriptor_harms_only_its_interpreter(code: str) -> None:
-    results = cells(code, "1", "2", "3", seconds=0.5)
-    assert [result.output for result in results[2:]] == ["2\n", "3\n"]
+    )
+
+    async def one(code: str) -> list[RunResult]:
+        async with Jail(SMALL, require=()) as box:
+            return [await box.run("cell", cell, 0.5) for cell in ("n = 7", code, "1", "2", "3")]
+
+    async def main() -> None:
+        for results in await asyncio.gather(*map(one, codes)):
+            assert [result.output for result in results[3:]] == ["2\n", "3\n"]
+
+    asyncio.run(main())
 
 
 def test_closed_streams_are_open_again_in_the_next_cell() -> None:
