@@ -7,9 +7,26 @@ logs in float32, version spans are half-open ranges of token positions, duration
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+
+class PolicyVersion(NamedTuple):
+    """Names a published version: the optimizer step that it holds, and the trainer's epoch, which grows with
+    each start of the trainer. Of two versions the one of the later epoch is newer, then that of the later
+    step: (1, 8) < (2, 5). Steps may skip when not every step is published."""
+
+    epoch: int
+    step: int
+
+    @property
+    def label(self) -> str:
+        """Its name on a server, which stamps sampled tokens with it."""
+        return f"e{self.epoch}-v{self.step}"
+
+
+NO_VERSION = PolicyVersion(0, 0)  # nothing published; a trainer's first epoch is 1
 
 
 class StopReason(enum.StrEnum):

@@ -6,7 +6,7 @@ unblocks: engines (versions, one after another), workers (the table of servers)
 
     published ──► pushed to an engine ──► loaded and checked by it ──► acked: it may sample training turns
 
-In the ledger an engine is called by its peer's identity, so a restarted one is a new engine without versions.
+The version ledger names an engine by its peer's identity: a restarted one is new, and holds no version.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from asyncrl.coordinator.state import RunState, log
+from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages import (
     EngineEntry,
     Engines,
@@ -29,7 +30,6 @@ from asyncrl.wire.messages import (
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
-NEVER = (0, 0)  # acked by an engine that has confirmed nothing yet
 
 
 @dataclass
@@ -61,7 +61,6 @@ class EngineHandler:
         self.keepers: dict[bytes, KeeperRecord] = {}
         self.lost = 0
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
-        self.checksum: tuple[tuple[int, int], str] = (NEVER, "")  # of the newest version, as first loaded
         self.quarantined: set[str] = set()  # engines that hold something else than they say
         self._leased: str | None = None
         self._told: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
@@ -70,10 +69,10 @@ class EngineHandler:
 
     def join(self, engine: str) -> None:
         """An engine reports in; it is sent the latest version whatever it has."""
-        self.core.ledger.join(engine)
+        self.core.versions.join(engine)
 
     def leave(self, engine: str) -> None:
-        self.core.ledger.leave(engine)
+        self.core.versions.leave(engine)
         self.quarantined.discard(engine)
         if self._leased == engine:
             self._leased = None
@@ -81,28 +80,26 @@ class EngineHandler:
     def quarantine(self, engine: str, now: float) -> None:
         """No more work for it until it has loaded the latest version anew."""
         self.quarantined.add(engine)
-        self.core.ledger.resend(engine, now)
+        self.core.versions.resend(engine, now)
 
     def loaded(self, engine: str, name: str, message: Loaded, now: float) -> None:
         """An engine confirmed a version, or could not load it."""
-        core, order = self.core, message.ref.order
+        versions, version = self.core.versions, message.ref.version
         if message.superseded:
-            core.ledger.resend(engine, now)
+            versions.resend(engine, now)
             return
         if message.error:
-            log.warning("%s could not load v%d: %s", name, message.ref.version, message.error)
-            core.ledger.resend(engine, now + LOAD_RETRY)
+            log.warning("%s could not load v%d: %s", name, version.step, message.error)
+            versions.resend(engine, now + LOAD_RETRY)
             return
-        if order > self.checksum[0]:
-            self.checksum = (order, message.checksum)
-        if order == self.checksum[0] and message.checksum != self.checksum[1]:
-            log.error("%s loaded other weights as v%d: sent again", name, message.ref.version)
+        if not versions.same_weights(version, message.checksum):
+            log.error("%s loaded other weights as v%d: sent again", name, version.step)
             self.quarantine(engine, now)
             return
         self.note_probe(message)
         self.quarantined.discard(engine)
-        if core.ledger.ack(engine, order):
-            core.progress(now)
+        if versions.ack(engine, version):
+            self.core.progress(now)
 
     def note_probe(self, message: Loaded) -> None:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
@@ -112,11 +109,11 @@ class EngineHandler:
         """Policy version that new episodes of a worker start on, at least: its own engine's, or that of the
         slowest server that training may use; -1 without any."""
         if not self.remote:
-            return self.core.ledger.version(engine)
-        versions = [self.core.ledger.version(keeper.engine) for keeper in self._serving("train")]
+            return self.core.versions.step(engine)
+        steps = [self.core.versions.step(keeper.engine) for keeper in self._serving("train")]
         usable = self.core.batches.committed - self.core.config.buffer.max_staleness
-        fresh = [version for version in versions if version >= usable]  # others get no turns anyway
-        return min(fresh, default=max(versions, default=-1))
+        fresh = [step for step in steps if step >= usable]  # others get no turns anyway
+        return min(fresh, default=max(steps, default=-1))
 
     def tick(self, now: float, gap: float) -> None:
         """Expire leases, push versions. `gap`: how long the coordinator's own loop was away."""
@@ -129,31 +126,28 @@ class EngineHandler:
         self._push(now)
 
     def _push(self, now: float) -> None:
-        ledger, latest = self.core.ledger, self.core.latest
-        if latest is not None:
+        versions = self.core.versions
+        if versions.ref is not None:
             for engine in self._due(now):
-                self.core.outbox.to_control(engine.encode(), LoadWeights(latest, "train"))
-                ledger.push(engine, now)
-        for engine in ledger.overdue(now, self.core.config.weights.deadline):
-            log.warning("%s has not loaded v%d in time; it is sent again", engine, ledger.latest[1])
+                self.core.outbox.to_control(engine.encode(), LoadWeights(versions.ref, "train"))
+                versions.push(engine, now)
+        for engine in versions.overdue(now, self.core.config.weights.deadline):
+            log.warning("%s has not loaded v%d in time; it is sent again", engine, versions.newest.step)
 
     def _due(self, now: float) -> list[str]:
-        """Engines to send the latest version to. Servers that serve are updated one after another, in turn:
+        """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
         while one is paused, the others generate."""
-        ledger = self.core.ledger
-        due = [
-            engine for engine in ledger.engines if ledger.behind(engine, now) and self._may_load(engine, now)
-        ]
+        versions, held = self.core.versions, self.core.versions.engines
+        due = [engine for engine in held if versions.behind(engine, now) and self._may_load(engine)]
         if not self.remote or not self.core.config.weights.rolling:
             return due
-        held = ledger.engines
-        served = {engine for engine in held if held[engine].acked != NEVER}  # healthy now or not
+        served = {engine for engine in held if held[engine].acked != NO_VERSION}  # healthy now or not
         idle = [engine for engine in due if engine not in served]
         if any(held[engine].acked < held[engine].pushed for engine in served):
             return idle
         return idle + sorted(set(due) & served, key=lambda engine: held[engine].pushed_at)[:1]
 
-    def _may_load(self, engine: str, now: float) -> bool:
+    def _may_load(self, engine: str) -> bool:
         if not self.remote:
             return True
         keeper = self.keepers.get(engine.encode())
@@ -235,13 +229,11 @@ class EngineHandler:
         return tuple(self._entry(keeper, keeper.engine in serving) for keeper in self.keepers.values())
 
     def _entry(self, keeper: KeeperRecord, healthy: bool) -> EngineEntry:
-        epoch, version = self.core.ledger.engines[keeper.engine].acked
         return EngineEntry(
             name=keeper.name,
             url=keeper.hello.url,
             incarnation=keeper.hello.incarnation,
-            version=version,
-            epoch=epoch,
+            version=self.core.versions.engines[keeper.engine].acked,
             healthy=healthy,
             lane="eval" if keeper.engine == self._leased else "train",
         )
@@ -252,7 +244,7 @@ class EngineHandler:
         for keeper in self.keepers.values():
             mine = [use for use in uses if use.name == keeper.name]
             totals = {name: float(sum(getattr(use, name) for use in mine)) for name in COUNTS}
-            totals["version"] = float(self.core.ledger.version(keeper.engine))
+            totals["version"] = float(self.core.versions.step(keeper.engine))
             totals["push_s"] = keeper.push_s
             totals["cache_hit"] = totals["cached_tokens"] / max(1.0, totals["prompt_tokens"])
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
@@ -268,23 +260,23 @@ class EngineHandler:
             if keeper.hello.url
             and keeper.beat.healthy
             and keeper.engine not in self.quarantined
-            and self.core.ledger.engines[keeper.engine].acked != NEVER
+            and self.core.versions.engines[keeper.engine].acked != NO_VERSION
             and (lane is None or (lane == "eval") == (keeper.engine == self._leased))
         ]
 
     # -- validation ----------------------------------------------------------------------------------
 
-    def pin(self, order: tuple[int, int]) -> bool:
-        """True when validation may sample: one server is leased to it, with `order` or newer, and keeps what
-        it has. With a single server nothing is pinned: training goes on, on the same weights."""
+    def pin(self, version: PolicyVersion) -> bool:
+        """True when validation may sample: one server is leased to it, with `version` or newer, and keeps
+        what it has. With a single server nothing is pinned: training goes on, on the same weights."""
         if self._leased is None:
             if sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
                 return self.ready
-            held = self.core.ledger.engines
+            held = self.core.versions.engines
             fit = [
                 keeper
                 for keeper in self._serving("train")
-                if held[keeper.engine].acked >= max(order, held[keeper.engine].pushed)
+                if held[keeper.engine].acked >= max(version, held[keeper.engine].pushed)
             ]
             if fit:
                 self._leased = fit[0].engine

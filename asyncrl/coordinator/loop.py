@@ -248,7 +248,7 @@ class Coordinator:
 
     def _advance(self, now: float) -> None:
         match self.phase:
-            case Phase.STARTING if self.core.latest and self.workers.workers and self.engines.ready:
+            case Phase.STARTING if self.core.versions.ref and self.workers.workers and self.engines.ready:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
                 if self.core.batches.committed == 0:
@@ -284,12 +284,14 @@ class Coordinator:
         """The last checkpoint is in place, and the last version acked by all, or its time is up."""
         if self.trainer.checkpoint_step < self.core.batches.committed:
             return False
-        pushed = self.core.ledger.latest[1] >= self.core.batches.committed and self.core.ledger.all_acked
+        pushed = (
+            self.core.versions.newest.step >= self.core.batches.committed and self.core.versions.all_acked
+        )
         return pushed or now > self.deadline
 
     def _missing(self) -> str:
         waits = [] if self.workers.workers else ["no rollout worker has reported in"]
-        waits += [] if self.core.latest else ["the trainer has not published the first version"]
+        waits += [] if self.core.versions.ref else ["the trainer has not published the first version"]
         waits += [] if self.engines.ready else ["no server holds a published version"]
         return "; ".join(waits) or "unknown"
 

@@ -99,7 +99,7 @@ class Reporter:
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""
         core, counts = self.core, self.core.buffer.counts()
-        published = self.trainer.published
+        trainer = self.trainer
         flow = msgspec.structs.asdict(core.buffer.flow())
         files = core.config.weights.transport == "disk"  # broadcasts are measured per engine
         return (
@@ -110,10 +110,10 @@ class Reporter:
                 "async/credits": float(self.workers.free_slots),
                 "async/live_groups": float(len(core.buffer.live)),
                 "async/workers": float(len(self.workers.workers)),
-                "weights/pushed": float(core.ledger.latest[1]),
-                "weights/acked": float(core.ledger.latest[1] - core.ledger.acked_lag),
-                "weights/acked_lag": float(core.ledger.acked_lag),
-                "weights/stall_s": published.snapshot_s if published else 0.0,
+                "weights/pushed": float(core.versions.newest.step),
+                "weights/acked": float(core.versions.acked_step),
+                "weights/acked_lag": float(core.versions.newest.step - core.versions.acked_step),
+                "weights/stall_s": trainer.snapshot_s,
                 "weights/probe_logprob_diff_max": self.engines.probe_gap,
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
@@ -124,7 +124,7 @@ class Reporter:
                 f"rollout/attempts_failed/{reason}": float(core.buffer.reasons[f"attempt_failed/{reason}"])
                 for reason in FailReason
             }
-            | ({"weights/push_s": published.write_s if published else 0.0} if files else {})
+            | ({"weights/push_s": trainer.write_s} if files else {})
             | self._engines()
         )
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import OVER, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import Reads
 from asyncrl.config import RunConfig
+from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
@@ -57,12 +57,11 @@ class RunState:
     samples: list[Sample]
     buffer: ReplayBuffer
     batches: Batches
-    ledger: VersionLedger
+    versions: VersionLedger
     store: RunStore
     outbox: Answers
     coordinator_epoch: int
     trainer_epoch: int = 0
-    latest: WeightsRef | None = None
     progress_at: float = field(default_factory=time.monotonic)
     waits: list[str] = field(default_factory=list)
 
@@ -107,19 +106,17 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
     replay.retired = held.retired if buffer.retire_pass_rate < 1 else set()
     replay.committed = held.committed
     batches.restore(held.batches, held.taken, held.baselines)
-    ledger, latest = VersionLedger(), store.latest_version()
-    if latest is not None:
-        ledger.publish(latest[:2])
+    version, path = store.newest_version()
+    ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
     return RunState(
         config=config,
         run_dir=run_dir,
         samples=samples,
         buffer=replay,
         batches=batches,
-        ledger=ledger,
+        versions=VersionLedger(version, ref),
         store=store,
         outbox=outbox,
         coordinator_epoch=int(store.meta("coordinator_epoch", "0")) + 1,
         trainer_epoch=int(store.meta("trainer_epoch", "0")),
-        latest=WeightsRef(*latest) if latest and Path(latest[2]).is_dir() else None,
     )

@@ -54,7 +54,7 @@ class TrainerHandler:
         self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
         self.checkpoint_step = max(core.store.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
-        self.published: Published | None = None
+        self.snapshot_s = self.write_s = 0.0  # of the newest publish
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -118,12 +118,10 @@ class TrainerHandler:
 
     def publish(self, message: Published, now: float) -> None:
         core = self.core
-        current = message.ref.trainer_epoch == core.trainer_epoch
-        # A restarted coordinator knows of the version, but not where it is if that is no directory.
-        again = core.latest is None and message.ref.order == core.ledger.latest
-        if current and (core.ledger.publish(message.ref.order) or again):
-            core.latest, self.published = message.ref, message
-            core.store.put_version(message.ref.trainer_epoch, message.ref.version, message.ref.path)
+        ref = message.ref
+        if ref.version.epoch == core.trainer_epoch and core.versions.publish(ref):
+            self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
+            core.store.put_version(ref.version, ref.path)
             core.progress(now)
 
     def checkpointed(self, message: Checkpointed, now: float) -> None:

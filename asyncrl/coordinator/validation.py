@@ -63,17 +63,17 @@ class Validation:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
             )
-        if self.session is not None or self.core.latest is None or count == 0:
+        if self.session is not None or self.core.versions.ref is None or count == 0:
             return False
         queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
         queue.reverse()
         try:
-            self._hold(self.core.latest)
+            self._hold(self.core.versions.ref)
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", step, error)
             return False
         deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
-        self.session = ValidationSession(step, self.core.latest, final, queue, deadline)
+        self.session = ValidationSession(step, self.core.versions.ref, final, queue, deadline)
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:
@@ -146,10 +146,10 @@ class Validation:
         """The worker can sample the version. Its own engine is sent it; again after a refusal or a long
         silence."""
         if self.engines.remote:
-            ready = self.engines.pin(session.ref.order)
+            ready = self.engines.pin(session.ref.version)
             self.engines.tell(self.desk.workers, now)  # of the lease, ahead of the episodes
             return ready
-        if worker.eval_version == session.ref.order:
+        if worker.eval_version == session.ref.version:
             return True
         if now - worker.eval_asked > self.core.config.weights.deadline:
             worker.eval_asked = now
@@ -230,8 +230,8 @@ class Validation:
         return means | {
             "val-aux/episodes": float(len(session.scores)),
             "val-aux/failed": float(len(session.failed) + unfinished),
-            "val-aux/policy_version": float(max(session.versions, default=session.ref.version)),
-            "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version)),
+            "val-aux/policy_version": float(max(session.versions, default=session.ref.version.step)),
+            "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version.step)),
         }
 
     def _save(self, session: ValidationSession) -> None:

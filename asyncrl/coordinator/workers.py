@@ -15,7 +15,7 @@ from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.types import FailReason
+from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.messages import (
     Ack,
     Assign,
@@ -49,7 +49,7 @@ class WorkerRecord:
     seq: int  # highest bulk record processed
     running: dict[str, tuple[int, float]] = field(default_factory=dict)  # uid -> (assign seq, sent at)
     beat: Heartbeat | None = None
-    eval_version: tuple[int, int] | None = None
+    eval_version: PolicyVersion | None = None
     eval_asked: float = 0.0  # when its eval lane was last sent a version
     eval_running: int = 0
 
@@ -103,7 +103,7 @@ class WorkerHandler:
         if self.engines.remote:
             self.engines.forget(peer)
         else:
-            core.ledger.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
+            core.versions.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
 
     def _adopt(self, worker: WorkerRecord, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
@@ -145,11 +145,11 @@ class WorkerHandler:
         if message.lane == "train":
             self.engines.loaded(peer.decode(), worker.name, message, now)
         elif message.error:
-            log.warning("%s could not load v%d: %s", worker.name, message.ref.version, message.error)
+            log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
             worker.eval_asked = 0.0
         else:
             self.engines.note_probe(message)
-            worker.eval_version = message.ref.order
+            worker.eval_version = message.ref.version
 
     def clock(self) -> None:
         """Tell all workers the committed step, and the oldest version a turn may start on."""
@@ -225,7 +225,7 @@ class WorkerHandler:
             return  # sent again to a restarted coordinator
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
-        if message.newest > self.core.ledger.latest[1]:
+        if message.newest > self.core.versions.newest.step:
             log.error("%s names v%d, which was never pushed", worker.name, message.newest)
             if not self.engines.remote:
                 self.engines.quarantine(worker.peer.decode(), now)
@@ -351,8 +351,8 @@ class WorkerHandler:
         core = self.core
         needed = core.batches.committed + rank // core.config.buffer.groups_per_batch
         needed -= core.config.buffer.max_staleness
-        held = [held.acked[1] for held in core.ledger.engines.values()]
-        fresh = sum(version >= needed for version in held)
+        held = [held.acked.step for held in core.versions.engines.values()]
+        fresh = sum(step >= needed for step in held)
         return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 
     # -- answering -----------------------------------------------------------------------------------

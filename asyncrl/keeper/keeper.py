@@ -230,7 +230,7 @@ class Keeper:
         if not self._loaded and message.probe_gap > OTHER_MODEL:
             raise ConfigError(
                 f"engine {self.index}: the server computes another model: its log-probs of version "
-                f"{message.ref.version} differ from the trainer's by up to {message.probe_gap:.3g}; "
+                f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g}; "
                 "start it with the trainer's model.path and dtype"
             )
 

@@ -31,7 +31,7 @@ from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.errors import EngineError
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Changed, Waits
-from asyncrl.types import Generation, StopReason
+from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages import EngineEntry, EngineUse
 
 log = logging.getLogger("asyncrl.worker")
@@ -46,8 +46,8 @@ SUSPICION = 10.0  # seconds that a server which lost a turn gets none, unless a 
 class Client(Protocol):
     """A client of one server."""
 
-    def mark(self, order: tuple[int, int]) -> None:
-        """The server has confirmed this (trainer_epoch, version)."""
+    def mark(self, version: PolicyVersion) -> None:
+        """The server has confirmed this version."""
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost with what was
@@ -126,7 +126,7 @@ class ServerPool:
     @property
     def version(self) -> int:
         """The newest version that a turn can be sampled with; -1 without a server."""
-        return max((server.entry.version for server in self._eligible(0)), default=-1)
+        return max((server.entry.version.step for server in self._eligible(0)), default=-1)
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, on as many servers as it takes. Raises EngineError when none takes it in time, one
@@ -233,7 +233,7 @@ class ServerPool:
             if server.entry.healthy
             and not server.suspect
             and server.entry.lane == lane
-            and server.entry.version >= oldest
+            and server.entry.version.step >= oldest
         ]
 
     # -- the table -----------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class ServerPool:
                 self._servers[id] = server
                 server.entry, server.suspect = entry, False
                 if entry.healthy:  # else the coordinator may not know yet what it holds
-                    server.client.mark((entry.epoch, entry.version))
+                    server.client.mark(entry.version)
         for server in before.values():
             server.retired = True
             self._close(server)

@@ -97,7 +97,7 @@ class WeightLoader:
 async def _probe(engine: Loadable, manifest: Manifest) -> tuple[float, int]:
     """(largest gap, tokens) between the engine's log-probs of the version's probe and the trainer's."""
     probe = manifest.probe
-    if probe is None or engine.version != manifest.version:
+    if probe is None or engine.version != manifest.version.step:
         return 0.0, 0
     own = await engine.score(probe.ids)
     gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)]

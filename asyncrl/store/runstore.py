@@ -15,6 +15,7 @@ import msgspec
 from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.store.segments import FramePlace, Segments, StoreError
+from asyncrl.types import NO_VERSION, PolicyVersion
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -33,8 +34,8 @@ CREATE TABLE IF NOT EXISTS commits(
 CREATE TABLE IF NOT EXISTS checkpoints(
     step INTEGER PRIMARY KEY, trainer_epoch INTEGER NOT NULL, path TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS versions(
-    trainer_epoch INTEGER NOT NULL, version INTEGER NOT NULL, path TEXT NOT NULL,
-    PRIMARY KEY(trainer_epoch, version)) WITHOUT ROWID;
+    epoch INTEGER NOT NULL, step INTEGER NOT NULL, path TEXT NOT NULL,
+    PRIMARY KEY(epoch, step)) WITHOUT ROWID;
 """
 
 
@@ -102,8 +103,8 @@ class RunStore:
     def put_checkpoint(self, step: int, trainer_epoch: int, path: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES(?,?,?)", (step, trainer_epoch, path))
 
-    def put_version(self, trainer_epoch: int, version: int, path: str) -> None:
-        self._db.execute("INSERT OR REPLACE INTO versions VALUES(?,?,?)", (trainer_epoch, version, path))
+    def put_version(self, version: PolicyVersion, path: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO versions VALUES(?,?,?)", (*version, path))
 
     def put_meta(self, key: str, value: str) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES(?,?)", (key, value))
@@ -152,11 +153,10 @@ class RunStore:
         """Steps of all checkpoints ever recorded."""
         return [step for (step,) in self._db.execute("SELECT step FROM checkpoints ORDER BY step")]
 
-    def latest_version(self) -> tuple[int, int, str] | None:
-        """(trainer_epoch, version, path) of the newest published version."""
-        return self._db.execute(
-            "SELECT * FROM versions ORDER BY trainer_epoch DESC, version DESC LIMIT 1"
-        ).fetchone()
+    def newest_version(self) -> tuple[PolicyVersion, str]:
+        """The newest published version and where it was put; NO_VERSION and "" before there is one."""
+        found = self._db.execute("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1").fetchone()
+        return (PolicyVersion(*found[:2]), found[2]) if found else (NO_VERSION, "")
 
     def counts(self) -> dict[State, int]:
         """Episodes by state, from the index alone: the audit's second opinion."""

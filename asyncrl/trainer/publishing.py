@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig
 from asyncrl.trainer.model import Policy, score, shards
 from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.delta import DeltaWriter
@@ -45,7 +46,7 @@ class Publishing:
             write = self._writer(run_dir) if files else self._offerer(endpoints)
             self._publisher = Publisher(write, self._announcer(endpoints))
 
-    def publish(self, trainer_epoch: int, step: int) -> None:
+    def publish(self, version: PolicyVersion) -> None:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises what an
         earlier one failed with."""
         start = time.monotonic()
@@ -56,7 +57,7 @@ class Publishing:
         self.check()
         if self._publisher is not None:
             stall = time.monotonic() - start
-            self._publisher.submit(self._host.snapshot(index, trainer_epoch, step, probe, stall))
+            self._publisher.submit(self._host.snapshot(index, version, probe, stall))
 
     def check(self) -> None:
         """Raises what writing, or reading what is broadcast, failed with."""

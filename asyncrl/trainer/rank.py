@@ -27,7 +27,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.step import Learner
-from asyncrl.types import Turn
+from asyncrl.types import PolicyVersion, Turn
 from asyncrl.wire.messages import (
     Checkpointed,
     Commit,
@@ -297,7 +297,7 @@ class TrainerRank:
     def _publish(self) -> None:
         self.published_step = self.learner.step
         with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
-            self.publishing.publish(self.trainer_epoch, self.learner.step)
+            self.publishing.publish(PolicyVersion(self.trainer_epoch, self.learner.step))
 
     def _save(self) -> None:
         """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their

@@ -86,7 +86,7 @@ class Sender:
         """From now on engines that ask get this version. A push under way is finished with its own."""
         self.latest = snapshot
         port = self._listener.getsockname()[1]
-        return WeightsRef(*snapshot.order, f"tcp://{self._host}:{port}")
+        return WeightsRef(snapshot.version, f"tcp://{self._host}:{port}")
 
     def close(self) -> None:
         """End all pushes, now."""
@@ -148,14 +148,14 @@ class EngineConnection:
         if not self._sender.turn.acquire(timeout=left(deadline)):
             raise DeadlineError("other engines were being served all the time")
         try:
-            snapshot, order = self._sender.latest, (want.trainer_epoch, want.version)
-            if snapshot is not None and snapshot.order == order:
+            snapshot = self._sender.latest
+            if snapshot is not None and snapshot.version == want.version:
                 self._push(snapshot, want, deadline)
                 return
         finally:
             self._sender.turn.release()
-        latest = f"e{snapshot.trainer_epoch}-v{snapshot.version}" if snapshot else "nothing"
-        self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.order > order)
+        latest = snapshot.version.label if snapshot else "nothing"
+        self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > want.version)
 
     def _push(self, snapshot: Snapshot, want: Want, deadline: float) -> None:
         buckets = tuple(_aligned(snapshot.layout[part]) for part in self._parts(snapshot))
@@ -171,7 +171,7 @@ class EngineConnection:
                 under_way = group.broadcast(ready)
                 ready = next(flattened, ready)  # meanwhile
         self._arrived(len(buckets), under_way, deadline)
-        manifest = describe(snapshot.order, tuple(entries[s.name] for s in snapshot.layout), snapshot.probe)
+        manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout), snapshot.probe)
         tell(self._socket, Sent(manifest), deadline)
 
     def _parts(self, snapshot: Snapshot) -> Iterator[slice]:

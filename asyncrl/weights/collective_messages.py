@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from asyncrl.errors import ProtocolError
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Manifest
 
 T = TypeVar("T")
@@ -27,8 +28,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     """Send this version to an engine of `ranks` ranks, which waits until `seconds` from now."""
 
     engine: str
-    trainer_epoch: int
-    version: int
+    version: PolicyVersion
     ranks: int
     seconds: float
 

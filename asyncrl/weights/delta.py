@@ -55,13 +55,13 @@ class DeltaWriter:
         return ref
 
     def _delta(self, snapshot: Snapshot, base: Manifest) -> WeightsRef:
-        with disk.placed(self.directory, snapshot.order) as work:
+        with disk.placed(self.directory, snapshot.version) as work:
             manifest = self._encode(snapshot, base, work / disk.DELTA)
             disk.write_manifest(work, manifest)
         assert manifest.delta is not None
         self._base = manifest
         self._deltas, self._bytes = self._deltas + 1, self._bytes + sum(manifest.delta.sizes)
-        return disk.ref_to(self.directory, snapshot.order)
+        return disk.ref_to(self.directory, snapshot.version)
 
     def _encode(self, snapshot: Snapshot, base: Manifest, path: Path) -> Manifest:
         """Write what changed, and bring BASE up to date with it, a tensor at a time."""
@@ -73,8 +73,8 @@ class DeltaWriter:
                 sizes.append(file.write(codec.encode(own[spec.name], data, ITEM_BYTES[spec.dtype])))
                 own[spec.name][:] = data
                 entries.append(entry(spec, data))
-        delta = Delta(*base.order, base.checksum, tuple(sizes))
-        return describe(snapshot.order, tuple(entries), snapshot.probe, delta)
+        delta = Delta(base.version, base.checksum, tuple(sizes))
+        return describe(snapshot.version, tuple(entries), snapshot.probe, delta)
 
 
 def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
@@ -106,7 +106,7 @@ def _from(held: Version | None, lineage: list[Version]) -> list[Version] | None:
     """The lineage, newest first, as far back as the held version only; None if that is not of it."""
     if held is not None:
         for index, (ref, manifest) in enumerate(lineage):
-            if (ref.order, manifest.checksum) == (held[0].order, held[1].checksum):
+            if (ref.version, manifest.checksum) == (held[0].version, held[1].checksum):
                 return [*lineage[:index], held]
     return None
 
@@ -117,14 +117,14 @@ def _build(lineage: list[Version], cache: Path) -> WeightsRef:
     with ExitStack() as stack:
         for version, _ in lineage:
             stack.enter_context(disk.hold(version))
-        work = stack.enter_context(disk.placed(cache, ref.order))
+        work = stack.enter_context(disk.placed(cache, ref.version))
         _take(start, cache, work / disk.PAYLOAD)
         arrays = tensorfile.mapped(work / disk.PAYLOAD, origin.layout, "r+")
         for version, changes in reversed(lineage[:-1]):
             disk.patch(arrays, version, changes)
         disk.check(arrays, ref, manifest)
-        disk.write_manifest(work, describe(manifest.order, manifest.tensors, manifest.probe))
-    return disk.ref_to(cache, ref.order)
+        disk.write_manifest(work, describe(manifest.version, manifest.tensors, manifest.probe))
+    return disk.ref_to(cache, ref.version)
 
 
 def _take(start: WeightsRef, cache: Path, target: Path) -> None:

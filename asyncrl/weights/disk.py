@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, tensorfile
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
@@ -60,32 +61,31 @@ log = logging.getLogger("asyncrl.weights")
 def publish(
     tensors: Mapping[str, torch.Tensor],
     directory: Path,
-    trainer_epoch: int,
-    version: int,
+    version: PolicyVersion,
     probe: Probe | None = None,
 ) -> WeightsRef:
     """Write one version of tensors at hand, as `write` does."""
     from asyncrl.weights.snapshot import whole
 
-    return write(whole(tensors, trainer_epoch, version, probe), directory, BUCKET_BYTES)
+    return write(whole(tensors, version, probe), directory, BUCKET_BYTES)
 
 
 def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
     """Write one version, whole or not at all. Publishing a version again replaces it. Raises OSError if it
     does not fit."""
-    with placed(directory, snapshot.order) as work:
+    with placed(directory, snapshot.version) as work:
         chunks = snapshot.chunks(bucket_bytes)
         entries = tensorfile.write(work / PAYLOAD, snapshot.layout, chunks)
-        write_manifest(work, describe(snapshot.order, entries, snapshot.probe))
-    return ref_to(directory, snapshot.order)
+        write_manifest(work, describe(snapshot.version, entries, snapshot.probe))
+    return ref_to(directory, snapshot.version)
 
 
 @contextmanager
-def placed(directory: Path, order: tuple[int, int]) -> Iterator[Path]:
+def placed(directory: Path, version: PolicyVersion) -> Iterator[Path]:
     """A directory to fill, which becomes that of a version when the body succeeds."""
     directory.mkdir(parents=True, exist_ok=True)
     _clean(directory)
-    work, target = _temporary(directory), Path(ref_to(directory, order).path)
+    work, target = _temporary(directory), Path(ref_to(directory, version).path)
     work.mkdir()
     try:
         yield work
@@ -100,8 +100,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
 
 
-def ref_to(directory: Path, order: tuple[int, int]) -> WeightsRef:
-    return WeightsRef(*order, str(directory / f"e{order[0]:04d}-v{order[1]:08d}"))
+def ref_to(directory: Path, version: PolicyVersion) -> WeightsRef:
+    return WeightsRef(version, str(directory / f"e{version.epoch:04d}-v{version.step:08d}"))
 
 
 def read_manifest(ref: WeightsRef) -> Manifest:
@@ -111,10 +111,8 @@ def read_manifest(ref: WeightsRef) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError) as error:
         raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
-    if manifest.order != ref.order:
-        found = f"epoch {manifest.trainer_epoch}, version {manifest.version}"
-        wanted = f"epoch {ref.trainer_epoch}, version {ref.version}"
-        raise WeightsError(f"weights {ref.path}: expected {wanted}; found {found}")
+    if manifest.version != ref.version:
+        raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")
     if manifest.checksum != overall_checksum(manifest.tensors, manifest.probe):
         raise WeightsError(f"weights {ref.path}: {MANIFEST} does not match its own checksum")
     return manifest
@@ -153,9 +151,9 @@ def walk(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
     manifest = read_manifest(ref)
     yield ref, manifest
     while (delta := manifest.delta) is not None:
-        base = ref_to(Path(ref.path).parent, delta.order)
+        base = ref_to(Path(ref.path).parent, delta.version)
         manifest = read_manifest(base)
-        if base.order >= ref.order or manifest.checksum != delta.checksum:
+        if base.version >= ref.version or manifest.checksum != delta.checksum:
             raise WeightsError(f"weights {ref.path}: {base.path} is not the version it builds upon")
         yield base, manifest
         ref = base
@@ -205,10 +203,10 @@ def published(directory: Path) -> list[WeightsRef]:
     """The complete versions in a directory, oldest first by (epoch, version)."""
     refs = []
     for path in directory.glob("e*-v*"):
-        epoch, _, version = path.name[1:].partition("-v")
-        if epoch.isdecimal() and version.isdecimal():
-            refs.append(WeightsRef(int(epoch), int(version), str(path)))
-    return sorted(refs, key=lambda ref: ref.order)
+        epoch, _, step = path.name[1:].partition("-v")
+        if epoch.isdecimal() and step.isdecimal():
+            refs.append(WeightsRef(PolicyVersion(int(epoch), int(step)), str(path)))
+    return sorted(refs, key=lambda ref: ref.version)
 
 
 def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
@@ -218,8 +216,8 @@ def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
     old = refs[: max(0, len(refs) - keep)]
     with ExitStack() as stack:  # what nobody holds now cannot be held before it is deleted
         held = [ref for ref in old if not stack.enter_context(_claimed(ref))]
-        needed = set[tuple[int, int]]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
-        doomed = [ref for ref in old if ref.order not in needed]
+        needed = set[PolicyVersion]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
+        doomed = [ref for ref in old if ref.version not in needed]
         for ref in doomed:
             _delete(ref)
     return doomed
@@ -275,11 +273,11 @@ def _bytes_in(directory: Path) -> int:
     return total
 
 
-def _needs(ref: WeightsRef) -> set[tuple[int, int]]:
+def _needs(ref: WeightsRef) -> set[PolicyVersion]:
     """A version and those it builds upon, as far as they can be read."""
-    found = {ref.order}
+    found = {ref.version}
     with suppress(WeightsError):
-        found |= {base.order for base, _ in walk(ref)}
+        found |= {base.version for base, _ in walk(ref)}
     return found
 
 

@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.types import PolicyVersion
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _LABEL = re.compile(r"e(\d+)-v(\d+)")
@@ -21,26 +22,20 @@ class WeightsError(AsyncrlError):
 
 
 class WeightsRef(msgspec.Struct, frozen=True):
-    """A published version: which, and where. Ordered by (trainer_epoch, version)."""
+    """A published version: which, and where."""
 
-    trainer_epoch: int
-    version: int
+    version: PolicyVersion
     path: str
 
     @property
-    def order(self) -> tuple[int, int]:
-        return self.trainer_epoch, self.version
-
-    @property
     def label(self) -> str:
-        """The version's name on a server, which stamps sampled tokens with it."""
-        return f"e{self.trainer_epoch}-v{self.version}"
+        return self.version.label
 
 
-def order_of(label: str) -> tuple[int, int] | None:
-    """(trainer_epoch, version) of a `WeightsRef.label`; None for what this project did not name."""
+def version_of(label: str) -> PolicyVersion | None:
+    """The version of a `PolicyVersion.label`; None for what this project did not name."""
     found = _LABEL.fullmatch(label)
-    return (int(found[1]), int(found[2])) if found else None
+    return PolicyVersion(int(found[1]), int(found[2])) if found else None
 
 
 class TensorSpec(NamedTuple):
@@ -82,30 +77,20 @@ class Probe(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True):
     """The version whose bytes a delta changes, and how many bytes of the delta belong to each tensor."""
 
-    trainer_epoch: int
-    version: int
+    version: PolicyVersion
     checksum: str
     sizes: tuple[int, ...]
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.trainer_epoch, self.version
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All tensors of a version, in file order. `checksum` is the xxh3 of all entries and the probe: the same
     for a version that is published whole and one that is published as a `delta`."""
 
-    trainer_epoch: int
-    version: int
+    version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
     checksum: str
     probe: Probe | None = None
     delta: Delta | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.trainer_epoch, self.version
 
     @property
     def layout(self) -> Layout:
@@ -113,13 +98,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe(
-    order: tuple[int, int],
+    version: PolicyVersion,
     tensors: tuple[TensorEntry, ...],
     probe: Probe | None,
     delta: Delta | None = None,
 ) -> Manifest:
     """The manifest of a version, its checksum included."""
-    return Manifest(*order, tensors, overall_checksum(tensors, probe), probe, delta)
+    return Manifest(version, tensors, overall_checksum(tensors, probe), probe, delta)
 
 
 def entry(spec: TensorSpec, data: Any) -> TensorEntry:

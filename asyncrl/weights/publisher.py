@@ -62,8 +62,8 @@ class Publisher:
                 ref = self._write(snapshot)
                 self._announce(ref, snapshot.seconds, time.monotonic() - start)
             except Superseded:
-                log.info("v%d was replaced by a newer version before it was written", snapshot.version)
+                log.info("v%d was replaced by a newer version before it was written", snapshot.version.step)
             except Exception as error:  # the owner raises it at its next submit
-                log.exception("publishing v%d failed", snapshot.version)
+                log.exception("publishing v%d failed", snapshot.version.step)
                 self.error = error
                 return

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import ITEM_BYTES, Layout, Probe, TensorSpec
 
 Tensors = dict[str, Tensor]
@@ -25,16 +26,11 @@ Read = Callable[[slice], Tensors]  # the whole tensors of a slice of the layout
 class Snapshot:
     """A version in host memory. `seconds`: what the trainer waited for it. Only rank 0 has snapshots."""
 
-    trainer_epoch: int
-    version: int
+    version: PolicyVersion
     layout: Layout  # in the order in which `buckets` yields
     probe: Probe | None
     seconds: float
     pin: Callable[[], AbstractContextManager[Read]]  # entering raises Superseded
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.trainer_epoch, self.version
 
     @property
     def total_bytes(self) -> int:
@@ -60,9 +56,7 @@ class Snapshot:
                 yield next(specs), as_bytes(tensor)
 
 
-def whole(
-    tensors: Mapping[str, Tensor], trainer_epoch: int, version: int, probe: Probe | None = None
-) -> Snapshot:
+def whole(tensors: Mapping[str, Tensor], version: PolicyVersion, probe: Probe | None = None) -> Snapshot:
     """A snapshot of tensors that this process has. Of those that share their storage (tied weights) the
     first name is taken."""
     kept = _untied(tensors)
@@ -74,7 +68,7 @@ def whole(
     def read(part: slice) -> Tensors:
         return {spec.name: kept[spec.name] for spec in layout[part]}
 
-    return Snapshot(trainer_epoch, version, layout, probe, 0.0, lambda: nullcontext(read))
+    return Snapshot(version, layout, probe, 0.0, lambda: nullcontext(read))
 
 
 def as_bytes(tensor: Tensor) -> Bytes:

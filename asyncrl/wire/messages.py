@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, PolicyVersion, Sample
 from asyncrl.weights.manifest import WeightsRef
 
 
@@ -133,14 +133,13 @@ class Cancel(WireMessage, frozen=True):
 
 
 class EngineEntry(msgspec.Struct, frozen=True):
-    """A server as workers are to see it. `epoch` and `version` are what its keeper has confirmed last; only
-    `healthy` ones take requests. `lane` "eval": leased to validation, its weights do not change."""
+    """A server as workers are to see it. `version` is what its keeper has confirmed last; only `healthy`
+    ones take requests. `lane` "eval": leased to validation, its weights do not change."""
 
     name: str
     url: str
     incarnation: str
-    version: int
-    epoch: int
+    version: PolicyVersion
     healthy: bool
     lane: str = "train"
 

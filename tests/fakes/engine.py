@@ -58,11 +58,11 @@ class ScriptedEngine:
         await self.load_gate.wait()
         if ref.path == "damaged":
             raise WeightsError("weights damaged: checksum")
-        self._version = ref.version
+        self._version = ref.version.step
         probe = None
         with suppress(WeightsError):  # most tests name versions that are nowhere
             probe = read_manifest(ref).probe
-        return Manifest(ref.trainer_epoch, ref.version, (), f"sum-{ref.version}", probe)
+        return Manifest(ref.version, (), f"sum-{ref.version.step}", probe)
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         return tuple(-1.0 for _ in ids[1:])

@@ -16,7 +16,7 @@ from asyncrl.errors import EngineError
 from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.wire.messages import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
@@ -64,15 +64,15 @@ class FakeServer:
         self.gate.set()
         self.streamed = 0
         self.closed = False
-        self._order = (0, 0)
+        self._version = NO_VERSION
         self._hanging: dict[str, asyncio.Task[Any]] = {}
 
     @property
     def version(self) -> int:
-        return self._order[1]
+        return self._version.step
 
-    def mark(self, order: tuple[int, int]) -> None:
-        self._order = order
+    def mark(self, version: PolicyVersion) -> None:
+        self._version = version
 
     async def generate(self, request: Request) -> Generation:
         assert not self.closed
@@ -155,8 +155,8 @@ class Servers:
 
 
 def entry(name: str, version: int = 0, **changes: Any) -> EngineEntry:
-    facts = {"url": f"http://{name}", "incarnation": "1", "epoch": 0, "healthy": True} | changes
-    return EngineEntry(name=name, version=version, **facts)
+    facts = {"url": f"http://{name}", "incarnation": "1", "healthy": True} | changes
+    return EngineEntry(name=name, version=PolicyVersion(0, version), **facts)
 
 
 def request(session: str = "s", prompt: int = 3, limit: int = 8, stops: Sequence[int] = ()) -> Request:

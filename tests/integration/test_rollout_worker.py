@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
-from asyncrl.types import EpisodeEnd, StopReason, Turn
+from asyncrl.types import EpisodeEnd, PolicyVersion, StopReason, Turn
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
@@ -168,16 +168,16 @@ def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: Work
     wait = hub.until(lambda: hub.beat and hub.beat.waiting, "named wait")
     assert wait.startswith("weights v2: engine has v0")
     assert hub.seen(Generated) == []
-    hub.send(LoadWeights(WeightsRef(0, 3, "x"), "train"))
+    hub.send(LoadWeights(WeightsRef(PolicyVersion(0, 3), "x"), "train"))
     assert hub.expect(Loaded).checksum == "sum-3"
     assert hub.expect(Generated).oldest == 3
     hub.expect(Finished)
 
 
 def test_validation_samples_its_own_version(hub: FakeCoordinator, worker: WorkerThread) -> None:
-    hub.send(LoadWeights(WeightsRef(0, 1, "x"), "eval"))
+    hub.send(LoadWeights(WeightsRef(PolicyVersion(0, 1), "x"), "eval"))
     hub.expect(Loaded, lane="eval")
-    hub.send(LoadWeights(WeightsRef(0, 5, "x"), "train"))
+    hub.send(LoadWeights(WeightsRef(PolicyVersion(0, 5), "x"), "train"))
     hub.expect(Loaded, lane="train")
     hub.assign("val0/greedy/0", sample(), lane="eval")
     hub.assign("e", sample())
@@ -261,7 +261,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         assert all(logprob < 0 for logprob in turn.logprobs)
         assert hub.expect(Finished).result.end is EpisodeEnd.LENGTH
         model = AutoModelForCausalLM.from_pretrained(model_path)
-        ref = publish(model.state_dict(), tmp_path / "weights", trainer_epoch=0, version=4)
+        ref = publish(model.state_dict(), tmp_path / "weights", version=PolicyVersion(0, 4))
         hub.send(LoadWeights(ref, "train"))
         loaded = hub.expect(Loaded)
         assert (loaded.error, loaded.ref) == ("", ref)

@@ -25,7 +25,7 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.world import World
-from asyncrl.types import Generation
+from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
 from asyncrl.wire.messages import EngineEntry, EngineUse
@@ -66,7 +66,7 @@ class Versions:
         return disk.read(self.refs[version])[1]
 
     def publish(self, tensors: dict[str, Tensor], version: int, epoch: int = 0) -> WeightsRef:
-        return disk.publish(tensors, self.directory, epoch, version)
+        return disk.publish(tensors, self.directory, PolicyVersion(epoch, version))
 
     def score(self, version: int, ids: tuple[int, ...]) -> tuple[float, ...]:
         return score(self.policies[version], ids, self.world.device)
@@ -166,7 +166,7 @@ class Served:
 
     async def load(self, ref: WeightsRef) -> Manifest:
         manifest = await self.loader.load(ref)
-        self.pool.table([EngineEntry("engine 0", self.loader.api.url, "1", *ref.order[::-1], True)])
+        self.pool.table([EngineEntry("engine 0", self.loader.api.url, "1", ref.version, True)])
         return manifest
 
     async def close(self) -> None:

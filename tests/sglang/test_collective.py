@@ -23,7 +23,7 @@ from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import Dialect, dialect_of
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation
+from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.weights.snapshot import whole
@@ -117,7 +117,7 @@ async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncI
 
 
 def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
-    return sender.offer(whole(versions.tensors(version), EPOCH, version))
+    return sender.offer(whole(versions.tensors(version), PolicyVersion(EPOCH, version)))
 
 
 def test_it_samples_with_what_was_pushed(server, versions, sender):
@@ -264,7 +264,7 @@ def test_weights_of_another_model_are_an_error(server, versions, sender):
             name = next(name for name in tensors if "embed_tokens" in name)
             wrong = tensors | {name: tensors[name][:-1].contiguous()}
             with pytest.raises(WeightsError, match="partially updated"):
-                await keeper.load(sender.offer(whole(wrong, EPOCH, 4)))
+                await keeper.load(sender.offer(whole(wrong, PolicyVersion(EPOCH, 4))))
             await keeper.load(offer(sender, versions, 3))
             await keeper.check(versions, 3)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from asyncrl.engines.base import Engine
 from asyncrl.engines.sglang.http import PauseMode
-from asyncrl.types import StopReason, VersionSpan
+from asyncrl.types import PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.sglang.conformance import TOLERANCE, Served, Subject, ask, in_use, prompt, seen, under_way
@@ -155,7 +155,7 @@ def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: Subjec
         await engine.load(versions.refs[1])
         await engine.generate(request)
         async with in_use(Served(engine.loader.api.url, "in_place", salt="another run")) as other:
-            await other.load(disk.publish(versions.tensors(3), tmp_path, 0, 1))
+            await other.load(disk.publish(versions.tensors(3), tmp_path, PolicyVersion(0, 1)))
             for run, own in ((engine, False), (other, True)):  # the first one's client reads its old prefix
                 generation = await run.generate(request)
                 assert generation.spans == (VersionSpan(0, 20, 1, 1),)
@@ -191,7 +191,7 @@ def test_updates_are_applied_in_the_order_of_the_calls(subject: Subject):
         order = (1, 2, 3, 2)
         loads = (engine.load(subject.versions.refs[version]) for version in order)
         manifests = await asyncio.gather(*loads)
-        assert tuple(manifest.version for manifest in manifests) == order
+        assert tuple(manifest.version.step for manifest in manifests) == order
         assert engine.version == 2
         await assert_fresh(subject, engine, prompt(8), 2)
         generation = await task
@@ -231,7 +231,7 @@ def test_weights_that_are_damaged_or_absent_are_refused(subject: Subject):
     payload = Path(damaged.path) / disk.PAYLOAD
     data = payload.read_bytes()
     payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    absent = WeightsRef(0, 8, f"{damaged.path}-absent")
+    absent = WeightsRef(PolicyVersion(0, 8), f"{damaged.path}-absent")
     subject.run(body)
 
 

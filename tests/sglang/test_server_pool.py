@@ -21,7 +21,7 @@ from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.world import World
-from asyncrl.types import Generation, StopReason
+from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config
@@ -75,7 +75,7 @@ class Site:
         missing = {server.url for server in without}
         self.pool.table(
             [
-                EngineEntry(url, url, "1", held, 0, True)
+                EngineEntry(url, url, "1", PolicyVersion(0, held), True)
                 for url, held in self.held.items()
                 if url not in missing
             ]

@@ -12,7 +12,7 @@ from asyncrl.engines.base import Request
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
-from asyncrl.types import Generation
+from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.sglang import sglang_config
@@ -46,7 +46,7 @@ class Kept:
 
     async def load(self, ref: WeightsRef) -> None:
         await self.loader.load(ref)
-        self.client.mark(ref.order)
+        self.client.mark(ref.version)
 
     async def close(self) -> None:
         await self.client.close()
@@ -122,4 +122,4 @@ async def sampling(engine: Kept, request: Request) -> asyncio.Task[Generation]:
 def publish(directory: Path, version: int, family: str = "qwen2", **changes: object) -> WeightsRef:
     """Random weights, by default of the model that the family's servers serve."""
     model = random_model(family, VOCABULARY, version, **changes)
-    return disk.publish(model.state_dict(), directory, 0, version)
+    return disk.publish(model.state_dict(), directory, PolicyVersion(0, version))

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import dialect_of
+from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.snapshot import Snapshot, whole
@@ -49,11 +50,11 @@ class Bench:
 
     def snapshot(self) -> Snapshot:
         self._version += 1
-        return whole(self._models[self._version % 2], 0, self._version)
+        return whole(self._models[self._version % 2], PolicyVersion(0, self._version))
 
     @property
     def megabytes(self) -> float:
-        return whole(self._models[0], 0, 0).total_bytes / MB
+        return whole(self._models[0], PolicyVersion(0, 0)).total_bytes / MB
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -71,7 +72,7 @@ class Bench:
         start = time.perf_counter()
         await push(snapshot)
         seconds = time.perf_counter() - start
-        assert await self.server.weight_label() == f"e0-v{snapshot.version}"
+        assert await self.server.weight_label() == snapshot.version.label
         return seconds, self._paused
 
     async def line(self, name: str, push: Push) -> list[str]:

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.types import PolicyVersion
+
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
@@ -118,7 +120,7 @@ class Bench:
         self.times.measured("copy", begin)
         score(self.policy, self.probe, self.world.device)
         self.times.measured("stall", begin)
-        return self.host.snapshot(index, 0, version, None, 0.0)
+        return self.host.snapshot(index, PolicyVersion(0, version), None, 0.0)
 
     def publish(self, snapshot: Snapshot) -> None:
         whole = self.timed("write whole", lambda: disk.write(snapshot, self.place / "whole", BUCKET_BYTES))

@@ -20,10 +20,9 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.base import EngineLost, Request, check_request
 from asyncrl.engines.continuation import NOTHING
 from asyncrl.engines.sglang.http import ServerApi, ServerGone
-from asyncrl.engines.sglang.stream import ForeignWeights, Order, StreamedTurn, decode
+from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, decode
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation, StopReason
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages import EngineUse
 
 SEED_MASK = (1 << 31) - 1
@@ -48,13 +47,13 @@ class SGLangClient:
         self.api, self.use = api, use or EngineUse(api.url)
         self._config, self._vocabulary, self._salt = config, vocabulary, salt
         self._in_place = config.weights.mode == "in_place"
-        self._acked: Order = (0, 0)
+        self._acked = NO_VERSION
         self._room = asyncio.Semaphore(MAX_REQUESTS)
         self._calls: set[asyncio.Timeout] = set()  # without a deadline until `close`
 
-    def mark(self, order: Order) -> None:
-        """The server has confirmed this (trainer_epoch, version): requests from now on see nothing older."""
-        self._acked = order
+    def mark(self, version: PolicyVersion) -> None:
+        """The server has confirmed this version: requests from now on see nothing older."""
+        self._acked = version
 
     async def generate(self, request: Request) -> Generation:
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost when another
@@ -122,7 +121,7 @@ class SGLangClient:
         }
         if self._in_place:
             # The cache outlives updates. What a request finds under its salt is no older than the salt says.
-            body["cache_salt"] = f"{self._salt}/{WeightsRef(*self._acked, path='').label}"
+            body["cache_salt"] = f"{self._salt}/{self._acked.label}"
         return body
 
     def _explain(self, stream: StreamedTurn, sampled: Generation) -> None:

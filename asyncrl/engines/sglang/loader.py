@@ -68,7 +68,7 @@ class ServerLoader:
     @property
     def version(self) -> int:
         """Policy version loaded last; -1: none."""
-        return self.loaded.version if self.loaded is not None else -1
+        return self.loaded.version.step if self.loaded is not None else -1
 
     async def load(self, ref: WeightsRef) -> Manifest:
         """WeightsError: the old weights stay if the version is missing, damaged or another model's, else see

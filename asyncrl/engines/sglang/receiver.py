@@ -115,7 +115,7 @@ class Receiver:
     async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
         connection = await self._connect(ref.path)
         seconds = deadline - asyncio.get_running_loop().time()
-        want = Want(self._engine, ref.trainer_epoch, ref.version, self._ranks, seconds)
+        want = Want(self._engine, ref.version, self._ranks, seconds)
         plan = await connection.ask(want, BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())

@@ -14,11 +14,12 @@ import msgspec
 from asyncrl.engines.base import EngineBusy, Request
 from asyncrl.engines.continuation import ending
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation, VersionSpan
-from asyncrl.weights.manifest import order_of
+from asyncrl.types import Generation, PolicyVersion, VersionSpan
+from asyncrl.weights.manifest import version_of
 
-Order = tuple[int, int]  # (trainer_epoch, version)
-Stamp = tuple[int, Order, bool]  # tokens from this one on were sampled by that version; False: or a newer one
+Stamp = tuple[
+    int, PolicyVersion, bool
+]  # tokens from this one on were sampled by that version; False: or a newer one
 
 QUEUE_FULL = 503
 UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known
@@ -100,7 +101,7 @@ class StreamedTurn:
     stamped with the new version; in the other modes an update empties the cache, and stamps are exact.
     """
 
-    def __init__(self, request: Request, acked: Order, in_place: bool) -> None:
+    def __init__(self, request: Request, acked: PolicyVersion, in_place: bool) -> None:
         self.request = request
         self.tokens: list[OutputToken] = []
         self.finish: FinishReason | None = None
@@ -146,39 +147,39 @@ class StreamedTurn:
         stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
         ends = [start for start, _, _ in stamps[1:]] + [len(self.tokens)]
         return tuple(
-            VersionSpan(start, end, order[1], self._oldest_kv(order)[1] if certain else UNKNOWN)
-            for (start, order, certain), end in zip(stamps, ends, strict=True)
+            VersionSpan(start, end, version.step, self._oldest_kv(version).step if certain else UNKNOWN)
+            for (start, version, certain), end in zip(stamps, ends, strict=True)
             if start < end
         )
 
-    def _oldest_kv(self, order: Order) -> Order:
+    def _oldest_kv(self, version: PolicyVersion) -> PolicyVersion:
         """In place, the request reads KV of its own and, by its salt, of others from `acked` on."""
-        return min(order, self._acked) if self._in_place else order
+        return min(version, self._acked) if self._in_place else version
 
     def _recorded(self, spans: tuple[LabelSpan, ...]) -> list[Stamp]:
         """From the scheduler's own record. In place, a token that was being computed at an update is counted
         after it, though the version before sampled it. The record does not say whether there was one: the
         first token after an update may be of either version, and so may a request's first token if it is
         newer than acked."""
-        labelled = [(span.start, _order(span.version)) for span in spans]
+        labelled = [(span.start, _version(span.version)) for span in spans]
         if not self._in_place:
-            return [(start, order, True) for start, order in labelled]
+            return [(start, version, True) for start, version in labelled]
         stamps: list[Stamp] = []
         before, known = self._acked, 0
-        for start, order in labelled:
-            if order > before and start >= known:
+        for start, version in labelled:
+            if version > before and start >= known:
                 stamps.append((start, before, False))
                 known = min(start + 1, len(self.tokens))
-            stamps.append((max(start, known), order, True))
-            before = order
+            stamps.append((max(start, known), version, True))
+            before = version
         return stamps
 
     def _cautious(self) -> list[Stamp]:
         """A request that did not finish has no record, only the label that the server's front end had when it
         passed on each event; tokens sampled just before an update may reach it just after. So all tokens
         count as of the oldest version that may have sampled them."""
-        orders = {self._acked, *map(_order, self._labels)}
-        return [(0, min(orders), len(orders) == 1)]
+        versions = {self._acked, *map(_version, self._labels)}
+        return [(0, min(versions), len(versions) == 1)]
 
 
 def _refusal(finish: FinishReason) -> EngineError:
@@ -186,10 +187,10 @@ def _refusal(finish: FinishReason) -> EngineError:
     return EngineBusy(text) if finish.status_code == QUEUE_FULL else EngineError(text)
 
 
-def _order(label: str) -> Order:
-    order = order_of(label)
-    if order is None:
+def _version(label: str) -> PolicyVersion:
+    version = version_of(label)
+    if version is None:
         raise ForeignWeights(
             f"the server's weights are {label!r}, which this run never gave it; load them anew"
         )
-    return order
+    return version

@@ -66,7 +66,7 @@ class TorchEngine:
         async with self._loading:  # versions are applied in the order of the calls
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
             replace_weights(self._model, tensors)
-            self._batcher.mark(ref.version)
+            self._batcher.mark(ref.version.step)
         return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:

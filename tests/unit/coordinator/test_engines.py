@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store.runstore import RunStore
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
     EngineEntry,
@@ -64,14 +65,14 @@ class Desk:
         self.desk.beat(peer, HEALTHY, 0.0)
 
     def publish(self, version: int) -> WeightsRef:
-        self.core.latest = WeightsRef(1, version, f"v{version}")
-        assert self.core.ledger.publish(self.core.latest.order)
-        return self.core.latest
+        ref = WeightsRef(PolicyVersion(1, version), f"v{version}")
+        assert self.core.versions.publish(ref)
+        return ref
 
     def pushed(self, now: float = 0.0) -> dict[bytes, int]:
         """Versions sent at a tick, by keeper."""
         self.desk.tick(now, 0.0)
-        return {peer: message.ref.version for peer, message in self.sent.take(LoadWeights)}
+        return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
     def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "") -> None:
         self.desk.confirmed(peer, Loaded(ref, "train", checksum, 0.1, error), 0.0)
@@ -85,7 +86,7 @@ class Desk:
         return ref
 
     def table(self) -> list[tuple[int, bool, str]]:
-        return [(entry.version, entry.healthy, entry.lane) for entry in self.desk.table()]
+        return [(entry.version.step, entry.healthy, entry.lane) for entry in self.desk.table()]
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_what_workers_had_from_each_server_is_counted(desk: Desk) -> None:
 
 def test_validation_pins_one_server_of_two(desk: Desk) -> None:
     ref = desk.serve(4)
-    assert desk.desk.pin(ref.order)
+    assert desk.desk.pin(ref.version)
     assert sorted(lane for _, _, lane in desk.table()) == ["eval", "train"]
     newer = desk.publish(5)
     (peer,) = desk.pushed(1.0)
@@ -229,24 +230,24 @@ def test_validation_pins_one_server_of_two(desk: Desk) -> None:
 def test_validation_waits_for_its_version(desk: Desk) -> None:
     desk.serve(4)
     ref = desk.publish(5)
-    assert not desk.desk.pin(ref.order)
+    assert not desk.desk.pin(ref.version)
     (peer,) = desk.pushed(1.0)
     desk.ack(peer, ref)
-    assert desk.desk.pin(ref.order)
+    assert desk.desk.pin(ref.version)
 
 
 def test_a_single_server_is_not_pinned(desk: Desk) -> None:
     ref = desk.serve(4)
     desk.desk.beat(A, HEALTHY, 9.0)
     desk.desk.tick(10.1, 0.0)  # B is lost
-    assert desk.desk.pin(ref.order)
+    assert desk.desk.pin(ref.version)
     assert {lane for _, _, lane in desk.table()} == {"train"}
 
 
 def test_one_of_two_that_is_away_for_a_moment_does_not_leave_validation_unpinned(desk: Desk) -> None:
     ref = desk.serve(4)
     desk.desk.beat(B, KeeperBeat(healthy=False, starting=False), 0.0)
-    assert desk.desk.pin(ref.order)
+    assert desk.desk.pin(ref.version)
     assert desk.table() == [(4, True, "eval"), (4, False, "train")]
 
 
@@ -254,7 +255,7 @@ def test_a_server_that_is_being_loaded_is_not_leased(desk: Desk) -> None:
     old = desk.serve(4)
     desk.publish(5)
     (loading,) = desk.pushed(1.0)
-    assert desk.desk.pin(old.order)
+    assert desk.desk.pin(old.version)
     assert desk.desk._leased not in (None, loading.decode())
 
 
@@ -292,11 +293,11 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(d
 
 def test_a_leased_server_that_dies_is_replaced_by_another(desk: Desk) -> None:
     ref = desk.serve(4)
-    assert desk.desk.pin(ref.order)
+    assert desk.desk.pin(ref.version)
     leased = next(peer for peer in (A, B) if desk.desk.keepers[peer].engine == desk.desk._leased)
     other = B if leased == A else A
     desk.desk.beat(other, HEALTHY, 9.0)
     desk.desk.tick(10.1, 0.0)
     assert list(desk.desk.keepers) == [other]
-    assert desk.desk.pin(ref.order)  # the only one left: shared with training
+    assert desk.desk.pin(ref.version)  # the only one left: shared with training
     assert desk.table() == [(4, True, "train")]

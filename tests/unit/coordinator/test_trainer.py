@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.errors import ProtocolError
 from asyncrl.store.runstore import RunStore
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
     Commit,
@@ -139,12 +140,12 @@ def test_a_checkpoint_of_another_run_is_refused(world: Desk) -> None:
 def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(world: Desk) -> None:
     """Its store has the version, but an address is no directory that could be looked into."""
     epoch = world.core.trainer_epoch
-    published = Published(WeightsRef(epoch, 3, "tcp://host:1"), 0.0, 0.0)
-    world.core.ledger.publish((epoch, 3))
-    world.desk.publish(Published(WeightsRef(epoch, 2, "tcp://host:1"), 0.0, 0.0), 0.0)
-    assert world.core.latest is None
+    published = Published(WeightsRef(PolicyVersion(epoch, 3), "tcp://host:1"), 0.0, 0.0)
+    world.core.versions = VersionLedger(newest=PolicyVersion(epoch, 3))
+    world.desk.publish(Published(WeightsRef(PolicyVersion(epoch, 2), "tcp://host:1"), 0.0, 0.0), 0.0)
+    assert world.core.versions.ref is None
     world.desk.publish(published, 0.0)
-    assert world.core.latest == published.ref
+    assert world.core.versions.ref == published.ref
 
 
 def test_a_beat_is_progress_only_if_more_was_done_than_the_one_before_told(world: Desk) -> None:

@@ -18,7 +18,7 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
     training.publish(3)  # one whole, and two that build upon it
     desk = Desk(tmp_path)
     validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
-    desk.core.latest = training.ref(1)
+    desk.core.versions.ref = training.ref(1)
     assert validation.begin(step=1, count=1, final=False, now=0.0)
     training.publish(6)  # the fifth is whole again, the ninth, too
     disk.prune(training.directory, keep=1)
@@ -34,7 +34,7 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     training, desk = Training(tmp_path / "weights"), Desk(tmp_path)
     validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
     training.publish(5)
-    desk.core.latest = training.ref(0)
+    desk.core.versions.ref = training.ref(0)
     disk.prune(training.directory, keep=1)
     assert not validation.begin(step=1, count=1, final=False, now=0.0)
     assert not validation.busy
@@ -44,10 +44,10 @@ def validating(run_dir: Path) -> tuple[Desk, WorkerRecord, Validation]:
     """A session of one sample, with a worker that is ready for it."""
     training, desk = Training(run_dir / "weights"), Desk(run_dir)
     training.publish(1)
-    desk.core.latest = training.ref(0)
+    desk.core.versions.ref = training.ref(0)
     desk.join(A)
     (worker,) = desk.desk.workers.values()
-    worker.eval_version = training.ref(0).order
+    worker.eval_version = training.ref(0).version
     validation = Validation(desk.core, desk.desk, desk.engines, [SAMPLE])
     assert validation.begin(step=1, count=1, final=False, now=0.0)
     return desk, worker, validation

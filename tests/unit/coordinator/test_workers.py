@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.ledger import VersionLedger
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, Sample
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, PolicyVersion, Sample
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
     Ack,
@@ -159,14 +159,13 @@ def test_a_version_that_was_never_pushed_quarantines_the_worker(desk: Desk) -> N
 
 def test_engines_must_agree_on_a_version(desk: Desk) -> None:
     desk.join(B, index=1)
-    ref = WeightsRef(1, 1, "somewhere")
-    desk.core.latest = ref
-    desk.core.ledger.publish(ref.order)
+    ref = WeightsRef(PolicyVersion(1, 1), "somewhere")
+    desk.core.versions.publish(ref)
     desk.tick()
     assert {peer for peer, _ in desk.sent.take(LoadWeights)} == {A, B}
     desk.desk.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
     desk.desk.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
-    assert [desk.core.ledger.version(peer.decode()) for peer in (A, B)] == [1, 0]
+    assert [desk.core.versions.step(peer.decode()) for peer in (A, B)] == [1, 0]
     assert desk.engines.quarantined == {B.decode()}
 
 

@@ -13,7 +13,7 @@ from asyncrl.engines.sglang import client as sglang_client
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import EngineError
-from asyncrl.types import StopReason, VersionSpan
+from asyncrl.types import PolicyVersion, StopReason, VersionSpan
 from asyncrl.wire.messages import EngineUse
 from tests.fakes.sglang import DONE, Script, event, scripted, sglang_config
 
@@ -46,7 +46,7 @@ def bodies(script: Script) -> list[dict[str, Any]]:
 
 def test_what_is_asked_for_and_what_comes_back():
     async def test(script: Script, engine: SGLangClient) -> None:
-        engine.mark((2, 7))
+        engine.mark(PolicyVersion(2, 7))
         last = event([7], 3, "e2-v7", STOP, prompt_tokens=4, cached_tokens=2)
         script.streams(event([5, 6], 2, "e2-v7"), last, DONE)
         request = ask((1, 2, 3, 4), 9, stop_ids=(7,), temperature=0.7, key=1 << 40)

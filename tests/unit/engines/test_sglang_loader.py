@@ -14,6 +14,7 @@ from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.errors import EngineError
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.sglang import scripted
@@ -43,18 +44,18 @@ class Server:
 def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refs = [publish({"w": torch.ones(2) * at}, tmp_path, 0, at) for at in range(2)]
+    refs = [publish({"w": torch.ones(2) * at}, tmp_path, PolicyVersion(0, at)) for at in range(2)]
     server, inside, most = Server(), list[int](), list[int]()
     entered, go = threading.Event(), threading.Event()
     loader = ServerLoader(server, WeightsConfig(), cache=tmp_path / "cache")  # type: ignore[arg-type]
     prepare = loader._whole
 
     def slow(ref: WeightsRef) -> Any:
-        inside.append(ref.version)
+        inside.append(ref.version.step)
         most.append(len(inside))
         entered.set()
         go.wait(60)
-        inside.remove(ref.version)
+        inside.remove(ref.version.step)
         return prepare(ref)
 
     monkeypatch.setattr(loader, "_whole", slow)
@@ -68,7 +69,7 @@ def test_a_load_that_was_given_up_is_out_of_the_way_before_the_next(
         await asyncio.sleep(0)
         assert inside == [0] and server.calls == []  # the thread goes on; the server was not touched
         go.set()
-        assert (await second).version == 1
+        assert (await second).version.step == 1
 
     asyncio.run(main())
     assert most == [1, 1] and server.label == "e0-v1" and server.calls == ["pause", "resume"]

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.engines.base import EngineBusy, Request, Sampling
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode
 from asyncrl.errors import EngineError
-from asyncrl.types import StopReason, VersionSpan
+from asyncrl.types import PolicyVersion, StopReason, VersionSpan
 
 STOP = {"type": "stop", "matched": 9}
 LENGTH = {"type": "length", "length": 4}
@@ -30,7 +30,7 @@ def spans(*labels: tuple[str, int, int]) -> list[dict[str, Any]]:
 
 
 def answer_to(acked: tuple[int, int], in_place: bool) -> StreamedTurn:
-    return StreamedTurn(Request("s", (1,), Sampling(99, ())), acked, in_place)
+    return StreamedTurn(Request("s", (1,), Sampling(99, ())), PolicyVersion(*acked), in_place)
 
 
 def fed(answer: StreamedTurn, *events: StreamEvent) -> StreamedTurn:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 
@@ -18,7 +18,7 @@ from .tiny import FAMILIES, ask, assert_logprobs, generated, prompt, serve, tiny
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
-    return disk.publish(dict(model.named_parameters()), directory, 0, version)
+    return disk.publish(dict(model.named_parameters()), directory, PolicyVersion(0, version))
 
 
 @torch.no_grad()
@@ -80,16 +80,22 @@ def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
         await engine.close()
 
     good = dict(tiny(seed=1).named_parameters())
-    damaged = disk.publish(good, tmp_path, 0, 1)
+    damaged = disk.publish(good, tmp_path, PolicyVersion(0, 1))
     payload = Path(damaged.path) / disk.PAYLOAD
     data = payload.read_bytes()
     payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     norm = "model.norm.weight"
     bad = [
         (damaged, "does not match"),
-        (disk.publish({k: v for k, v in good.items() if k != norm}, tmp_path, 0, 2), f"missing.*{norm}"),
-        (disk.publish(good | {"extra": torch.ones(1)}, tmp_path, 0, 3), "unknown.*extra"),
-        (disk.publish(good | {norm: torch.ones(31)}, tmp_path, 0, 4), r"\(31,\) instead of \(32,\)"),
+        (
+            disk.publish({k: v for k, v in good.items() if k != norm}, tmp_path, PolicyVersion(0, 2)),
+            f"missing.*{norm}",
+        ),
+        (disk.publish(good | {"extra": torch.ones(1)}, tmp_path, PolicyVersion(0, 3)), "unknown.*extra"),
+        (
+            disk.publish(good | {norm: torch.ones(31)}, tmp_path, PolicyVersion(0, 4)),
+            r"\(31,\) instead of \(32,\)",
+        ),
     ]
     asyncio.run(main())
 
@@ -107,7 +113,7 @@ def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
     assert "lm_head.weight" in tensors
     if not both:
         del tensors["lm_head.weight"]
-    ref = disk.publish(tensors, tmp_path, 0, 1)
+    ref = disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
     asyncio.run(main())
 
 

@@ -14,11 +14,12 @@ from asyncrl.config import parse
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.keeper import keeper as engine_keeper
 from asyncrl.keeper.keeper import LOAD_TRIES, Keeper
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import KeeperBeat, Loaded, WireMessage
 from asyncrl.wire.sockets import Endpoints
 
-REF = WeightsRef(1, 1, "somewhere")
+REF = WeightsRef(PolicyVersion(1, 1), "somewhere")
 FINE = Loaded(REF, "train", "sum", 0.1)
 FAILED = Loaded(REF, "train", "", 0.1, "WeightsError: refused")
 

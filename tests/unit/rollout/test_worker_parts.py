@@ -15,6 +15,7 @@ from asyncrl.rollout.samplers import BROKEN, LocalSampler
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages import Loaded
@@ -125,11 +126,11 @@ class Fixture:
 
     @property
     def versions(self) -> list[int]:
-        return [answer.ref.version for answer in self.answers]
+        return [answer.ref.version.step for answer in self.answers]
 
 
 def ref(version: int, path: str = "somewhere") -> WeightsRef:
-    return WeightsRef(0, version, path)
+    return WeightsRef(PolicyVersion(0, version), path)
 
 
 @pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])
@@ -140,7 +141,7 @@ def test_a_load_compares_the_probe(tmp_path: Path, engine: float, gap: float) ->
         f = Fixture()
         f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
         probe = Probe((1, 2, 3), (-1.0, -1.5))
-        f.lane.offer(publish({"w": torch.ones(1)}, tmp_path, 0, 1, probe))
+        f.lane.offer(publish({"w": torch.ones(1)}, tmp_path, PolicyVersion(0, 1), probe))
         await f.answered(1)
         assert (f.answers[0].probe_gap, f.answers[0].probe_tokens) == (gap, 2)
         f.task.cancel()
@@ -161,7 +162,7 @@ def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
         assert f.versions == [1, 3]
         f.lane.offer(ref(3))
         await f.answered(3)
-        assert [r.version for r in f.engine.loads] == [1, 3]
+        assert [r.version.step for r in f.engine.loads] == [1, 3]
         assert f.answers[2].checksum == "sum-3"
         f.task.cancel()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.store.runstore import RunStore
+from asyncrl.types import PolicyVersion
 from tests.unit.buffer.machine import admit, land, make, train
 
 CHILD = """
@@ -42,7 +43,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     persist(store, buffer)  # what left the buffer between two transactions is over in the store, too
     store.put_batches(batches.changes())
     store.put_commit(1, 1, batches.batches[0].plan_hash)
-    store.put_version(1, 1, "somewhere")
+    store.put_version(PolicyVersion(1, 1), "somewhere")
     store.commit()
     store.close()
 
@@ -59,7 +60,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert held.frames("2.0", 1) == [b"2.0", b""]
     assert held.frames("0.0", 1) == [b"0.0", b""]  # a kept plan's payloads are kept
     assert held.trained_in_plans() == 4
-    assert held.latest_version() == (1, 1, "somewhere")
+    assert held.newest_version() == ((1, 1), "somewhere")
     restored, _ = make()
     restored.restore(snapshot.groups, snapshot.episodes, snapshot.left)
     restored.next_group = snapshot.next_group

@@ -18,6 +18,7 @@ from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.trainer.model import load_policy, score
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
 from asyncrl.wire.messages import Published, ToCoordinatorControl
@@ -58,7 +59,7 @@ class Trainer:
         state = full_state(self.policy)
         logprobs = score(self.policy, self.publishing._probe_ids, self.world.device)
         self.step += 1
-        self.publishing.publish(EPOCH, self.step)
+        self.publishing.publish(PolicyVersion(EPOCH, self.step))
         return state, logprobs
 
     def told(self) -> Published:
@@ -117,7 +118,7 @@ def publish_three(reader: type[Files | Broadcasts], world: World, folder: Path) 
             if reading is None:
                 continue
             told = trainer.told()
-            assert told == trainer.publishing.announced and told.ref.order == (EPOCH, step)
+            assert told == trainer.publishing.announced and told.ref.version == (EPOCH, step)
             assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
             manifest, entries = reading.read(told.ref)
             assert manifest.probe is not None and manifest.probe.logprobs == logprobs

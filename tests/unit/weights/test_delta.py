@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, disk
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.delta import DeltaWriter, materialise
@@ -33,15 +34,16 @@ class Training:
         }
         self.version = -1
         self.writer = DeltaWriter(directory, 4096, FULL_EVERY)
-        self.history: dict[tuple[int, int], Tensors] = {}
+        self.history: dict[PolicyVersion, Tensors] = {}
 
     def snapshot(self) -> Snapshot:
         self.version += 1
         self.tensors["embedding"].view(-1)[self.version :: 97] += 0.5
         self.tensors["norm"] *= 1.001
         copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        self.history[0, self.version] = copies
-        return whole(copies, 0, self.version)
+        version = PolicyVersion(0, self.version)
+        self.history[version] = copies
+        return whole(copies, version)
 
     def publish(self, versions: int = 1) -> WeightsRef:
         for _ in range(versions):
@@ -49,12 +51,12 @@ class Training:
         return ref
 
     def ref(self, version: int) -> WeightsRef:
-        return disk.ref_to(self.directory, (0, version))
+        return disk.ref_to(self.directory, PolicyVersion(0, version))
 
     def check(self, ref: WeightsRef) -> None:
         """What any reader gets is what was published."""
         manifest, read = disk.read(ref)
-        same(read, self.history[ref.order])
+        same(read, self.history[ref.version])
         assert disk.verify(ref) == manifest
 
 
@@ -94,7 +96,7 @@ def test_versions_between_whole_ones_are_deltas(training: Training):
 
 def test_a_delta_has_the_checksum_of_the_whole(training: Training, tmp_path: Path):
     training.publish(2)
-    again = disk.publish(training.history[0, 1], tmp_path / "again", 0, 1)
+    again = disk.publish(training.history[PolicyVersion(0, 1)], tmp_path / "again", PolicyVersion(0, 1))
     assert disk.read_manifest(training.ref(1)).checksum == disk.read_manifest(again).checksum
 
 
@@ -160,9 +162,9 @@ def test_a_cache_follows_every_version(training: Training, tmp_path: Path):
     for _ in range(2 * FULL_EVERY):
         ref = training.publish()
         own = materialise(ref, cache)
-        assert own.order == ref.order and Path(own.path).parent == cache
+        assert own.version == ref.version and Path(own.path).parent == cache
         training.check(own)
-        same(load_file(Path(own.path) / disk.PAYLOAD), training.history[ref.order])
+        same(load_file(Path(own.path) / disk.PAYLOAD), training.history[ref.version])
         assert disk.published(cache) == [own]
         assert disk.read_manifest(own).checksum == disk.read_manifest(ref).checksum
 
@@ -213,7 +215,7 @@ def test_without_any_way_to_a_version_it_is_one_clear_line(training: Training, t
 def test_a_base_of_other_bytes_is_refused(training: Training, tmp_path: Path):
     training.publish(2)
     other = {name: tensor + 1 for name, tensor in training.history[0, 0].items()}
-    disk.publish(other, training.directory, 0, 0)
+    disk.publish(other, training.directory, PolicyVersion(0, 0))
     with pytest.raises(WeightsError, match="is not the version it builds upon"):
         materialise(training.ref(1), tmp_path / "cache")
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.publisher import Publisher
@@ -16,7 +17,7 @@ DEADLINE = 60.0
 
 
 def version(number: int) -> Snapshot:
-    return whole({"a": torch.ones(1)}, 0, number)
+    return whole({"a": torch.ones(1)}, PolicyVersion(0, number))
 
 
 class Slow:
@@ -33,11 +34,11 @@ class Slow:
         assert self.go.acquire(timeout=DEADLINE)
         if self.fails is not None:
             raise self.fails
-        return WeightsRef(*snapshot.order, "")
+        return WeightsRef(snapshot.version, "")
 
     def announce(self, ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
         assert write_s >= 0
-        self.announced.append(ref.version)
+        self.announced.append(ref.version.step)
 
 
 def test_a_newer_version_replaces_one_that_waits():

@@ -1,0 +1,94 @@
+"""Which policy version is the newest, which one each engine was sent, and which one it has confirmed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.types import NO_VERSION, PolicyVersion
+from asyncrl.weights.manifest import WeightsRef
+
+
+class EngineVersions(msgspec.Struct):
+    """One engine's: what it was sent last, and what it has confirmed. NO_VERSION: nothing."""
+
+    pushed: PolicyVersion = NO_VERSION
+    acked: PolicyVersion = NO_VERSION
+    pushed_at: float = 0.0
+    send_at: float = 0.0
+
+
+class VersionLedger:
+    """Pushed against acked, by engine. An engine that missed a version gets the newest one.
+
+    Args:
+        newest: the newest published version.
+        ref: where it is; None: unknown, until the trainer publishes it again.
+    """
+
+    def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
+        self.newest, self.ref = newest, ref
+        self.engines: dict[str, EngineVersions] = {}
+        self._checksum = (NO_VERSION, "")  # of the newest version that was loaded, as first loaded
+
+    def publish(self, ref: WeightsRef) -> bool:
+        """A version can be loaded. False when that was known, or a newer one can."""
+        if ref.version < self.newest or (ref.version == self.newest and self.ref is not None):
+            return False
+        self.newest, self.ref = ref.version, ref
+        return True
+
+    def join(self, engine: str) -> None:
+        self.engines[engine] = EngineVersions()
+
+    def leave(self, engine: str) -> None:
+        self.engines.pop(engine, None)
+
+    def behind(self, engine: str, now: float) -> bool:
+        """True when the engine is to be sent the newest version now."""
+        held = self.engines[engine]
+        return held.pushed < self.newest and now >= held.send_at
+
+    def push(self, engine: str, now: float) -> None:
+        held = self.engines[engine]
+        held.pushed, held.pushed_at = self.newest, now
+
+    def same_weights(self, version: PolicyVersion, checksum: str) -> bool:
+        """False when an engine loaded as the newest version something else than the first one that did."""
+        if version > self._checksum[0]:
+            self._checksum = (version, checksum)
+        return version < self._checksum[0] or checksum == self._checksum[1]
+
+    def ack(self, engine: str, version: PolicyVersion) -> bool:
+        """The engine uses a version. False when that was known."""
+        held = self.engines[engine]
+        known, held.acked = held.acked, max(held.acked, version)
+        return held.acked > known
+
+    def resend(self, engine: str, at: float) -> None:
+        """From `at` on, the engine is to be sent the newest version, whatever it was sent before."""
+        held = self.engines[engine]
+        held.pushed, held.send_at = NO_VERSION, at
+
+    def step(self, engine: str) -> int:
+        """Step of the version that the engine has confirmed."""
+        return self.engines[engine].acked.step
+
+    def overdue(self, now: float, deadline: float) -> list[str]:
+        """Engines that have not confirmed what they were sent `deadline` seconds ago: sent again."""
+        found = [
+            engine
+            for engine, held in self.engines.items()
+            if held.acked < held.pushed and now - held.pushed_at > deadline
+        ]
+        for engine in found:
+            self.resend(engine, now)
+        return found
+
+    @property
+    def all_acked(self) -> bool:
+        return all(held.acked >= self.newest for held in self.engines.values())
+
+    @property
+    def acked_step(self) -> int:
+        """Step that the slowest engine has confirmed; of the newest version without engines."""
+        return min((held.acked.step for held in self.engines.values()), default=self.newest.step)
