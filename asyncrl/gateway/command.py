@@ -2,8 +2,8 @@
 
     sample as JSON ──stdin──► program ──stdout──► its last line, as JSON, is the result
 
-It finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. It runs in a process group of its own,
-of which nothing is left when the episode is over, or when the worker is killed.
+It finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Nothing of it or of what it started is
+left when the episode is over, or when the worker is killed.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.gateway.agents import MAX_RESULT, agents
-from asyncrl.gateway.reaper import Reaper
 from asyncrl.gateway.server import Endpoint
+from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.wrapper import KILL, KILL_SECONDS
 from asyncrl.types import Sample
 
 MAX_ERROR = 4096  # bytes of stderr that are read back
 CLOSE_SECONDS = 2.0  # for the pipes of a program that has ended
 
 Line = Annotated[str, msgspec.Meta(min_length=1)]
-
-_reaper = Reaper()
 
 
 class CommandError(AsyncrlError):
@@ -43,15 +41,14 @@ async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: 
     program = _Program()
     transport = await _start(program, _split(line), directory or None, _environment(os.environ, endpoint))
     try:
-        with _group(transport):
-            stdin: Any = transport.get_pipe_transport(0)
-            stdin.write(_written(sample))
-            stdin.close()  # when all of it is read, or the program has ended
-            await program.exited.wait()
+        stdin: Any = transport.get_pipe_transport(0)
+        stdin.write(_written(sample))
+        stdin.close()  # when all of it is read, or the program has ended
+        await program.exited.wait()
         with suppress(TimeoutError):
             await asyncio.wait_for(program.closed.wait(), CLOSE_SECONDS)
     finally:
-        transport.close()
+        await _end(program, transport)
     if code := transport.get_returncode():
         raise CommandError(
             f"{line.split()[0]} ended with code {code}: {program.err.last_line or 'no message'}"
@@ -122,43 +119,31 @@ async def _start(
 ) -> asyncio.SubprocessTransport:
     starting = asyncio.ensure_future(
         asyncio.get_running_loop().subprocess_exec(
-            lambda: program,
-            *words,
-            cwd=directory,
-            env=environment,
-            start_new_session=True,
+            lambda: program, *wrapped(words), cwd=directory, env=environment, start_new_session=True
         )
     )
     try:
         transport, _ = await asyncio.shield(starting)
-    except asyncio.CancelledError:  # asyncio would wait for the program's children
+    except asyncio.CancelledError:  # asyncio would wait for the program
         await asyncio.wait([starting])
         if starting.exception() is None:
-            _kill(starting.result()[0])
-            starting.result()[0].close()
+            await _end(program, starting.result()[0])
         raise
     except OSError as error:
         raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
     return transport
 
 
-@contextmanager
-def _group(transport: asyncio.SubprocessTransport) -> Iterator[None]:
-    """The body is the time of the program and of its children. They are killed once, as long as they are
-    watched: later the number of their group may be another's."""
-    with ExitStack() as unwatched:
-        unwatched.callback(_kill, transport)
-        with _reaper.watching(transport.get_pid()):
-            unwatched.pop_all()
-            try:
-                yield
-            finally:
-                _kill(transport)
-
-
-def _kill(transport: asyncio.SubprocessTransport) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(transport.get_pid(), signal.SIGKILL)
+async def _end(program: _Program, transport: asyncio.SubprocessTransport) -> None:
+    """Kill what is left, and wait for that: closing the transport sooner would kill the wrapper alone."""
+    try:
+        if transport.get_returncode() is None:
+            with suppress(ProcessLookupError):
+                os.kill(transport.get_pid(), KILL)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(program.exited.wait(), 2 * KILL_SECONDS)
+    finally:
+        transport.close()
 
 
 def _result(line: str) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.gateway import Endpoint, command, load_agent, result_of
 from asyncrl.gateway.command import CommandError
-from asyncrl.gateway.reaper import Reaper, reap
 from asyncrl.types import Message, Sample
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
@@ -69,7 +66,7 @@ def test_the_last_line_is_the_result(line: str, result: Any) -> None:
     [
         ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh ended with code 3: no luck"),
         ("false", "false ended with code 1: no message"),
-        ("no-such-program --x", "no-such-program cannot be run: No such file"),
+        ("no-such-program --x", "ended with code 127: no-such-program cannot be run: No such file"),
         ("echo 'unclosed", "No closing quotation"),
         ("sh -c 'kill -9 $$'", "ended with code -9"),
     ],
@@ -103,7 +100,7 @@ def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str, monkeypatch: 
     monkeypatch.setattr(sys.modules[command.__module__], "CLOSE_SECONDS", 60.0)  # not waited for
     pids = tmp_path / "pids"
     os.mkfifo(pids)
-    line = f"sh -c 'sleep 600 & echo $$ $! > {pids}; {ending}'"
+    line = f"sh -c 'setsid sleep 600 & echo $$ $! > {pids}; {ending}'"
 
     async def main() -> list[int]:
         playing = asyncio.create_task(command(SAMPLE, ENDPOINT, line=line))
@@ -118,96 +115,6 @@ def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str, monkeypatch: 
     assert len(started) == 2
     deadline = asyncio.run(_gone(started))
     assert deadline, "a process was left"
-
-
-OWNER = """
-import asyncio, sys
-from tests.unit.gateway.test_command import ENDPOINT, SAMPLE, command
-asyncio.run(command(SAMPLE, ENDPOINT, line=sys.argv[1]))
-"""
-
-
-def test_children_of_a_program_die_with_a_killed_worker(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    os.mkfifo(pids)
-    line = f"sh -c 'cat > /dev/null; (sleep 600 & echo $! > {pids}; wait) & wait'"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, line], cwd=Path(__file__).parents[3])
-    try:
-        started = int(pids.read_text())
-        assert alive(started)
-    finally:
-        owner.kill()
-        owner.wait()
-    assert asyncio.run(_gone([started])), "a process was left"
-
-
-LOSER = """
-import os, sys
-from asyncrl.gateway.reaper import Reaper
-reaper = Reaper()
-with reaper.watching(int(sys.argv[1])):
-    reaper._process.kill()
-    reaper._process.wait()
-    with reaper.watching(1 << 30):
-        os._exit(0)
-"""
-
-
-def test_a_reaper_that_was_killed_is_replaced() -> None:
-    program = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        subprocess.run([sys.executable, "-c", LOSER, str(program.pid)], check=True, timeout=60)
-        assert program.wait(30) == -signal.SIGKILL
-    finally:
-        program.kill()
-        program.wait()
-
-
-def test_what_was_taken_back_is_not_killed() -> None:
-    program = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    try:
-        reap([f"+{program.pid}\n", f"-{program.pid}\n"])
-        assert program.poll() is None
-        reap([f"+{program.pid}\n"])
-        assert program.wait(30) == -signal.SIGKILL
-    finally:
-        program.kill()
-        program.wait()
-
-
-def test_the_group_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another's by then."""
-    killed: list[int] = []
-    monkeypatch.setattr(os, "killpg", lambda group, signal: killed.append(group))
-    assert run("echo 1") == 1
-    assert len(killed) == 1
-
-
-def test_a_group_is_watched_until_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(os, "killpg", lambda group, signal: log.append("kill"))
-    monkeypatch.setattr(Reaper, "_tell", lambda self, line: log.append(line[0]))
-    assert run("echo 1") == 1
-    assert log == ["+", "kill", "-"]
-
-
-def test_what_cannot_be_watched_is_killed_and_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = sys.modules[command.__module__]
-    reaper, pids = Reaper(), []
-
-    def refuse() -> None:
-        pids.extend(reaper._groups)
-        raise OSError("no more files")
-
-    monkeypatch.setattr(module, "_reaper", reaper)
-    monkeypatch.setattr("asyncrl.gateway.reaper._start", refuse)
-    with pytest.raises(OSError, match="no more files"):
-        run("sleep 600")
-    assert len(pids) == 1
-    assert reaper._groups == set()
-    assert asyncio.run(_gone(pids)), "a process was left"
 
 
 async def _gone(pids: list[int]) -> bool:

@@ -1,0 +1,78 @@
+"""kill -9 of a worker: what its children started ends too, also in sessions of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In a child of the worker: starts a process in a session of its own, and hangs.
+STARTS_ONE = """
+import subprocess, sys, time
+from asyncrl.tools import tool
+
+def start(path: str) -> float:
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open(path, "w") as pids:
+        pids.write(str(child.pid))
+    time.sleep(600)
+
+def reward(given):
+    return start(given.answer)
+
+started_by_tool = tool(process=True, name="start")(start)
+
+if __name__ == "__main__":
+    start(sys.argv[1])
+"""
+
+# The worker: FILE has the above, PIDS is where the pid goes.
+WORKERS = {
+    "reward": """
+from asyncrl.rewards import RewardInput, RewardSource
+from asyncrl.rewards.process import RewardPool
+work = RewardPool(RewardSource(f"{FILE}:reward"), 1).call(RewardInput(SAMPLE, PIDS), 600.0)
+""",
+    "tool": """
+import json
+from asyncrl.tools import call_tool, load_tool
+from asyncrl.types import ToolCall
+work = call_tool(load_tool(f"{FILE}:started_by_tool"), ToolCall("start", json.dumps({"path": PIDS})), 600.0)
+""",
+    "agent program": """
+from asyncrl.gateway import Endpoint, command
+work = command(SAMPLE, Endpoint("http://127.0.0.1:1/v1", "key"), line=f"{sys.executable} {FILE} {PIDS}")
+""",
+}
+
+WORKER = """
+import asyncio, sys
+from asyncrl.types import Sample
+FILE, PIDS = sys.argv[1:]
+SAMPLE = Sample(0, "test", (), "1")
+{work}
+async def main():
+    await work
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_nothing_outlives_a_killed_worker(tmp_path: Path, kind: str) -> None:
+    file, pids = tmp_path / "starts.py", tmp_path / "pids"
+    file.write_text(STARTS_ONE)
+    os.mkfifo(pids)
+    code = WORKER.format(work=WORKERS[kind])
+    worker = subprocess.Popen([sys.executable, "-c", code, str(file), str(pids)], cwd=ROOT)
+    grandchild = psutil.Process(int(pids.read_text()))
+    assert os.getsid(grandchild.pid) == grandchild.pid
+    tree = [grandchild, *psutil.Process(worker.pid).children(recursive=True)]
+    worker.kill()
+    worker.wait(60)
+    assert not psutil.wait_procs(tree, timeout=60)[1]
