@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.wrapper import KILL
 from asyncrl.launch.placement import Unit, environment
 from asyncrl.launch.process import Order, log_path
 from asyncrl.wire.sockets import Endpoints
@@ -18,15 +21,11 @@ CHILD = "asyncrl.launch.role"
 
 
 class LocalProcess:
-    """A child process; it cannot outlive us (see child.py)."""
+    """A role under a wrapper: neither it nor what it started outlives us, or its end."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.name = name
         self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -35,16 +34,14 @@ class LocalProcess:
         self._process.terminate()
 
     def kill(self) -> None:
-        self._process.kill()
+        self._process.send_signal(KILL)
 
 
 class LocalSpawner:
-    """Starts children. Holds the write end of the pipe that tells them we are alive."""
+    """Starts children."""
 
     def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
-        self._run_dir = run_dir
-        self._endpoints = endpoints
-        self._read, self._write = os.pipe()
+        self._run_dir, self._endpoints = run_dir, endpoints
 
     def __call__(self, order: Order) -> LocalProcess:
         """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
@@ -53,12 +50,11 @@ class LocalSpawner:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:
             process = subprocess.Popen(
-                self._command(order),
+                wrapped(self._command(order), grace=math.inf),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment(order.place),
-                pass_fds=(self._read,),
                 start_new_session=True,
             )
         return LocalProcess(order.place.name, process)
@@ -71,11 +67,6 @@ class LocalSpawner:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.as_uri()
 
-    def close(self) -> None:
-        """Give up the pipe: children that are still there end."""
-        os.close(self._write)
-        os.close(self._read)
-
     def _command(self, order: Order) -> list[str]:
         place = order.place
         return [
@@ -87,8 +78,6 @@ class LocalSpawner:
             *("--control", self._endpoints.control),
             *("--bulk", self._endpoints.bulk),
             *("--target", place.target),
-            *("--parent", str(os.getpid())),
-            *("--alive-fd", str(self._read)),
         ]
 
 
@@ -99,5 +88,6 @@ def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
         for child in psutil.Process(launcher_pid).children(recursive=True):
             with suppress(psutil.Error, ValueError):
                 argv = child.cmdline()
-                found[f"{argv[argv.index(CHILD) + 1]}-{argv[argv.index('--index') + 1]}"] = child
+                if argv[1:3] == ["-m", CHILD]:  # not its wrapper
+                    found[f"{argv[3]}-{argv[argv.index('--index') + 1]}"] = child
     return found

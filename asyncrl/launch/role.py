@@ -1,19 +1,14 @@
-"""The inside of a launched process: never outlive the parent, log, run the role, end with a code.
+"""The inside of a launched process: log, run the role, end with a code.
 
-    python -m asyncrl.launch.role rollout --index 0 --run-dir runs/demo --incarnation 3f… --control tcp://…
-
-A parent that dies by kill -9 takes its children along: the kernel signals them (PR_SET_PDEATHSIG), and for
-kernels that do not, the pipe whose other end only the parent holds reads end-of-file.
+python -m asyncrl.launch.role rollout --index 0 --run-dir runs/demo --incarnation 3f… --control tcp://…
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import logging
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -27,13 +22,11 @@ from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAI
 from asyncrl.launch.process import BAD_INPUT, CRASHED
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
-PR_SET_PDEATHSIG = 1
 log = logging.getLogger("asyncrl.launch")
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _arguments(argv)
-    die_with_parent(options.parent, options.alive_fd)
     set_up_logging()
     config = read_config(Path(options.run_dir))
     target = options.target or TARGETS[options.role]
@@ -90,19 +83,6 @@ def set_up_logging() -> None:
     logging.captureWarnings(True)
 
 
-def die_with_parent(parent: int, alive_fd: int) -> None:
-    """End when the parent does. Both ways end without clean-up: every role survives a kill -9 anyway."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(CRASHED)
-    threading.Thread(target=_watch_pipe, args=(alive_fd,), daemon=True, name="parent-watch").start()
-
-
-def _watch_pipe(alive_fd: int) -> None:
-    os.read(alive_fd, 1)  # nobody writes: this returns at end-of-file
-    os._exit(CRASHED)
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m asyncrl.launch.role", description=__doc__)
     parser.add_argument("role", choices=sorted(TARGETS))
@@ -113,8 +93,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--control", required=True)
     parser.add_argument("--bulk", required=True)
     parser.add_argument("--target", default="", help="module:function to run instead of the role's own")
-    parser.add_argument("--parent", type=int, required=True, help="pid to live and die with")
-    parser.add_argument("--alive-fd", type=int, required=True, help="pipe that reads EOF when it is gone")
     return parser.parse_args(argv)
 
 

@@ -99,10 +99,7 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
             yield ray, ray.rendezvous
         return
     local = LocalSpawner(run_dir, endpoints)
-    try:
-        yield local, local.rendezvous
-    finally:
-        local.close()
+    yield local, local.rendezvous
 
 
 def _remove_outside_weights(config: RunConfig) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import COORDINATOR, Unit
 from asyncrl.launch.process import (
     BAD_INPUT,
@@ -173,13 +173,3 @@ class Supervisor:
         path = log_path(self._run_dir, name)
         tail = log_tail(path, lines)
         return f"{path}:\n{tail}" if tail else ""
-
-
-def describe_exit(code: int) -> str:
-    """`was killed by SIGKILL`, or `ended with exit code 70`."""
-    if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"

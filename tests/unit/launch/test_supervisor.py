@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import Order
-from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVING, Supervisor, describe_exit
+from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVING, Supervisor
 
 
 class Fake:
