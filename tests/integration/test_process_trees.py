@@ -1,4 +1,4 @@
-"""kill -9 of a worker: what its children started ends too, also in sessions of their own."""
+"""kill -9 of a worker or keeper: what its children started ends too, also in sessions of their own."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ work = call_tool(load_tool(f"{FILE}:started_by_tool"), ToolCall("start", json.du
 from asyncrl.gateway import Endpoint, command
 work = command(SAMPLE, Endpoint("http://127.0.0.1:1/v1", "key"), line=f"{sys.executable} {FILE} {PIDS}")
 """,
+    "SGLang server": """
+from pathlib import Path
+from asyncrl.config import parse
+from asyncrl.engines.sglang.process import ServerProcess
+config = parse({
+    "name": "t", "model": {"path": "m"}, "data": {"train": "d"},
+    "engine": {"server_command": [sys.executable, FILE, PIDS]},
+})
+async def serve():
+    server = await ServerProcess.start(config, 0, "h", 1, Path(FILE).parent)
+    await server.ended()
+work = serve()
+""",
 }
 
 WORKER = """
@@ -63,6 +76,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.timeout(90)  # reading the pids waits for ever when a worker fails
 @pytest.mark.parametrize("kind", WORKERS)
 def test_nothing_outlives_a_killed_worker(tmp_path: Path, kind: str) -> None:
     file, pids = tmp_path / "starts.py", tmp_path / "pids"

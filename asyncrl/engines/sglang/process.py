@@ -1,19 +1,16 @@
 """A server as a child of its keeper: the command line, the start, the end.
 
-It cannot outlive the keeper: the kernel kills it with its parent, and SGLang asks the same for its own
-children, once they have started; a keeper that ends in order ends the whole process group. Its output is the
-keeper's: one log per server.
+It runs under the wrapper of `isolation.child`: neither it nor its own processes outlive the keeper. Its
+output is the keeper's: one log per server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
+import shutil
 import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,13 +18,12 @@ import torch
 
 from asyncrl.config import EngineConfig, RunConfig
 from asyncrl.errors import EngineError
+from asyncrl.isolation.child import wrapped
 
-PR_SET_PDEATHSIG = 1
 # From terminate to kill: a server has nothing to save, and its keeper is given little more than a second.
 STOP_SECONDS = 0.8
 MEMORY_FRACTION = 0.85  # of a GPU's memory, for weights and KV cache
 STREAM_INTERVAL = 4  # tokens per event of a stream: what a request loses at most when its server dies
-_libc = ctypes.CDLL(None)
 
 
 def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) -> list[str]:
@@ -80,7 +76,7 @@ def free_port(host: str) -> int:
 
 
 class ServerProcess:
-    """A started server. Context manager: nothing of it is left afterwards."""
+    """A started server."""
 
     def __init__(self, process: asyncio.subprocess.Process, key_file: Path | None) -> None:
         self._process, self._key_file = process, key_file
@@ -91,20 +87,16 @@ class ServerProcess:
     ) -> ServerProcess:
         """Start one; it will listen at host:port. EngineError when there is no such command."""
         command = arguments(config, index, host, port, torch.cuda.device_count())
+        if shutil.which(command[0]) is None:
+            raise EngineError(
+                f"no server: {command[0]} cannot be run (no such program); correct engine.server_command"
+            )
         key_file = _write_keys(config.engine, index, directory)
         if key_file is not None:
             command += ["--config", str(key_file)]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                preexec_fn=_die_with_parent,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EngineError(
-                f"no server: {command[0]} cannot be run ({error.strerror}); correct engine.server_command"
-            ) from error
+        process = await asyncio.create_subprocess_exec(
+            *wrapped(command, STOP_SECONDS), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
         return cls(process, key_file)
 
     @property
@@ -121,16 +113,11 @@ class ServerProcess:
             self._key_file.unlink(missing_ok=True)
 
     async def stop(self) -> None:
-        """Terminate, then kill what is left of it and its children, also of a server that died by itself."""
+        """Terminate it; what is left of it and its children after STOP_SECONDS is killed."""
         self.forget_keys()
         if self.code is None:
             self._process.terminate()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
-                    await self.ended()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self.ended()
+            await self.ended()
 
 
 def _write_keys(engine: EngineConfig, index: int, directory: Path) -> Path | None:
@@ -147,7 +134,3 @@ def _write_keys(engine: EngineConfig, index: int, directory: Path) -> Path | Non
     with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.yaml.encode(given))
     return path
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

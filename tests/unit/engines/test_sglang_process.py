@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -127,37 +124,9 @@ def test_children_of_a_server_that_died_are_ended(tmp_path: Path) -> None:
         server_command=[sys.executable, "-c", spawn + f"open('{tmp_path}/pid', 'w').write(str(p.pid))"]
     )
 
-    async def main() -> psutil.Process:
+    async def main() -> None:
         process = await ServerProcess.start(config, 0, "h", 1, tmp_path)
         assert await asyncio.wait_for(process.ended(), 60) == 0
-        child = psutil.Process(int((tmp_path / "pid").read_text()))
-        assert child.is_running()
-        await process.stop()
-        return child
+        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
-    psutil.wait_procs([child := asyncio.run(main())], 60)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_server_does_not_outlive_a_killed_keeper(tmp_path: Path) -> None:
-    program = f"""
-        import asyncio, sys
-        from pathlib import Path
-        from asyncrl.config import parse
-        from asyncrl.engines.sglang.process import ServerProcess
-        config = parse({{"name": "t", "model": {{"path": "m"}}, "data": {{"train": "d"}},
-                        "engine": {{"server_command": [sys.executable, "-c", {SLEEP!r}]}}}})
-        async def main():
-            process = await ServerProcess.start(config, 0, "h", 1, Path({str(tmp_path)!r}))
-            print(process._process.pid, flush=True)
-            await process.ended()
-        asyncio.run(main())
-    """
-    keeper = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=os.environ
-    )
-    assert keeper.stdout is not None
-    server = psutil.Process(int(keeper.stdout.readline()))
-    keeper.kill()
-    keeper.wait(60)
-    server.wait(60)
+    asyncio.run(main())
