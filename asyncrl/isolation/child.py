@@ -25,7 +25,7 @@ from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import AsyncrlError, one_line, reason
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.foreign import Late, in_thread
 from asyncrl.registry import load_object
@@ -219,18 +219,13 @@ def serve() -> None:
                 reply = ChildReply(result=function(request(frame)))
             answer = _encode(reply)
         except BaseException as error:  # whatever users' code raises, SystemExit too, is its answer
-            answer = _encode(ChildReply(error=_text(error)))
+            answer = _encode(ChildReply(error=reason(error)[:MAX_ERROR]))
         if len(answer) > largest:
             answer = _encode(
                 ChildReply(error=f"the answer has {len(answer)} bytes, at most {largest} are allowed")
             )
         answers.write(len(answer).to_bytes(HEAD, "little") + answer)
         answers.flush()
-
-
-def _text(error: BaseException) -> str:
-    """Errors raised on purpose speak for themselves; others by type and text."""
-    return str(error)[:MAX_ERROR] if isinstance(error, AsyncrlError) else one_line(error)
 
 
 def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:

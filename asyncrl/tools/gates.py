@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from asyncrl.isolation.foreign import Late
 from asyncrl.tools.base import Tool
-from asyncrl.tools.process import Lease, Pool
+from asyncrl.tools.process import ToolPool
 
 MOST_STRAYS = 100  # calls of one tool left behind at their deadlines; with more it is not called
 
@@ -20,8 +20,8 @@ class Gate:
 
     def __init__(self, tool: Tool) -> None:
         self.live: set[object] = set()
-        self.pool = Pool(tool) if tool.process else None
         most = tool.concurrency or (os.cpu_count() if tool.process else None)
+        self.processes = ToolPool(tool, most or 1) if tool.process else None
         self._places = asyncio.Semaphore(most) if most else None
         self._pause = 1 / tool.rate if tool.rate else 0.0
         self._next = 0.0  # the loop's time at which a call may begin
@@ -29,7 +29,7 @@ class Gate:
         self._awaited = 0
 
     @asynccontextmanager
-    async def place(self, seconds: float) -> AsyncIterator[Lease | None]:
+    async def place(self, seconds: float) -> AsyncIterator[None]:
         """The body is one call. Late when it cannot begin within `seconds`."""
         async with AsyncExitStack() as stack:
             try:
@@ -43,7 +43,7 @@ class Gate:
                 raise Late(f"the tool is out of order: {strays} earlier calls have not ended")
             self._awaited += 1
             stack.callback(self._leave)
-            yield stack.enter_context(self.pool.lease()) if self.pool else None
+            yield
 
     def _leave(self) -> None:
         self._awaited -= 1

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import bind, load_object
 from asyncrl.tools.base import Tool, names, tools
-from asyncrl.tools.process import origin
+from asyncrl.tools.process import source_of
 
 Arguments = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
                     f"leave one out, or rename it: @tool(name=...)"
                 )
             if tool.process:
-                origin(tool)  # raises where no process could find it
+                source_of(tool)  # raises where no process could find it
             found[tool.name], origins[tool.name] = tool, spec
     return found
 

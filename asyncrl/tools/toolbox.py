@@ -23,7 +23,6 @@ from asyncrl.errors import ProtocolError, one_line, reason
 from asyncrl.isolation.foreign import bounded, finish
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
-from asyncrl.tools.process import Lease
 from asyncrl.tools.replies import reply_of, within_memory
 from asyncrl.tools.sample_tools import (
     SampleTools,
@@ -62,7 +61,7 @@ class Toolbox:
 
     async def close(self) -> None:
         """End what tools share: their processes and connections. Bounded, and never raises."""
-        pools = [gate.pool.close() for gate in self.gates.values() if gate.pool is not None]
+        pools = [gate.processes.pool.close() for gate in self.gates.values() if gate.processes]
         ends = {tool.end for tool in self.tools.values() if tool.end is not None}
         ended = (bounded(finish(end), CLOSE_SECONDS, set()) for end in ends)
         for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
@@ -186,8 +185,9 @@ class ToolSession:
     async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
         """(content, reward). Raises what the tool raised in its last attempt, or Late."""
         gate, limit = self._box.gates[tool.name], self._box.limit(tool)
-        async with gate.place(limit) as lease:
-            run = partial(_ask, lease, arguments) if lease else partial(self._run_here, tool, keywords)
+        async with gate.place(limit):
+            here = partial(self._run_here, tool, keywords)
+            run = partial(gate.processes.call, arguments) if gate.processes else here
             result: tuple[str, float] = await bounded(_attempts(tool, run), limit, self._running)
             return result
 
@@ -198,11 +198,6 @@ class ToolSession:
         one = self._objects[id(tool.state)]
         async with one.turn:  # until the reply is text: the next call may change what this one returned
             return reply_of(await run(partial(tool.function, one.state, **keywords)))
-
-
-async def _ask(lease: Lease, arguments: str) -> tuple[str, float]:
-    answer = await lease.ask(arguments)
-    return answer.content, answer.reward
 
 
 async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]) -> tuple[str, float]:

@@ -26,7 +26,9 @@ def start(path: str) -> float:
 def reward(given):
     return start(given.answer)
 
-started_by_tool = tool(process=True, name="start")(start)
+@tool(process=True)
+def call(path: str) -> float:
+    return start(path)
 
 if __name__ == "__main__":
     start(sys.argv[1])
@@ -43,7 +45,7 @@ work = RewardPool(RewardSource(f"{FILE}:reward"), 1).call(RewardInput(SAMPLE, PI
 import json
 from asyncrl.tools import call_tool, load_tool
 from asyncrl.types import ToolCall
-work = call_tool(load_tool(f"{FILE}:started_by_tool"), ToolCall("start", json.dumps({"path": PIDS})), 600.0)
+work = call_tool(load_tool(f"{FILE}:call"), ToolCall("call", json.dumps({"path": PIDS})), 600.0)
 """,
     "agent program": """
 from asyncrl.gateway import Endpoint, command

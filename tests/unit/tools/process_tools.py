@@ -27,7 +27,7 @@ def work(what: str) -> Rewarded:
         case "quit":
             sys.exit(3)
         case "child":
-            return Rewarded(subprocess.Popen(["sleep", "60"]).pid, 0.0)
+            return Rewarded(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, 0.0)
         case "large":
             return Rewarded("x" * 10_000_000, 0.0)
         case "garbage":

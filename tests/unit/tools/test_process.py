@@ -6,10 +6,8 @@ import asyncio
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,8 +18,9 @@ import psutil
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import Toolbox, ToolSession, load_tool, load_tools, process, tool
-from asyncrl.tools.process import Answer, Pool, Start, _encode
+from asyncrl.isolation import child
+from asyncrl.tools import Toolbox, ToolSession, load_tool, load_tools, tool
+from asyncrl.tools.process import source_of
 from asyncrl.tools.replies import MAX_REPLY
 from asyncrl.types import Sample, ToolCall, ToolReply
 
@@ -105,27 +104,31 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(end)
 
 
-Spawn = Callable[[socket.socket], "subprocess.Popen[bytes]"]
+Spawn = Callable[[socket.socket, str, int], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
 def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes that were started."""
+    """The processes that were started: their wrappers."""
     pids: list[int] = []
-    spawn: Spawn = process._spawn
+    spawn: Spawn = child._spawn
 
-    def counted(end: socket.socket) -> subprocess.Popen[bytes]:
-        pids.append((made := spawn(end)).pid)
+    def counted(end: socket.socket, service: str, largest: int) -> subprocess.Popen[bytes]:
+        pids.append((made := spawn(end, service, largest)).pid)
         return made
 
-    monkeypatch.setattr(process, "_spawn", counted)
+    monkeypatch.setattr(child, "_spawn", counted)
     return pids
 
 
+def program_of(wrapper: int) -> int:
+    return psutil.Process(wrapper).children()[0].pid
+
+
 def starts_of(box: Toolbox) -> list[asyncio.Task[Any]]:
-    pool = box.gates["work"].pool
-    assert pool is not None
-    return list(pool._starts)
+    processes = box.gates["work"].processes
+    assert processes is not None
+    return list(processes.pool.starts)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -141,7 +144,7 @@ def test_a_start_counts_and_goes_on_for_the_next_call(gate: int, spawned: list[i
         waits = asyncio.create_task(asyncio.wait(starts) if before else session.call(call("a")))
         os.write(gate, b"x")  # one process may start, and no second one
         await waits
-        assert (await session.call(call("a"))).content == str(spawned[0])
+        assert (await session.call(call("a"))).content == str(program_of(spawned[0]))
         assert len(starts) == len(spawned) == 1
 
     with_deadlines(play)
@@ -150,13 +153,13 @@ def test_a_start_counts_and_goes_on_for_the_next_call(gate: int, spawned: list[i
 def test_a_process_that_comes_after_the_end_ends_too(
     monkeypatch: pytest.MonkeyPatch, spawned: list[int]
 ) -> None:
-    held, spawn = threading.Event(), process._spawn
+    held, spawn = threading.Event(), child._spawn
 
-    def late(end: socket.socket) -> subprocess.Popen[bytes]:
+    def late(end: socket.socket, service: str, largest: int) -> subprocess.Popen[bytes]:
         held.wait(20)
-        return spawn(end)
+        return spawn(end, service, largest)
 
-    monkeypatch.setattr(process, "_spawn", late)
+    monkeypatch.setattr(child, "_spawn", late)
 
     async def play(box: Toolbox, session: ToolSession) -> None:
         box.timeout = 0.05
@@ -183,9 +186,9 @@ def test_what_a_tool_says_itself_is_not_dressed_up_and_final(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("what", "error"),
     [
-        ("die", "the process of the tool ended with code 7"),
+        ("die", "the process of the tool ended with exit code 7"),
         ("quit", "SystemExit: 3"),
-        ("garbage", "the process of the tool gave 4294967295 bytes"),
+        ("garbage", "the process of the tool sent 4294967295 bytes at once"),
     ],
 )
 def test_a_process_that_breaks_is_replaced(what: str, error: str) -> None:
@@ -197,7 +200,7 @@ def test_a_process_that_breaks_is_replaced(what: str, error: str) -> None:
 def test_a_call_is_tried_again_in_a_new_process(tmp_path: Path) -> None:
     first_dies = str(tmp_path / "tried.txt")
     assert play([first_dies], retries=1)[0][0].error is None
-    assert play(["die"], retries=1)[0][0].error == "the process of the tool ended with code 7"
+    assert play(["die"], retries=1)[0][0].error == "the process of the tool ended with exit code 7"
 
 
 def test_large_replies_are_cut_before_they_travel() -> None:
@@ -226,24 +229,5 @@ def test_a_function_without_a_name_of_its_own_is_refused() -> None:
         Toolbox({"local": local})
 
 
-def test_a_child_ends_with_its_worker() -> None:
-    """Even one that hangs in a call, when the worker is killed."""
-    code = (
-        "import asyncio, sys; from asyncrl.tools import load_tool; from asyncrl.tools.process import Pool\n"
-        "async def main():\n"
-        f"    with Pool(load_tool({f'{FILE}:work'!r})).lease() as lease:\n"
-        '        print((await lease.ask(\'{"what": "a"}\')).content, flush=True)\n'
-        '        await lease.ask(\'{"what": "hang"}\')\n'
-        "asyncio.run(main())\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as worker:
-        assert worker.stdout is not None
-        pid = int(worker.stdout.readline())
-        worker.send_signal(signal.SIGKILL)
-    assert gone(pid)
-
-
-def test_messages_are_plain_data() -> None:
-    assert b"module:name" in _encode(Start("module:name", {}))
-    assert Pool(WORK)._origin.spec == f"{FILE}:work"
-    assert b"error" in _encode(Answer(error="e"))
+def test_how_a_tool_is_found() -> None:
+    assert source_of(WORK).spec == f"{FILE}:work"
