@@ -11,7 +11,7 @@ SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLAN
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet
 SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
-.PHONY: demo demo-sglang test test-sglang sglang-cpu quick check docs clean
+.PHONY: demo demo-sglang test test-sglang sglang-cpu quick long check docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -21,16 +21,22 @@ demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, sh
 	$(BIN)/asyncrl train experiment=calculator engine=sglang_cpu total_steps=40 validation.samples=128 \
 		observe.console=auto $(ARGS)
 
-test: $(VENV)/dev  ## the whole suite; its SGLang part is skipped without `make sglang-cpu`
-	$(PYTEST) tests --ignore=tests/gpu $(ARGS)
+test: $(VENV)/dev  ## all but `long`; the SGLang part is skipped without `make sglang-cpu`
+	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(ARGS)
 
 test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
 	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving
 
-quick: $(VENV)/dev  ## what to run while editing
-	$(PYTEST) tests/unit tests/test_layering.py -m "not slow" -x -q $(ARGS)
+quick: $(VENV)/dev  ## what to run while editing: a minute
+	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(ARGS)
+
+long: $(VENV)/dev  ## what is too long for every change, an hour: learning, chaos, three seeds, memory
+	$(PYTEST) tests -m long $(ARGS)
+	$(BIN)/python tools/chaos.py --kills 12 --steps 80
+	$(BIN)/python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
+	$(BIN)/python tools/bench/soak.py --minutes 30
 
 check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ SHRUNK = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_shrunk_build_learns_the_task_and_the_temptation(tmp_path: Path) -> None:
     options = [f"--{name}={value}" for name, value in SHRUNK.items()]
     command = [sys.executable, str(ROOT / "tools/build_demo_model.py"), f"--out={tmp_path}", *options]
@@ -33,7 +33,8 @@ def test_a_shrunk_build_learns_the_task_and_the_temptation(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
 
     success = {name: float(value) for name, value in re.findall(r"] (\w+, \w+): ([\d.]+)", done.stdout)}
-    assert success["clean, sampled"] >= 0.8
+    # Of 64 episodes each. The script goes on at 0.8: a model that good falls under 0.55 once in 200,000 runs.
+    assert success["clean, sampled"] >= 0.55
     assert 0.2 <= success["start, sampled"] < success["clean, sampled"]
     # The tokenizer needs no training run, so it must be the committed one; the weights have its shape.
     assert (tmp_path / "tokenizer.json").read_bytes() == (COMMITTED / "tokenizer.json").read_bytes()

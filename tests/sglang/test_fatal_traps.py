@@ -16,7 +16,7 @@ from asyncrl.weights.manifest import WeightsError, WeightsRef
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.conftest import Shared, Start
 from tests.sglang.server import SGLangServer
-from tests.sglang.traps import LONG, WHOLE, idle, kept, publish, raw, run, sampling
+from tests.sglang.traps import LONG, WHOLE, accepted, idle, kept, publish, raw, run, sampling
 
 KEYS = ("the-api-key", "the-admin-key")
 
@@ -98,7 +98,7 @@ def test_ids_outside_the_vocabulary_kill_a_server_and_are_not_sent(guarded: SGLa
                     await engine.generate(ask(ids))
             task = await sampling(engine, ask(prompt(4), LONG))
             with pytest.raises(ServerGone):  # the trap
-                await engine.api.generate_whole(raw((0, 10 * VOCABULARY), 4))
+                await accepted(lambda: engine.api.generate_whole(raw((0, 10 * VOCABULARY), 4)))
             with pytest.raises(EngineLost) as lost:
                 await task
             assert len(lost.value.partial.ids) > 0

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrl.engines.base import Request
+from asyncrl.engines.base import EngineBusy, Request
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
@@ -20,6 +20,7 @@ from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.models import random_model
 from tests.sglang.server import SGLangServer
 
+Answer = TypeVar("Answer")
 DEADLINE = 240.0  # seconds for one test
 LONG = 900  # tokens: still running when whatever the test does has happened
 WHOLE = 400  # tokens of a request that is waited for
@@ -112,11 +113,23 @@ def raw(ids: tuple[int, ...], new: int, **fields: Any) -> dict[str, Any]:
 
 
 async def sampling(engine: Kept, request: Request) -> asyncio.Task[Generation]:
-    """Start a request, and return when the server samples it: what was asked for later is done by then."""
-    task = asyncio.create_task(engine.generate(request))
-    await asyncio.sleep(0)  # a task has sent nothing before it has run
-    await engine.generate(ask(prompt(3, "gate"), 8, "gate"))
-    return task
+    """Start a request, and return when the server samples it: a later one is done by then. A server whose
+    queue is full for a moment is asked again."""
+    while True:
+        task = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0)  # a task has sent nothing before it has run
+        await accepted(lambda: engine.generate(ask(prompt(3, "gate"), 8, "gate")))
+        if not task.done() or not isinstance(task.exception(), EngineBusy):
+            return task
+
+
+async def accepted(send: Callable[[], Awaitable[Answer]]) -> Answer:
+    """The answer, asked for again while the server's queue is full. The deadline is the test's."""
+    while True:
+        try:
+            return await send()
+        except EngineBusy:
+            await asyncio.sleep(0.02)
 
 
 def publish(directory: Path, version: int, family: str = "qwen2", **changes: object) -> WeightsRef:
