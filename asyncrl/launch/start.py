@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
 from asyncrl.launch import placement, preflight
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
+from asyncrl.launch.run_directory import locked, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.console import Console, open_console, print_summary
-from asyncrl.observe.files import mark_start, read_summary, write_summary
+from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
@@ -28,20 +26,20 @@ Rendezvous = Callable[[placement.Unit, str], str]
 
 
 def train(config: RunConfig, dry_run: bool = False) -> int:
-    """`asyncrl train`. Raises ConfigError for bad input, before anything is started."""
+    """Check everything, then launch and watch the run; the exit code. Raises ConfigError for bad input, while
+    nothing is started."""
     preflight.check(config)
-    units = placement.plan(config)
-    run_dir = preflight.run_directory(config)
-    warnings = [f"warning: {line}" for line in preflight.warnings(config)]
+    run_dir, units = run_directory(config), placement.plan(config)
+    endpoints = choose_endpoints(config.launch.host, config.launch.port)
+    warnings = preflight.warnings(config)
     if dry_run:
-        warnings += [f"warning: {line}" for line in preflight.check_chat(config)]
+        warnings += preflight.chat_template_warnings(config)
+        print(msgspec.yaml.encode(config).decode())
+        print(*placement.describe(config, units), *(f"warning: {line}" for line in warnings), sep="\n")
+        print(f"\nrun directory: {run_dir}")
+        return COMPLETED
     with ExitStack() as stack:
-        endpoints = choose_endpoints(config.launch.host, config.launch.port)
-        if dry_run:
-            print(msgspec.yaml.encode(config).decode())
-            print(*placement.describe(config, units), *warnings, f"\nrun directory: {run_dir}", sep="\n")
-            return COMPLETED
-        stack.enter_context(prepared(run_dir, config))
+        stack.enter_context(locked(config))
         _remove_outside_weights(config)  # of a launcher that was killed
         stack.callback(_remove_outside_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))
@@ -52,42 +50,10 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         )
         session = Session(config.launch, run_dir, endpoints, supervisor, console, trackers.log)
         for warning in warnings:
-            console.note(warning)
+            console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()
     return conclude(config, run_dir, ending.code, ending.error, console)
-
-
-@contextmanager
-def prepared(run_dir: Path, config: RunConfig) -> Iterator[None]:
-    """The run directory with its config.yaml, locked: one launcher at a time."""
-    lock = run_dir / "lock"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a+")
-    except OSError as error:
-        raise ConfigError(f"{run_dir}: cannot be written ({error.strerror}); set run_dir=…") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise ConfigError(
-                f"{run_dir}: is being trained by process {file.read() or '?'}; end it first"
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        (run_dir / "summary.json").unlink(missing_ok=True)
-        mark_start(run_dir)
-        (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
-        try:
-            yield
-        except ConfigError:  # nothing was started: a corrected command must not find a run
-            if not (run_dir / "run.db").exists():
-                (run_dir / "config.yaml").unlink()
-                (run_dir / "started").unlink()
-            raise
 
 
 @contextmanager
@@ -103,13 +69,13 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
 
 
 def _remove_outside_weights(config: RunConfig) -> None:
-    """Versions outside of the run directory serve this launch only; nobody else would free their room."""
+    """Versions outside the run directory serve this launch only, and nobody else removes them."""
     for directory in preflight.outside_weights(config):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
-    """Say how it ended, and draw it. Who interrupts a run does not want to wait for that."""
+    """Complete and print the summary, and draw run.png; not after an interrupt, when nobody wants to wait."""
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         shares = overlap(run_dir)

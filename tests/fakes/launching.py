@@ -18,7 +18,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import placement, session
 from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.start import prepared
+from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.wire.messages import (
     ObserverHello,
@@ -199,7 +199,7 @@ def parent(run_dir: Path, *pairs: str) -> int:
     targets = dict(pair.split("=") for pair in pairs)
     settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
     where = run_dir / settings.name
-    with prepared(where, settings):
+    with locked(settings):
         endpoints = choose_endpoints("127.0.0.1", 0)
         spawner = LocalSpawner(where, endpoints)
         supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.launch import placement
 from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.start import prepared
+from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.launching import DEADLINE, Events, config, gone, only
@@ -41,7 +41,7 @@ class Crew:
     def __init__(self, tmp_path: Path, units: tuple[placement.Unit, ...], restarts: int = 2) -> None:
         settings = config(tmp_path)
         self.run_dir = tmp_path / settings.name
-        self._lock = prepared(self.run_dir, settings)
+        self._lock = locked(settings)
         self._lock.__enter__()
         self.spawner = LocalSpawner(self.run_dir, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
         self.notes: list[str] = []

@@ -39,8 +39,8 @@ def test_rewards_rise_on_two_servers(tmp_path: Path) -> None:
         run.wait(DEADLINE)
         summary = run.completed(16)
         print(f"several versions: {summary['trajectories_multi_version']:.1%}")
-        # Of 64 samples, each sampled and greedily. A run that learns ends with 0.85 or more: were it 0.75, at
-        # most 76 of the 128 would succeed once in 13,000 runs; as many by the untrained model (0.37) as rarely.
+        # 64 samples, each sampled and greedily. A run that learns ends with 0.85 or more: were it 0.75, at
+        # most 76 of the 128 would succeed once in 13,000 runs; 77 by the untrained model (0.37) more rarely.
         assert (summary["success_before"] + summary["greedy_before"]) / 2 < 0.6
         assert (summary["success_after"] + summary["greedy_after"]) / 2 > 0.6
         assert summary["trajectories_multi_version"] > 0.2

@@ -18,7 +18,7 @@ from asyncrl.engines.sglang.server import connect
 from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.errors import EngineError
-from asyncrl.launch.preflight import check_urls
+from asyncrl.launch.servers import check_urls
 from asyncrl.types import StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef

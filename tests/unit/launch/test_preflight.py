@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,23 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import preflight
+from asyncrl.launch import preflight, run_directory, servers
 from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 
-MOUNTS = """\
-/dev/sda1 / ext4 rw 0 0
-server:/home /home nfs4 rw 0 0
-/dev/sdb1 /home/local ext4 rw 0 0
-//server/share /mnt/my\\040share cifs rw 0 0
-"""
+Mounts = Callable[..., None]
+MOUNTS = {"/": "ext4", "/home": "nfs4", "/home/local": "ext4", "/mnt/my share": "cifs"}
+
+
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch) -> Mounts:
+    """Sets what psutil finds: directories and types of file systems, in the order of their mounting."""
+
+    def mount(*mounts: tuple[str, str]) -> None:
+        found = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
+        monkeypatch.setattr(run_directory.psutil, "disk_partitions", lambda all: found)
+
+    return mount
 
 
 def config(run_dir: Path, **keys: Any) -> RunConfig:
@@ -39,32 +47,38 @@ def config(run_dir: Path, **keys: Any) -> RunConfig:
         ("/mnt/my share/runs", "cifs"),
     ],
 )
-def test_the_nearest_mount_decides(path: str, kind: str) -> None:
-    assert preflight.file_system(Path(path), MOUNTS) == kind
+def test_the_nearest_mount_decides(mounted: Mounts, path: str, kind: str) -> None:
+    mounted(*MOUNTS.items())
+    assert run_directory.file_system(Path(path)) == kind
 
 
-def test_a_later_mount_hides_an_earlier_one() -> None:
-    assert preflight.file_system(Path("/home"), MOUNTS + "/dev/sdc1 /home xfs rw 0 0\n") == "xfs"
-    assert preflight.file_system(Path("/home"), "") == ""
+def test_a_later_mount_hides_an_earlier_one(mounted: Mounts) -> None:
+    mounted(*MOUNTS.items(), ("/home", "xfs"))
+    assert run_directory.file_system(Path("/home")) == "xfs"
+    mounted()
+    assert run_directory.file_system(Path("/home")) == ""
 
 
-def test_a_run_store_on_a_network_file_system_is_refused_with_the_reason(tmp_path: Path) -> None:
-    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {tmp_path.resolve()} nfs rw 0 0\n"
+def test_a_run_store_on_a_network_file_system_is_refused_with_the_reason(
+    tmp_path: Path, mounted: Mounts
+) -> None:
+    mounted(("/", "ext4"), (str(tmp_path.resolve()), "nfs"))
     with pytest.raises(ConfigError, match=r"network file system \(nfs\).*write-ahead log.*local disk"):
-        preflight.check_run_directory(config(tmp_path / "runs"), mounts)
-    preflight.check_run_directory(config(tmp_path / "runs"), mounts.replace(" nfs ", " ext4 "))
+        run_directory.check_run_directory(config(tmp_path / "runs"))
+    mounted(("/", "nfs"), (str(tmp_path.resolve()), "ext4"))
+    run_directory.check_run_directory(config(tmp_path / "runs"))
 
 
 def test_resume_decides_about_an_existing_run(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    preflight.check_run_directory(config(tmp_path))  # an empty directory is no run
+    run_directory.check_run_directory(config(tmp_path))  # an empty directory is no run
     (tmp_path / "x" / "run.db").touch()
     with pytest.raises(ConfigError, match="resume=auto"):
-        preflight.check_run_directory(config(tmp_path))
-    preflight.check_run_directory(config(tmp_path, resume="auto"))
-    preflight.check_run_directory(config(tmp_path, resume="must"))
+        run_directory.check_run_directory(config(tmp_path))
+    run_directory.check_run_directory(config(tmp_path, resume="auto"))
+    run_directory.check_run_directory(config(tmp_path, resume="must"))
     with pytest.raises(ConfigError, match="no run to continue"):
-        preflight.check_run_directory(config(tmp_path / "else", resume="must"))
+        run_directory.check_run_directory(config(tmp_path / "else", resume="must"))
 
 
 @pytest.mark.parametrize("keys", [{"observe": {"trackers": ["wandb"]}}, {"launch": {"kind": "ray"}}])
@@ -105,7 +119,7 @@ def test_a_resumed_run_keeps_what_its_store_is_made_of(tmp_path: Path, key: str,
         section = section[name]
     section[last] = new
     with pytest.raises(ConfigError) as refusal:
-        preflight.check_resumed(msgspec.convert(changed, RunConfig))
+        run_directory.check_resumed(msgspec.convert(changed, RunConfig))
     text = str(refusal.value)
     assert f"$.{key}: " in text and f"with {old!r}" in text and f"with {new!r}" in text
 
@@ -114,13 +128,15 @@ def test_a_resumed_run_may_change_the_rest(tmp_path: Path, monkeypatch: pytest.M
     begun(tmp_path)
     monkeypatch.chdir(tmp_path)
     moved = {"path": str(tmp_path / "m")}  # the same directory, spelled otherwise
-    preflight.check_resumed(config(tmp_path, resume="must", model=moved, total_steps=7, trainer={"lr": 1.0}))
-    preflight.check_resumed(config(tmp_path, seed=1))  # not resumed: refused for another reason
+    run_directory.check_resumed(
+        config(tmp_path, resume="must", model=moved, total_steps=7, trainer={"lr": 1.0})
+    )
+    run_directory.check_resumed(config(tmp_path, seed=1))  # not resumed: refused for another reason
     (tmp_path / "x" / "config.yaml").write_text("name: x\nretired_key: 1\n")
-    preflight.check_resumed(config(tmp_path, resume="auto", seed=1))  # of a version that knew no seed
+    run_directory.check_resumed(config(tmp_path, resume="auto", seed=1))  # of a version that knew no seed
     (tmp_path / "x" / "config.yaml").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.yaml: not readable"):
-        preflight.check_resumed(config(tmp_path, resume="auto"))
+        run_directory.check_resumed(config(tmp_path, resume="auto"))
 
 
 def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
@@ -129,9 +145,9 @@ def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
     def resumed(advantage: str) -> RunConfig:
         return config(tmp_path, resume="auto", algorithm={"advantage": advantage})
 
-    preflight.check_resumed(resumed("rloo"))
+    run_directory.check_resumed(resumed("rloo"))
     with pytest.raises(ConfigError, match=r"\$\.algorithm\.advantage: .* 'dr_grpo' .* 'remax', .* greedy"):
-        preflight.check_resumed(resumed("remax"))
+        run_directory.check_resumed(resumed("remax"))
 
 
 def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +155,10 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
     wanting = config(tmp_path, model=model)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"\$\.model\.device is cuda"):
-        preflight.check_devices(wanting)
-    preflight.check_devices(config(tmp_path, model=model, launch={"kind": "ray"}))
+        preflight.check_device(wanting)
+    preflight.check_device(config(tmp_path, model=model, launch={"kind": "ray"}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    preflight.check_devices(wanting)
+    preflight.check_device(wanting)
 
 
 def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
@@ -235,9 +251,9 @@ def test_servers_elsewhere_are_not_told_to_join_themselves(
         engine = {"name": "sglang", "urls": ["http://127.0.0.1:1", url]}
         return config(tmp_path, engine=engine, launch={"host": host}, weights=weights)
 
-    preflight.check_group_address(with_weights(transport="disk"))
+    servers.check_group_address(with_weights(transport="disk"))
     if reached:
-        preflight.check_group_address(with_weights(transport="collective"))
+        servers.check_group_address(with_weights(transport="collective"))
         return
     with pytest.raises(ConfigError, match=rf"launch.host: {host} cannot be reached by {url}"):
-        preflight.check_group_address(with_weights(transport="collective"))
+        servers.check_group_address(with_weights(transport="collective"))

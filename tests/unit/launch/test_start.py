@@ -12,7 +12,7 @@ from rich.console import Console as Terminal
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import preflight, start
+from asyncrl.launch import preflight, run_directory, start
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.console import Console, Picture
 from asyncrl.observe.files import read_summary, write_summary
@@ -43,7 +43,7 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
     assert seen == [False]
-    preflight.check_run_directory(config)  # with resume=never: there is no run
+    run_directory.check_run_directory(config)  # with resume=never: there is no run
 
 
 @pytest.mark.parametrize(("code", "share"), [(COMPLETED, 0.5), (INTERRUPTED, None)])

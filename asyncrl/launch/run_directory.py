@@ -1,0 +1,153 @@
+"""The run directory: may it be used, does it hold the run to be resumed, and its lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.observe.files import mark_start
+
+# SQLite's write-ahead log needs shared memory between processes, which these do not give.
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
+        *("orangefs", "pvfs2", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs", "fuse.glusterfs"),
+        *("fuse.ceph-fuse", "fuse.lustre", "fuse.rclone", "fuse.blobfuse2"),
+    }
+)
+EXISTING = ("run.db", "config.yaml")
+# What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
+PATHS = ("data.train", "model.path")
+KEPT = (
+    *PATHS,
+    *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
+    *("algorithm.steps_per_batch", "model.lora_rank", "model.lora_alpha", "critic.backbone"),
+)
+
+
+def run_directory(config: RunConfig) -> Path:
+    return Path(config.run_dir) / config.name
+
+
+def check_run_directory(config: RunConfig) -> None:
+    """ConfigError unless it is writable, on a local disk, and new or to be resumed as `resume` says."""
+    run_dir = run_directory(config)
+    if "/" in config.name or config.name in (".", ".."):
+        raise ConfigError(f"$.name: {config.name!r} is no directory name; choose one without '/'")
+    exists = any((run_dir / name).exists() for name in EXISTING)
+    if exists and config.resume == "never":
+        raise ConfigError(
+            f"{run_dir}: a run of that name exists; continue it with resume=auto, or choose another name=…"
+        )
+    if not exists and config.resume == "must":
+        raise ConfigError(
+            f"{run_dir}: resume=must, but there is no run to continue; correct name= or run_dir="
+        )
+    kind = file_system(creatable(run_dir, "run_dir"))
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise ConfigError(
+            f"{run_dir}: is on a network file system ({kind}), where the run store's write-ahead log fails; "
+            "set run_dir=… to a local disk"
+        )
+
+
+def creatable(path: Path, key: str) -> Path:
+    """The existing directory in which it lies or can be made. Raises ConfigError, which names the key."""
+    parent = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{path}: cannot be created, {parent} is not a writable directory; set {key}=…")
+    return parent
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that holds `path`, e.g. `ext4`; '' if unknown."""
+    mounts = enumerate(psutil.disk_partitions(all=True))  # a later mount on a directory hides an earlier one
+    inside = [
+        (len(mount.mountpoint), at, mount.fstype)
+        for at, mount in mounts
+        if path.resolve().is_relative_to(mount.mountpoint)
+    ]
+    return max(inside, default=(0, 0, ""))[2]
+
+
+def check_resumed(config: RunConfig) -> None:
+    """ConfigError if a resumed run would change what its store and its checkpoints are made of."""
+    path = run_directory(config) / "config.yaml"
+    if config.resume == "never" or not path.exists():
+        return
+    try:
+        before = msgspec.yaml.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: not readable ({one_line(error)}); choose another name=…") from None
+    now = msgspec.to_builtins(config)
+    for key in KEPT:
+        old, new = _value(before, key), _value(now, key)
+        moved = key in PATHS and old is not None and Path(old).resolve() == Path(new).resolve()
+        if old not in (None, new) and not moved:
+            raise ConfigError(
+                f"$.{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "
+                f"set {key}={old}, or begin a new run with another name=…"
+            )
+    _check_group_size(config, _value(before, "algorithm.advantage"))
+
+
+def _check_group_size(config: RunConfig, before: Any) -> None:
+    """The groups of a run are of one size, and some advantages add a greedy episode to each."""
+    from asyncrl.algorithms.advantages import advantages
+
+    now = config.algorithm.advantage
+    began = f"$.algorithm.advantage of {run_directory(config) / 'config.yaml'}"
+    if before not in (None, now) and advantages.load(before, began).greedy != advantages.load(now).greedy:
+        raise ConfigError(
+            f"$.algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
+            f"{now!r}, but only one of them wants a greedy episode in each group; resume with the one it "
+            "began with"
+        )
+
+
+def _value(tree: Any, key: str) -> Any:
+    """By dotted key; None where an older configuration lacks it."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+@contextmanager
+def locked(config: RunConfig) -> Iterator[None]:
+    """The run directory with its config.yaml, locked: one launcher at a time."""
+    run_dir = run_directory(config)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / "lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: cannot be written ({error.strerror}); set run_dir=…") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(
+                f"{run_dir}: is being trained by process {file.read() or '?'}; end it first"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        (run_dir / "summary.json").unlink(missing_ok=True)
+        mark_start(run_dir)
+        (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+        try:
+            yield
+        except ConfigError:  # nothing was started: a corrected command must not find a run
+            if not (run_dir / "run.db").exists():
+                (run_dir / "config.yaml").unlink()
+                (run_dir / "started").unlink()
+            raise

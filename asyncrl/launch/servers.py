@@ -1,0 +1,75 @@
+"""SGLang servers, before anything starts: those to attach to answer and fit, and others can be started."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ipaddress
+import os
+import shutil
+from urllib.parse import urlsplit
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, EngineError
+
+ANSWER = 30.0  # seconds for a server that is to be attached to
+
+
+def check_servers(config: RunConfig) -> None:
+    """Keys are set; servers to attach to answer and serve this model; what starts a server is there."""
+    engine = config.engine
+    for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
+        if variable and not os.environ.get(variable):
+            raise ConfigError(f"$.engine.{key}: {variable} is not set; export it, or clear the key")
+    if not engine.remote:
+        return
+    check_group_address(config)
+    if engine.urls:
+        check_urls(config)
+    elif engine.server_command and shutil.which(engine.server_command[0]) is None:
+        raise ConfigError(
+            f"$.engine.server_command: {engine.server_command[0]} is no program; correct it "
+            "(for CPU tests: make sglang-cpu)"
+        )
+    elif not engine.server_command and importlib.util.find_spec("sglang") is None:
+        raise ConfigError(
+            "$.engine.name is sglang, which is not installed here; pip install sglang, or attach to servers "
+            "with engine.urls=[…], or set engine.server_command"
+        )
+
+
+def check_group_address(config: RunConfig) -> None:
+    """Servers on other machines join the trainer at the launcher's address: with a loopback address they
+    would look for the trainer on their own machine, and hang."""
+    far = [url for url in config.engine.urls if not _loopback(urlsplit(url).hostname or "")]
+    if config.weights.transport == "collective" and _loopback(config.launch.host) and far:
+        raise ConfigError(
+            f"$.launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
+            "collective needs; set launch.host to this machine's address in the servers' network"
+        )
+
+
+def check_urls(config: RunConfig) -> None:
+    """What the keepers check when they attach: keys, version and model. The servers may be in use."""
+    from asyncrl.engines.sglang.process import keys
+    from asyncrl.engines.sglang.server import look
+
+    async def check_url(url: str) -> None:
+        async with asyncio.timeout(ANSWER):
+            await look(config, url, *keys(config.engine))
+
+    for url in config.engine.urls:
+        try:
+            asyncio.run(check_url(url))
+        except TimeoutError:
+            raise ConfigError(f"$.engine.urls: {url} does not answer within {ANSWER:g} s") from None
+        except EngineError as error:
+            raise ConfigError(f"$.engine.urls: {error}") from None
+
+
+def _loopback(host: str) -> bool:
+    """True for an address, or a name, that means whatever machine it is used on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
