@@ -5,7 +5,7 @@ from asyncrl.environments.gym import Gymnasium
 from asyncrl.environments.openenv import OpenEnv
 from asyncrl.environments.user import ScriptedUser, SimulatedUser
 from asyncrl.environments.verifiers import Verifiers
-from asyncrl.isolation.foreign import in_thread
+from asyncrl.isolation.calls import in_thread
 
 __all__ = [
     "Environment",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from asyncrl.environments.base import Environment, environments, extra_info, said
 from asyncrl.environments.gym_descriptions import DESCRIPTIONS, NAMES, plain
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.isolation.foreign import OwnThread
+from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
 from asyncrl.types import Message, Observation, Sample
 

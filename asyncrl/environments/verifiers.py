@@ -19,7 +19,7 @@ import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.isolation.foreign import GRACE, abandon, begin
+from asyncrl.isolation.calls import GRACE, abandon, begin
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample, ToolCall
 

@@ -27,7 +27,7 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError, one_line, reason
 from asyncrl.isolation import wrapper
-from asyncrl.isolation.foreign import Late, in_thread
+from asyncrl.isolation.calls import Late, in_thread
 from asyncrl.registry import load_object
 
 GRACE = 1.0  # seconds from SIGTERM to SIGKILL

@@ -9,8 +9,8 @@ import asyncio
 import math
 from typing import Any, Generic, TypeVar
 
+from asyncrl.isolation.calls import Late
 from asyncrl.isolation.child import Child, ChildError, Service
-from asyncrl.isolation.foreign import Late
 
 KILL_SECONDS = 5.0  # that `close` waits for the end of the children
 

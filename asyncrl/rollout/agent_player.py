@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
@@ -21,7 +22,7 @@ from asyncrl.conversation.turns import problem, scored
 from asyncrl.errors import EngineError, ProtocolError, one_line
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
 from asyncrl.gateway.wire import Reply
-from asyncrl.rollout.agent_threads import AgentThreads
+from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
 from asyncrl.runtime.waits import Changed, Waits
@@ -179,7 +180,7 @@ class AgentPlayer:
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:
         """Run the agent until it ends, or `failed` is done; it is done in both cases."""
-        call = self.shared.threads.run(self.shared.agent, self.run.assign.sample, endpoint)
+        call = self.shared.threads.call(partial(self.shared.agent, self.run.assign.sample, endpoint))
         agent = asyncio.ensure_future(call)
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +205,7 @@ class Agents:
     """What the agents of all episodes of a worker share."""
 
     def __init__(self, agent: Agent, gateway: Gateway) -> None:
-        self.agent, self.gateway, self.threads = agent, gateway, AgentThreads()
+        self.agent, self.gateway, self.threads = agent, gateway, LoopThread("agents")
 
     def player(self, run: EpisodeRun) -> AgentPlayer:
         """The player of one attempt."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from asyncrl.errors import one_line
-from asyncrl.isolation.foreign import Late, bounded
+from asyncrl.isolation.calls import Late, call_user
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
 from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
@@ -66,7 +67,7 @@ class Scorer:
         try:
             if pool is not None:
                 return await pool.call(given, seconds)
-            return await bounded(_judged(reward, given), seconds, set())
+            return await call_user(partial(_judged, reward, given), seconds)
         except RewardError as error:
             return str(error)
         except Late:

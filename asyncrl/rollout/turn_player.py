@@ -23,8 +23,8 @@ from asyncrl.conversation.turns import turn_message
 from asyncrl.environments import Environment
 from asyncrl.errors import ProtocolError
 from asyncrl.rollout.context import EpisodeRun, Outcome
+from asyncrl.rollout.environment import EpisodeEnvironment
 from asyncrl.rollout.episode_runner import WorldError
-from asyncrl.rollout.guarded import Guarded, guarded
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
@@ -40,7 +40,7 @@ class TurnPlayer:
     make_environment: Callable[[], Environment] | None = None
     episode: Episode | None = None
     _tools: ToolSession = field(init=False)
-    _environment: Guarded | None = None
+    _environment: EpisodeEnvironment | None = None
     _stepped: int = 0  # turns up to the newest that the environment got
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class TurnPlayer:
         if self.make_environment is None:
             return commands.Opened(self._tools.schemas)
         limit = self._rules.config.tool_timeout
-        self._environment = guarded(self.make_environment, limit, self.run.context.waits)
+        self._environment = EpisodeEnvironment(self.make_environment, limit, self.run.context.waits)
         first = await self._environment.reset(self.run.assign.sample)
         if first.done:
             raise WorldError("the environment was over before the first turn")

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from asyncrl.isolation.foreign import Late
+from asyncrl.isolation.calls import Late
 from asyncrl.tools.base import Tool
 from asyncrl.tools.process import ToolPool
 

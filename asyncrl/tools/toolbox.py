@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import ProtocolError, one_line, reason
-from asyncrl.isolation.foreign import bounded, finish
+from asyncrl.isolation.calls import call_user
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.gates import Gate
 from asyncrl.tools.replies import reply_of, within_memory
@@ -63,7 +63,7 @@ class Toolbox:
         """End what tools share: their processes and connections. Bounded, and never raises."""
         pools = [gate.processes.pool.close() for gate in self.gates.values() if gate.processes]
         ends = {tool.end for tool in self.tools.values() if tool.end is not None}
-        ended = (bounded(finish(end), CLOSE_SECONDS, set()) for end in ends)
+        ended = (call_user(end, CLOSE_SECONDS) for end in ends)
         for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
             if isinstance(problem, Exception):
                 log.warning("closing tools: %s", one_line(problem))
@@ -85,12 +85,12 @@ class EpisodeObject:
         """With those arguments that its `open` takes, where it has one."""
         if function := getattr(self.state, "open", None):
             given = accepted_arguments(function, arguments)
-            await finish(partial(function, sample, **given), self._blocking)
+            await call_user(partial(function, sample, **given), blocking=self._blocking)
 
     async def close(self) -> None:
         """After its calls, unless one hangs: then beside it. Never raises but for cancellation."""
         try:
-            await bounded(self._close(), CLOSE_SECONDS, set())
+            await call_user(self._close, CLOSE_SECONDS)
         except Exception as problem:
             log.warning("closing %s: %s", type(self.state).__name__, reason(problem))
 
@@ -99,7 +99,7 @@ class EpisodeObject:
             async with asyncio.timeout(CLOSE_SECONDS / 2):
                 await self.turn.acquire()
         if function := getattr(self.state, "close", None):
-            await finish(function, self._blocking)
+            await call_user(function, blocking=self._blocking)
 
 
 class ToolSession:
@@ -137,7 +137,8 @@ class ToolSession:
         try:
             made = self._objects[id(state)] = EpisodeObject(state(), any(tool.blocking for tool in tools))
             limit = max(map(self._box.limit, tools))
-            await bounded(made.open(self._sample, merged_arguments(tools, asked)), limit, self._running)
+            opening = partial(made.open, self._sample, merged_arguments(tools, asked))
+            await call_user(opening, limit, running=self._running)
         except Exception as problem:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {reason(problem)}") from problem
 
@@ -188,11 +189,13 @@ class ToolSession:
         async with gate.place(limit):
             here = partial(self._run_here, tool, keywords)
             run = partial(gate.processes.call, arguments) if gate.processes else here
-            result: tuple[str, float] = await bounded(_attempts(tool, run), limit, self._running)
+            result: tuple[str, float] = await call_user(
+                partial(_attempts, tool, run), limit, running=self._running
+            )
             return result
 
     async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
-        run = partial(finish, blocking=tool.blocking, live=self._box.gates[tool.name].live)
+        run = partial(call_user, blocking=tool.blocking, live=self._box.gates[tool.name].live)
         if tool.state is None:
             return reply_of(await run(partial(tool.function, **keywords)))
         one = self._objects[id(tool.state)]

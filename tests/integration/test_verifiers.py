@@ -304,7 +304,7 @@ def test_a_limit_before_anybody_asked_costs_nothing(tasksets: None) -> None:
 
 
 def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.isolation.foreign.GRACE", 0.0)
+    monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.0)
     monkeypatch.setattr("asyncrl.environments.verifiers.GRACE", 0.01)
 
     async def run() -> None:

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.errors import one_line
-from asyncrl.isolation.foreign import in_thread
+from asyncrl.isolation.calls import in_thread
 from asyncrl.isolation.sandbox import emptying, wire
 from asyncrl.isolation.sandbox.base import (
     ISOLATION,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.isolation.foreign import Late
+from asyncrl.isolation.calls import Late
 from asyncrl.rewards import RewardError, RewardInput, RewardSource, load_rewards, process
 from asyncrl.rewards.process import RewardPool
 from asyncrl.types import Message, RewardResult, Sample, ToolCall

@@ -124,7 +124,7 @@ def test_calls_that_could_not_be_made_are_told_from_those_that_failed() -> None:
 
 def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the end of the event loop."""
-    monkeypatch.setattr("asyncrl.isolation.foreign.GRACE", 0.01)
+    monkeypatch.setattr("asyncrl.isolation.calls.GRACE", 0.01)
 
     @tool(timeout=0.05)
     async def stubborn() -> str:

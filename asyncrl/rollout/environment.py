@@ -1,14 +1,12 @@
-"""An environment as an episode asks it: one thing at a time, within a limit, and every answer is checked.
+"""An environment as an episode uses it: one call at a time, with a deadline, and every answer is checked.
 
-TurnPlayer ──► Guarded.step ──► bounded ──► Environment.step ──► read ──► Observation | WorldError
+TurnPlayer ──► EpisodeEnvironment.step ──► call_user ──► Environment.step ──► Observation | WorldError
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -16,29 +14,30 @@ import msgspec
 
 from asyncrl.environments import Environment
 from asyncrl.errors import one_line
-from asyncrl.isolation.foreign import Late, bounded
+from asyncrl.isolation.calls import Late, call_user
 from asyncrl.rollout.episode_runner import WorldError
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Message, Observation, Sample
 from asyncrl.values import encodable, finite
 
 T = TypeVar("T")
-log = logging.getLogger("asyncrl.worker")
 
-CLOSE = 5.0  # seconds that an environment may take to close
+CLOSE_SECONDS = 5.0  # that an environment may take to close
 MOST_MESSAGES = 64  # of an observation
 LONGEST_NAME = 256  # characters of a role, a name or an id
 
 
-@dataclass(frozen=True)
-class Guarded:
-    """`limit`: seconds for each answer, where the environment states none of its own. What does not end by
-    then is cancelled and left behind. Everything raises WorldError, and nothing else."""
+class EpisodeEnvironment:
+    """The environment of one episode. `limit`: seconds for each answer, where the environment states none of
+    its own. What does not end by then is cancelled and left behind. Only WorldError is raised."""
 
-    inner: Environment
-    limit: float
-    waits: Waits
-    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)  # what was cancelled may still be ending
+    def __init__(self, make: Callable[[], Environment], limit: float, waits: Waits) -> None:
+        try:
+            self.inner = make()
+        except (Exception, SystemExit) as error:
+            raise WorldError(f"the environment cannot be made: {one_line(error)}") from error
+        self._limit, self._waits = limit, waits
+        self._turn = asyncio.Lock()  # a call that was cancelled may still be ending
 
     async def reset(self, sample: Sample) -> Observation:
         return await self._ask("reset", lambda: self.inner.reset(sample), _observation)
@@ -57,37 +56,28 @@ class Guarded:
     async def close(self) -> str:
         """Why it did not close, or ''. Bounded in time, and never raises."""
         try:
-            await bounded(self._one(self.inner.close), CLOSE, set())
+            await call_user(lambda: self._alone(self.inner.close), CLOSE_SECONDS)
         except Exception as error:
             return one_line(error)
         return ""
 
-    async def _ask(self, what: str, call: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
-        limit = self.inner.timeout or self.limit
-        with self.waits.named("the environment"):
+    async def _ask(self, what: str, function: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
+        limit = self.inner.timeout or self._limit
+        with self._waits.named("the environment"):
             try:
-                return read(await bounded(self._one(call), limit, set()))
+                return read(await call_user(lambda: self._alone(function), limit))
             except Late:
                 raise WorldError(f"{what} of the environment did not end within {limit:g} s") from None
             except Exception as error:
                 raise WorldError(f"{what} of the environment failed: {one_line(error)}") from error
 
-    async def _one(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        async with self._alone:
-            return await call()
-
-
-def guarded(make: Callable[[], Environment], limit: float, waits: Waits) -> Guarded:
-    """Make the environment of an episode. WorldError."""
-    try:
-        return Guarded(make(), limit, waits)
-    except (Exception, SystemExit) as error:
-        raise WorldError(f"the environment cannot be made: {one_line(error)}") from error
+    async def _alone(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        async with self._turn:
+            return await function()
 
 
 def _observation(answer: Any) -> Observation:
-    """What can be recorded, of what says as much: numbers may be numpy's, messages a list. TypeError or
-    ValueError."""
+    """As it can be recorded: numbers may have been numpy's, and messages a list. TypeError or ValueError."""
     if not isinstance(answer, Observation):
         raise TypeError(f"an Observation is expected, not {type(answer).__name__}")
     messages = tuple(islice(answer.messages, MOST_MESSAGES + 1))

@@ -1,0 +1,275 @@
+"""Calling users' code so that it can neither hold nor hurt those who wait for it.
+
+call_user(function, seconds)   sync or async, in this loop or in a thread: the one way, with a deadline
+OwnThread.run(function)        one call after another, always in the same thread
+LoopThread.call(function)      beside this loop: coroutines share another loop, in a thread of its own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar
+
+from asyncrl.errors import AsyncrlError, one_line
+
+log = logging.getLogger("asyncrl.worker")
+
+GRACE = 1.0  # seconds for cancelled work to end
+CLOSE_SECONDS = 5.0  # seconds that cancelled work in a LoopThread has to end
+SLOW = 0.1  # seconds that a sync function may hold the event loop before the log says so
+MOST_STRAYS = 100  # threads in calls that were left behind; with more no OwnThread begins
+_abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
+
+
+class Late(AsyncrlError):
+    """A deadline passed."""
+
+
+async def call_user(
+    function: Callable[[], Any],
+    seconds: float = math.inf,
+    *,
+    blocking: bool = False,
+    running: set[asyncio.Task[Any]] | None = None,
+    live: set[object] | None = None,
+) -> Any:
+    """What a sync or async function returns; `blocking`: a sync one, called in a thread of its own.
+
+    After `seconds` it is cancelled, and not waited for: Late. With a deadline, what it raises is an
+    Exception, whatever it was. A task is in `running` as long as it is waited for; something is in `live`
+    until the function has really ended, which may be later.
+    """
+    work = _live(function, blocking, live if live is not None else set())
+    if math.isinf(seconds):
+        return await work
+    task = begin(work)
+    running = running if running is not None else set()
+    running.add(task)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        running.discard(task)
+        if not task.done():
+            abandon(task)
+    if not task.done():
+        raise Late(f"no reply within {seconds:g} s")
+    if task.cancelled():
+        raise RuntimeError("it was cancelled")
+    return task.result()
+
+
+def begin(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task whose errors are Exceptions, whatever is raised. To be abandoned by whoever began it."""
+    return asyncio.get_running_loop().create_task(_without_exits(work))
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Cancel it; what ignores that is closed after a while. It would keep the loop from ending."""
+    _abandoned.add(task)
+    task.add_done_callback(_abandoned.discard)
+    task.add_done_callback(_retrieve)
+    task.cancel()
+    task.get_loop().call_later(GRACE, _force, task)
+
+
+def _force(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        with suppress(Exception):  # what it does at its end is users' code, too
+            task.get_coro().close()  # type: ignore[union-attr]
+        task.cancel()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Nobody asks any more how it ended; asyncio would complain."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def _without_exits(work: Coroutine[Any, Any, Any]) -> Any:
+    """These would end the event loop."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as problem:
+        raise RuntimeError(one_line(problem)) from None
+
+
+async def _live(function: Callable[[], Any], blocking: bool, live: set[object]) -> Any:
+    token = object()
+    live.add(token)
+    if blocking:
+        return await in_thread(function, "tool", lambda: live.discard(token))
+    try:
+        return await _inline(function)
+    finally:
+        live.discard(token)
+
+
+async def _inline(function: Callable[[], Any]) -> Any:
+    started = time.perf_counter()
+    result = function()
+    if (held := time.perf_counter() - started) > SLOW:
+        what = getattr(function, "func", function)
+        name = getattr(what, "__qualname__", repr(what))
+        log.warning(
+            "%s held up all episodes of the worker for %.1f s; make it async, or blocking", name, held
+        )
+    return await result if inspect.isawaitable(result) else result
+
+
+# -- threads -------------------------------------------------------------------------------------------
+
+
+async def in_thread(function: Callable[[], Any], name: str, ended: Callable[[], None] = lambda: None) -> Any:
+    """Call it in a daemon thread of its own: when it never returns it costs that thread, neither a place in a
+    pool nor the end of the process. `ended` is called in the loop when it has really returned, which may be
+    long after this coroutine was cancelled."""
+    one = _ThreadCall(function, ended)
+    threading.Thread(target=one.work, daemon=True, name=name).start()
+    return await one.future
+
+
+class OwnThread:
+    """A daemon thread for what bears one thread only: it runs one call after another. One that never
+    returns costs the thread; with MOST_STRAYS of those no other one is begun."""
+
+    _strays: ClassVar[set[threading.Thread]] = set()  # in calls that nobody waits for any more
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_ThreadCall | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """What it returns, or raises; when this is cancelled it runs on. Late: there are too many strays."""
+        thread = self._started()
+        one = _ThreadCall(function)
+        self._calls.put(one)
+        try:
+            return await one.future
+        except asyncio.CancelledError:
+            self._strays.add(thread)
+            raise
+
+    async def end(self, last: Callable[[], Any]) -> None:
+        """Run this after all else, if anything was run; then the thread ends."""
+        if self._thread is None:
+            return
+        try:
+            await self.run(last)
+        finally:
+            self._calls.put(None)
+
+    def _started(self) -> threading.Thread:
+        if self._thread is None:
+            self._strays.difference_update([thread for thread in self._strays if not thread.is_alive()])
+            if len(self._strays) >= MOST_STRAYS:
+                raise Late(f"out of order: {len(self._strays)} earlier calls have not ended")
+            self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
+            self._thread.start()
+        return self._thread
+
+    def _serve(self) -> None:
+        while (one := self._calls.get()) is not None:
+            one.work()
+            if self._calls.empty():
+                self._strays.discard(threading.current_thread())
+
+
+class LoopThread:
+    """A second event loop, in a daemon thread that starts with the first call. What blocks there keeps its
+    other calls waiting, never the loop that made them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """What a function returns, or raises: of a coroutine function there, of another in a thread of its
+        own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
+        if not inspect.iscoroutinefunction(inspect.unwrap(_innermost(function))):
+            result = await in_thread(function, self._name)
+            if not inspect.isawaitable(result):
+                return result
+            function = partial(_awaited, result)
+        return await self._beside(function)
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _beside(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def work() -> Any:
+            tasks.append(begin(function()))
+            return await tasks[0]
+
+        there = self._started()
+        done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), there))
+        done.add_done_callback(_retrieve)  # it may be that nobody waits any more
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            here = asyncio.current_task()
+            if here is not None and not here.cancelling():
+                raise RuntimeError("it was cancelled by its own code") from None
+            there.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await asyncio.wait([done], timeout=CLOSE_SECONDS)
+            done.cancel()
+            raise
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
+        return self._loop
+
+
+class _ThreadCall:
+    """A function to be run in a thread, and the `future` that is awaited in the loop where it was made."""
+
+    def __init__(self, function: Callable[[], Any], ended: Callable[[], None] = lambda: None) -> None:
+        self._function, self._ended = function, ended
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self._loop.create_future()
+
+    def work(self) -> None:
+        """In the thread."""
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = self._function()
+        except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
+            carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
+            error = problem if carried else RuntimeError(one_line(problem))  # type: ignore[assignment]
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._settle, result, error)
+
+    def _settle(self, result: Any, error: Exception | None) -> None:
+        self._ended()
+        if self.future.done():  # abandoned at the deadline
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
