@@ -119,7 +119,7 @@ class Coordinator:
     def _adopt(self, incarnation: str) -> None:
         """Go on from the store. Workers of another launch are gone; ours may still be there."""
         core = self.core
-        if core.store.meta("launch") != incarnation:
+        if core.store.read.meta("launch") != incarnation:
             self.workers.orphans(time.monotonic())
             core.store.put_meta("launch", incarnation)
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease

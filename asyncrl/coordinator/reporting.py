@@ -209,9 +209,9 @@ class Reporter:
         """
         core = self.core
         flow, counts = core.buffer.flow(), core.buffer.counts()
-        store = core.store.counts()
+        store = core.store.read.counts()
         agree = all(counts[state] == store.get(state, 0) for state in State)
-        planned = core.store.trained_in_plans() == flow.trained
+        planned = core.store.read.trained_in_plans() == flow.trained
         counted = self.trainer.checkpoint_trained in (None, flow.trained)
         return flow, flow.conserved and agree and planned and counted
 

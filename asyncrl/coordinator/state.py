@@ -98,7 +98,7 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
         reads=Reads(turns=credit.turns, components=credit.components),
     )
     batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
-    held = store.load()
+    held = store.read.load()
     for group in held.groups:  # the clock of the process that set the deadline is gone
         group.deadline = time.monotonic() + buffer.group_deadline
     replay.restore(held.groups, held.episodes, held.left)
@@ -106,7 +106,7 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
     replay.retired = held.retired if buffer.retire_pass_rate < 1 else set()
     replay.committed = held.committed
     batches.restore(held.batches, held.taken, held.baselines)
-    version, path = store.newest_version()
+    version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
     return RunState(
         config=config,
@@ -117,6 +117,6 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
         versions=VersionLedger(version, ref),
         store=store,
         outbox=outbox,
-        coordinator_epoch=int(store.meta("coordinator_epoch", "0")) + 1,
-        trainer_epoch=int(store.meta("trainer_epoch", "0")),
+        coordinator_epoch=int(store.read.meta("coordinator_epoch", "0")) + 1,
+        trainer_epoch=int(store.read.meta("trainer_epoch", "0")),
     )

@@ -48,11 +48,11 @@ class TrainerHandler:
 
     def __init__(self, core: RunState, on_commit: Callable[[Commit], None]) -> None:
         self.core, self.on_commit = core, on_commit
-        self.ranks = Ranks(incarnation=core.store.meta("trainer_incarnation"))
-        epoch, step, micro = map(int, core.store.meta("gone", "0 0 0").split())
+        self.ranks = Ranks(incarnation=core.store.read.meta("trainer_incarnation"))
+        epoch, step, micro = map(int, core.store.read.meta("gone", "0 0 0").split())
         self.gone = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
-        self.checkpoint_step = max(core.store.checkpoints(), default=-1)  # of the newest one
+        self.checkpoint_step = max(core.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
 
@@ -101,7 +101,7 @@ class TrainerHandler:
         if message.trainer_epoch != core.trainer_epoch:
             core.outbox.to_control(peer, Stop("a newer trainer has taken over"))
             return
-        recorded = core.store.plan_hash(message.step)
+        recorded = core.store.read.plan_hash(message.step)
         batch = core.batches.batches.get(message.step - 1)
         expected = batch.plan_hash if batch is not None else recorded
         if message.plan_hash != expected:
@@ -135,7 +135,7 @@ class TrainerHandler:
         at_end = message.step == core.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None
         keep = core.config.trainer.keep_checkpoints
-        kept = sorted({*core.store.checkpoints(), message.step})[-keep:]
+        kept = sorted({*core.store.read.checkpoints(), message.step})[-keep:]
         oldest = kept[0] if len(kept) == keep else 0
         covered = core.batches.retain(oldest)
         for uid in covered:
@@ -223,7 +223,7 @@ class TrainerHandler:
         frames: list[bytes] = []
         for uid in uids:
             episode = core.batches.taken[uid]
-            turns = core.store.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
+            turns = core.store.read.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
             baseline = core.batches.baselines[episode.group]
             rows.append(
                 PlannedTrajectory(

@@ -341,7 +341,7 @@ class WorkerHandler:
             temperature=0.0 if episode.greedy else self.core.config.rollout.temperature,
             key=sampling_key(self.core.config.seed, episode.uid, episode.attempt),
         )
-        frames = self.core.store.frames(episode.uid, episode.turns)
+        frames = self.core.store.read.frames(episode.uid, episode.turns)
         self.core.outbox.to_control(worker.peer, message, frames)
 
     def _acked(self, worker: WorkerRecord) -> int:

@@ -20,6 +20,7 @@ from asyncrl.observe.console import Console, open_console, print_summary
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
+from asyncrl.store.schema import check_schema
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
 Rendezvous = Callable[[placement.Unit, str], str]
@@ -30,6 +31,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     nothing is started."""
     preflight.check(config)
     run_dir, units = run_directory(config), placement.plan(config)
+    check_schema(run_dir)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     warnings = preflight.warnings(config)
     if dry_run:

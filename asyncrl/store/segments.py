@@ -1,6 +1,6 @@
 """Append-only payload files: `length | xxh3 | bytes` records, read back by (segment, offset).
 
-kill -9 safe always (what `write` took is the kernel's), power-loss safe after `sync`.
+A record is kill-9 safe once it is appended (the kernel has it), and power-loss safe after `sync`.
 """
 
 from __future__ import annotations
@@ -8,37 +8,31 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
 import xxhash
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.store.schema import StoreError
 
 HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
 
 
-class StoreError(AsyncrlError):
-    """The run store is damaged, full or somebody else's."""
-
-
-class FramePlace(msgspec.Struct, frozen=True, array_like=True):
+class FramePlace(NamedTuple):
     """Where a record is."""
 
     segment: int
     offset: int
 
 
-class Segments:
+class SegmentWriter:
     """Writes records to numbered files of a directory. One writer; a new file after each opening."""
 
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.segment_bytes = directory, segment_bytes
         self.current = max((int(path.stem) for path in directory.glob("*.seg")), default=-1)
-        self._file: int = -1
-        self._offset = 0
-        self._readers: dict[int, int] = {}
+        self._file, self._offset = -1, 0
         self._roll()
 
     def append(self, payload: bytes) -> FramePlace:
@@ -59,32 +53,10 @@ class Segments:
         self._offset += written
         return place
 
-    def read(self, place: FramePlace) -> bytes:
-        """The record at a place, verified. StoreError names the file when it is damaged."""
-        reader = self._reader(place.segment)
-        header = os.pread(reader, HEADER.size, place.offset)
-        if len(header) == HEADER.size:
-            length, digest = HEADER.unpack(header)
-            payload = os.pread(reader, length, place.offset + HEADER.size)
-            if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
-                return payload
-        raise StoreError(f"{self._path(place.segment)}: damaged record at {place.offset}")
-
-    def remove_before(self, segment: int) -> None:
-        """Delete whole segments below a number (never the current one)."""
-        for path in self.directory.glob("*.seg"):
-            number = int(path.stem)
-            if number < min(segment, self.current):
-                os.close(self._readers.pop(number)) if number in self._readers else None
-                path.unlink()
-
     def sync(self) -> None:
         os.fsync(self._file)
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            os.close(reader)
-        self._readers = {}
         os.close(self._file)
 
     def _roll(self) -> None:
@@ -93,15 +65,50 @@ class Segments:
             os.close(self._file)
         self.current += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
-        self._file, self._offset = os.open(self._path(self.current), flags, 0o644), 0
+        self._file, self._offset = os.open(segment_path(self.directory, self.current), flags, 0o644), 0
 
-    def _reader(self, segment: int) -> int:
-        if segment not in self._readers:
+
+class SegmentReader:
+    """Reads records, also while they are written. Files stay open until `close` or their removal."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[int, int] = {}
+
+    def read(self, place: FramePlace) -> bytes:
+        """The record at a place, verified. StoreError names the file when it is damaged or gone."""
+        file = self._file(place.segment)
+        header = os.pread(file, HEADER.size, place.offset)
+        if len(header) == HEADER.size:
+            length, digest = HEADER.unpack(header)
+            payload = os.pread(file, length, place.offset + HEADER.size)
+            if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
+                return payload
+        path = segment_path(self.directory, place.segment)
+        raise StoreError(f"{path}: damaged record at {place.offset}")
+
+    def remove_before(self, segment: int) -> None:
+        """Delete whole segments below a number. The caller has no reference into them any more."""
+        for path in self.directory.glob("*.seg"):
+            if int(path.stem) < segment:
+                if (file := self._files.pop(int(path.stem), None)) is not None:
+                    os.close(file)
+                path.unlink()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+    def _file(self, segment: int) -> int:
+        if segment not in self._files:
+            path = segment_path(self.directory, segment)
             try:
-                self._readers[segment] = os.open(self._path(segment), os.O_RDONLY)
+                self._files[segment] = os.open(path, os.O_RDONLY)
             except FileNotFoundError:
-                raise StoreError(f"{self._path(segment)} is gone, but a live trajectory is in it") from None
-        return self._readers[segment]
+                raise StoreError(f"{path} is gone, but a live trajectory is in it") from None
+        return self._files[segment]
 
-    def _path(self, segment: int) -> Path:
-        return self.directory / f"{segment:08d}.seg"
+
+def segment_path(directory: Path, segment: int) -> Path:
+    return directory / f"{segment:08d}.seg"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
-from asyncrl.buffer.batches import Batch
 from asyncrl.launch.local import role_processes
 from asyncrl.observe.files import read_rows, read_summary
+from asyncrl.store.reader import RunReader
 from asyncrl.trainer.checkpoint import CheckpointManifest
 from asyncrl.weights.disk import weights_directory
 
@@ -134,12 +134,9 @@ class Run:
 def trained_uids(run: Path) -> Counter[str]:
     """How often each episode is in a batch of the lineage: checkpoints' manifests, then the plans after."""
     trained: Counter[str] = Counter()
-    with sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True) as db:
-        committed = {step - 1 for (step,) in db.execute("SELECT step FROM commits")}
-        for (record,) in db.execute("SELECT record FROM plans"):
-            batch = msgspec.msgpack.decode(record, type=Batch)
-            if batch.step in committed:
-                trained.update(batch.uids)
+    with closing(RunReader.open(run)) as reader:
+        for batch in reader.committed_plans():
+            trained.update(batch.uids)
     return trained
 
 

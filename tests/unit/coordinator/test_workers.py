@@ -105,7 +105,7 @@ def test_records_are_processed_once_and_acknowledged_in_order(desk: Desk) -> Non
         assert desk.acks() == [1]
     desk.finish(A, 2, first)
     assert desk.acks() == [2] and [episode.uid for episode in desk.landed] == [first.uid]
-    assert desk.core.store.frames(first.uid, 1) == [b"frame", b""]
+    assert desk.core.store.read.frames(first.uid, 1) == [b"frame", b""]
 
 
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(desk: Desk) -> None:

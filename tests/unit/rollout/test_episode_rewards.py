@@ -123,7 +123,7 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
     result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
     desk.desk.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
     desk.core.persist()
-    held = {episode.uid: episode for episode in desk.core.store.load().episodes}[attempt.uid]
+    held = {episode.uid: episode for episode in desk.core.store.read.load().episodes}[attempt.uid]
     for episode in (desk.core.buffer.episodes[attempt.uid], held):
         assert episode.result == result
 

