@@ -48,14 +48,16 @@ def read_sample_tools(sample: Sample) -> SampleTools:
 
 
 def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> list[str]:
-    """A line for each unknown name of `extra_info.tools` and each reason why one cannot be read, with its
-    first sample (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
+    """What is wrong with the tools that samples ask for: a line for each problem, with its first sample
+    (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
     found: dict[str, int] = {}
     for number, text in enumerate(extra_infos):
         if '"tools' not in text:  # most data sets say nothing of tools: nothing to decode
             continue
-        for problem in _problems(tools, text):
-            found.setdefault(problem, number)
+        try:
+            _check_names(tools, _decode(text))
+        except ToolError as problem:
+            found.setdefault(str(problem), number)
         if len(found) >= MAX_PROBLEMS:
             break
     return [f"sample {number}: {problem}" for problem, number in found.items()]
@@ -64,8 +66,7 @@ def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) ->
 def select_tools(tools: Mapping[str, Tool], asked: SampleTools) -> dict[str, Tool]:
     """Those that a sample asks for, in the order of `tools`. ToolError for unknown names; arguments of
     unknown tools are ignored, because data that was made for other trainers brings some."""
-    if problems := _unknown(tools, asked):
-        raise ToolError(problems[0])
+    _check_names(tools, asked)
     for name in (asked.tools_kwargs or {}).keys() - tools.keys() - _warned:
         _warned.add(name)
         log.warning("samples bring tools_kwargs for %r, which is no tool here: ignored", name)
@@ -94,19 +95,9 @@ def accepted_arguments(function: Callable[..., Any] | None, given: dict[str, Any
     return {key: value for key, value in given.items() if key in parameters}
 
 
-def _problems(tools: Mapping[str, Tool], extra_info: str) -> list[str]:
-    try:
-        return _unknown(tools, _decode(extra_info))
-    except ToolError as problem:
-        return [str(problem)]
-
-
-def _unknown(tools: Mapping[str, Tool], asked: SampleTools) -> list[str]:
-    return [
-        f"extra_info.tools asks for the tool {name!r}; there are: {names(tools)}"
-        for name in asked.tools or ()
-        if name not in tools
-    ]
+def _check_names(tools: Mapping[str, Tool], asked: SampleTools) -> None:
+    if unknown := [name for name in asked.tools or () if name not in tools]:
+        raise ToolError(f"extra_info.tools has unknown names: {names(unknown)}; there are: {names(tools)}")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -13,19 +13,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncrl.isolation.sandbox import landlock, seccomp
-from asyncrl.isolation.sandbox.kernel import (
-    MACHINE,
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_DUMPABLE,
-    PR_SET_NO_NEW_PRIVS,
-    PR_SET_PDEATHSIG,
-    SIGKILL,
-    check,
-    libc,
-    prctl,
-    syscall,
-)
+from asyncrl.isolation.sandbox import kernel, landlock, seccomp
+from asyncrl.isolation.sandbox.kernel import check, libc, prctl, syscall
 from asyncrl.isolation.sandbox.wire import SandboxLimits
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 1 << 17, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30
@@ -133,7 +122,7 @@ def new_root(plan: ConfinementPlan, uid: int) -> None:
         for name, source in DEVICES.items():
             mount(f"/dev/{source}", f"{NEW_ROOT}/dev/{name}", "", MS_BIND)
         os.chdir(NEW_ROOT)
-        syscall("pivot_root", SYS_PIVOT_ROOT[MACHINE], b".", b".")
+        syscall("pivot_root", SYS_PIVOT_ROOT[kernel.MACHINE], b".", b".")
         check(libc.umount2(b".", MNT_DETACH), "umount of the old root")
     except (OSError, KeyError):
         libc.umount2(NEW_ROOT.encode(), MNT_DETACH)
@@ -177,10 +166,10 @@ def drop_rights() -> None:
     """No capabilities, now or by exec; unreadable by its children; ends with its parent, inherits orphans."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_DUMPABLE, 0)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    prctl(PR_SET_PDEATHSIG, SIGKILL)  # last: a change of user clears it
+    prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    prctl(kernel.PR_SET_DUMPABLE, 0)
+    prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)  # last: a change of user clears it
 
 
 def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes: list[str]) -> int:

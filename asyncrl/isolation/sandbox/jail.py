@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from asyncrl.errors import one_line
@@ -42,7 +43,7 @@ LATE_SECONDS = 5.0
 """How much later than asked the warden may answer: one second of grace, and a busy machine."""
 FILE_SECONDS = 10.0  # to write or read one
 END_SECONDS = 2.0  # after SIGTERM, and after SIGKILL
-CLEAN_SECONDS = 5.0
+CLEAN_SECONDS = 5.0  # that the owner waits for a directory to be emptied
 MAX_OUTPUT = 16 << 20
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -177,10 +178,9 @@ class Jail:
                     await in_thread(process.wait, "sandbox")
                     break
         if os.path.lexists(self._fallback):  # noqa: ASYNC240 (the guard was killed, who removes it)
-            with contextlib.suppress(
-                Exception
-            ):  # what is left harms nobody; each start has another directory
-                await asyncio.to_thread(emptying.remove, self._fallback, CLEAN_SECONDS)
+            with contextlib.suppress(TimeoutError):  # the thread goes on by itself
+                async with asyncio.timeout(CLEAN_SECONDS):
+                    await in_thread(partial(emptying.remove, self._fallback), "sandbox")
 
     async def _connect(self) -> None:
         ours, theirs = socket.socketpair()

@@ -91,7 +91,7 @@ def test_samples_choose_their_tools() -> None:
     notes = tool(Notes)
     reply = play([notes, echo], sample(tools=["echo"]), call("notes", line="a"))[0]
     assert reply.error == "unknown tool 'notes'; there are: echo"
-    with pytest.raises(ToolError, match="asks for the tool 'ekko'; there are: echo"):
+    with pytest.raises(ToolError, match="unknown names: ekko; there are: echo"):
         play([echo], sample(tools=["ekko"]))
 
 
@@ -462,7 +462,7 @@ def test_a_data_set_is_checked_before_the_run() -> None:
     ]
     assert check_sample_tools({"echo": echo}, data[:3]) == []
     assert check_sample_tools({"echo": echo}, data) == [
-        "sample 3: extra_info.tools asks for the tool 'ekko'; there are: echo",
+        "sample 3: extra_info.tools has unknown names: ekko; there are: echo",
         "sample 5: extra_info, tools or tools_kwargs: "
         "ValidationError: Expected `array | null`, got `str` - at `$.tools`",
     ]
