@@ -6,16 +6,17 @@ corpus.jsonl ──► <cache>/<key>/{passages.arrow, *.npy, vocab.json}     key
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,8 +39,8 @@ class Passage:
 
 
 def passage(document: Mapping[str, Any]) -> Passage:
-    """Of a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes is
-    the title, as in Search-R1's corpora. ValueError when there is no text."""
+    """From a document with `text` or `contents`, and perhaps a `title`. Without one, a first line in quotes
+    is the title, as in Search-R1's corpora. ValueError when there is no text."""
     text = next((document[key] for key in TEXTS if isinstance(document.get(key), str)), None)
     if text is None:
         raise ValueError(f"no {' or '.join(TEXTS)}, only {', '.join(map(str, document)) or 'nothing'}")
@@ -131,7 +132,8 @@ def _build(path: Path, home: Path, stopwords: str) -> None:
     vocabulary: dict[str, int] = {}
     tokens: list[list[int]] = []
     with pa.OSFile(str(home / "passages.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in _batches(path):
+        passages = _read_passages(path)
+        while batch := list(itertools.islice(passages, BATCH)):
             documents = [{"title": found.title, "text": found.text} for found in batch]
             writer.write_batch(pa.RecordBatch.from_pylist(documents, schema))
             for words in _words([f"{found.title}\n{found.text}" for found in batch], stopwords):
@@ -153,23 +155,14 @@ def _words(texts: list[str], stopwords: str) -> list[list[str]]:
     return list(found)
 
 
-def _batches(path: Path) -> Iterator[list[Passage]]:
-    """Passages in order. ConfigError names the document that has none."""
-    batch: list[Passage] = []
-    for number, document in enumerate(_documents(path), start=1):
+def _read_passages(path: Path) -> Iterator[Passage]:
+    """In order. ConfigError names the document that has none."""
+    documents = _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+    for number, document in enumerate(documents, start=1):
         try:
-            batch.append(passage(document))
+            yield passage(document)
         except ValueError as error:
             raise ConfigError(f"search: {path}, document {number}: {error}") from None
-        if len(batch) == BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _documents(path: Path) -> Iterable[dict[str, Any]]:
-    return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -226,8 +219,8 @@ def _key(path: Path, stopwords: str) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[BinaryIO]:
-    """The kernel lets go of the lock when its holder dies."""
+def _locked(path: Path) -> Iterator[None]:
+    """The kernel releases the lock when its holder dies."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+        yield

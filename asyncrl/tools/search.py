@@ -31,7 +31,7 @@ class _Hit(msgspec.Struct, frozen=True):
     document: dict[str, Any]
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _SearchAnswer(msgspec.Struct, frozen=True):
     result: tuple[tuple[_Hit, ...], ...]
 
 
@@ -107,7 +107,7 @@ def _shown(number: int, found: Passage, max_chars: int) -> str:
 def _passages(answer: bytes) -> list[Passage]:
     """Those of the one query. SearchError for an answer of another shape."""
     try:
-        (hits,) = msgspec.json.decode(answer, type=_Answer).result
+        (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
         return [passage(hit.document) for hit in hits]
     except (msgspec.MsgspecError, ValueError) as error:
         raise SearchError(f"the retrieval server's answer is not Search-R1's: {one_line(error)}") from error

@@ -8,7 +8,9 @@ import signal
 import struct
 import sys
 import types
-from typing import Any
+from typing import Any, NoReturn
+
+from asyncrl.isolation.sandbox import wire
 
 ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, whose module is slow to import
 SHOWN_FRAMES = 6
@@ -18,13 +20,13 @@ SOURCES: dict[str, str] = {}
 """What was run, by the name that tracebacks give it."""
 
 
-def serve_cells(control: int) -> None:
-    """Run the cells that come from a socket until it closes; each is answered there when it has ended. What
-    they print goes to the present standard output."""
+def serve_cells(control: int) -> NoReturn:
+    """Run the cells that come from a socket; each is answered there when it has ended. What they print goes
+    to the present standard output. EOFError when the socket closes."""
     main, process, output = fresh_main(), os.getpid(), os.dup(1)
-    while header := _read(control, CELL.size):
-        number, size = CELL.unpack(header)
-        source = _read(control, size)
+    while True:
+        number, size = CELL.unpack(wire.read_exactly(control, CELL.size))
+        source = wire.read_exactly(control, size)
         open_streams(output)
         raised = _raises(source, f"<cell {number}>", main)
         _flush()
@@ -136,11 +138,3 @@ def _flush() -> None:
             stream.flush()
         except Exception:  # the code may have closed or replaced it
             continue
-
-
-def _read(fd: int, size: int) -> bytes:
-    parts = []
-    while size > 0 and (part := os.read(fd, size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)

@@ -64,8 +64,8 @@ class RunReply(NamedTuple):
 
 def read_request(fd: int) -> RunRequest:
     """Blocks. EOFError when the other end closed."""
-    kind, seconds, source, stdin = REQUEST.unpack(_read_exactly(fd, REQUEST.size))
-    return RunRequest(kind, seconds, _read_exactly(fd, source), _read_exactly(fd, stdin))
+    kind, seconds, source, stdin = REQUEST.unpack(read_exactly(fd, REQUEST.size))
+    return RunRequest(kind, seconds, read_exactly(fd, source), read_exactly(fd, stdin))
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -74,7 +74,7 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _read_exactly(fd: int, size: int) -> bytes:
+def read_exactly(fd: int, size: int) -> bytes:
     parts = []
     while size > 0:
         part = os.read(fd, min(size, 1 << 20))
