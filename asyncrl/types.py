@@ -253,18 +253,3 @@ class EpisodeStats(msgspec.Struct, frozen=True):
     longest_row: int = 0
     seconds: float = 0.0
     tool_s: float = 0.0
-
-
-class Trajectory(msgspec.Struct, frozen=True):
-    """The tokens of a finished episode, ready to train on. `rows` hold all of them.
-
-    All else is per model token, in the order they were sampled: the row it is in, its position there, the
-    engine's log-prob (behaviour policy mu). `spans` are relative to these, in order and without gaps.
-    """
-
-    uid: str
-    rows: tuple[tuple[int, ...], ...]
-    row: tuple[int, ...]
-    position: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    spans: tuple[VersionSpan, ...]

@@ -87,7 +87,7 @@ def prepared(world: World, examples: Sequence[Example], loss: Loss) -> list[Exam
         for packed in everyone
     ]
     found = dict(zip((packed.uid for packed in everyone), loss.prepare(traces), strict=True))
-    return [replace(e, prepared=np.asarray(found[e.row.uid], dtype=np.float64)) for e in examples]
+    return [replace(e, prepared=np.asarray(found[e.planned.uid], dtype=np.float64)) for e in examples]
 
 
 def _view(e: Example) -> dict[str, np.ndarray]:

@@ -1,9 +1,9 @@
-"""From rows and turns to padded tensors.
+"""From planned trajectories and their turns to padded tensors.
 
-    turns ──assemble──► Trajectory ──example──► Example ──collate──► MicroBatch
+    turns ──example──► Example ──collate──► MicroBatch
 
 What decides a token's gradient apart from the models is fixed here, before any forward: its weight, its
-lag, whether it may contribute. Models add to an Example what they say of its tokens.
+lag, whether it may contribute. Log-probs and values that models compute are added to an Example later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
-from asyncrl.types import EpisodeResult, Trajectory, Turn, VersionSpan
+from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages import PlannedTrajectory
 
 
@@ -37,7 +37,7 @@ class Example:
     asks for them.
     """
 
-    row: PlannedTrajectory
+    planned: PlannedTrajectory
     rows: tuple[np.ndarray, ...]
     turns: int
     tool_calls: int
@@ -62,7 +62,7 @@ class Example:
 
     @property
     def group(self) -> str:
-        return self.row.group
+        return self.planned.group
 
     @property
     def tokens(self) -> int:
@@ -86,8 +86,8 @@ class Example:
 
     def credit_input(self) -> CreditInput:
         """What the advantage is a function of."""
-        row = self.row
-        return CreditInput(row.own, row.siblings, self.rewards, self.turn, row.place, self.value, row.greedy)
+        p = self.planned
+        return CreditInput(p.own, p.siblings, self.rewards, self.turn, p.place, self.value, p.greedy)
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class MicroBatch:
 
     Token i is ids[row[i], position[i]], predicted from position - 1, of episode[i]: an episode may have
     several rows. `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
-    contribute: not stale, not excluded. What no model
-    or recipe has said is None: `prox` where the policy does not change between now and the optimizer step.
+    contribute: not stale, not excluded. The optional fields are those of ADDED that the recipe asks for;
+    `prox` is None where the policy does not change between now and the optimizer step.
     """
 
     ids: Tensor
@@ -123,11 +123,11 @@ class MicroBatch:
     def selected(self) -> Selected:
         return Selected(self.ids, self.row, self.position, self.temperature)
 
-    def saying(self, examples: Sequence[Example]) -> MicroBatch:
-        """With what was said of the examples since they were collated; nothing else is moved again."""
+    def updated(self, examples: Sequence[Example]) -> MicroBatch:
+        """With what was added to the examples since they were collated; nothing else is moved again."""
         if not self.counted.any():
             return self
-        return replace(self, **_said(examples, self.mu.dtype, self.mu.device))
+        return replace(self, **_added(examples, self.mu.dtype, self.mu.device))
 
     def to(self, device: torch.device) -> MicroBatch:
         """All tensors on `device`."""
@@ -135,40 +135,12 @@ class MicroBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None})
 
 
-SAID = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
-
-
-def assemble(row: PlannedTrajectory, turns: Sequence[Turn]) -> Trajectory:
-    """Join the turns of an episode, token for token.
-
-    Raises ProtocolError when a turn's arrays do not fit each other, or its row.
-    """
-    rows: list[list[int]] = []
-    placed: list[tuple[int, int]] = []
-    logprobs: list[float] = []
-    spans: list[VersionSpan] = []
-    for turn in turns:
-        _check(row.uid, turn, rows)
-        if turn.row == len(rows):
-            rows.append([])
-        ids, shift = rows[turn.row], len(logprobs)
-        ids += (*turn.context, *turn.ids)
-        placed += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
-        logprobs += turn.logprobs
-        spans += (VersionSpan(s.start + shift, s.end + shift, s.version, s.kv_version) for s in turn.spans)
-    return Trajectory(
-        uid=row.uid,
-        rows=tuple(map(tuple, rows)),
-        row=tuple(number for number, _ in placed),
-        position=tuple(position for _, position in placed),
-        logprobs=tuple(logprobs),
-        spans=tuple(spans),
-    )
+ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
 
 
 def _check(uid: str, turn: Turn, rows: Sequence[Sequence[int]]) -> None:
-    """Every model token has a log-prob, a version and a token before it that predicts it, in a row that is
-    there or the next new one."""
+    """Every model token has a log-prob, a version and a token before it that predicts it; its row exists, or
+    is the next new one."""
     covered = [p for span in turn.spans for p in range(span.start, span.end)]
     if len(turn.ids) != len(turn.logprobs) or covered != list(range(len(turn.ids))):
         raise ProtocolError(
@@ -182,7 +154,7 @@ def _check(uid: str, turn: Turn, rows: Sequence[Sequence[int]]) -> None:
 
 
 def example(
-    row: PlannedTrajectory,
+    planned: PlannedTrajectory,
     turns: Sequence[Turn],
     step: int,
     bound: int,
@@ -190,35 +162,51 @@ def example(
     *,
     mask_truncated: bool = False,
 ) -> Example:
-    """Assemble one row for batch `step`: aggregation share, token rewards, lags, and what is over `bound`."""
-    trajectory = assemble(row, turns)
-    share = rule(len(trajectory.position), row.group_tokens)
-    spans = trajectory.spans
-    exact = [span.version == span.kv_version == step for span in spans]
+    """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
+    rule, rewards and lags of its tokens, and which tokens are over `bound`.
+
+    Raises ProtocolError when a turn's arrays do not fit each other, or its row.
+    """
+    rows: list[list[int]] = []
+    places: list[tuple[int, int]] = []  # row and position of each model token
+    for turn in turns:
+        _check(planned.uid, turn, rows)
+        if turn.row == len(rows):
+            rows.append([])
+        ids = rows[turn.row]
+        ids += (*turn.context, *turn.ids)
+        places += ((turn.row, position) for position in range(len(ids) - len(turn.ids), len(ids)))
+    row_of, position = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    turn_of = np.repeat(np.arange(len(turns)), [len(turn.ids) for turn in turns])
+    spans = [span for turn in turns for span in turn.spans]
     lags = token_lags(spans, step)
-    turn = np.repeat(np.arange(len(turns)), [len(t.ids) for t in turns])
+    exact = [span.version == span.kv_version == step for span in spans]
+    share = rule(len(places), planned.group_tokens)
     return Example(
-        row=row,
-        rows=tuple(np.asarray(ids, dtype=np.int32) for ids in trajectory.rows),
+        planned=planned,
+        rows=tuple(np.asarray(ids, dtype=np.int32) for ids in rows),
         turns=len(turns),
         tool_calls=sum(len(turn.replies) for turn in turns),
         weight=share.weight,
         denominator=share.denominator,
-        row_of=np.asarray(trajectory.row, dtype=np.int64),
-        position=np.asarray(trajectory.position, dtype=np.int64),
-        turn=turn,
-        rewards=token_rewards(row.own, turn),
-        mu=np.asarray(trajectory.logprobs, dtype=np.float64),
+        row_of=row_of,
+        position=position,
+        turn=turn_of,
+        rewards=token_rewards(planned.own, turn_of),
+        mu=np.array([p for turn in turns for p in turn.logprobs], dtype=np.float64),
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        excluded=mask_truncated and row.own.end.truncated,
+        excluded=mask_truncated and planned.own.end.truncated,
     )
 
 
 def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
-    """[T] each turn's reward on its last token; that of a turn without one, on the token before it, and
-    what comes before the first token, on that. Everything is on the last token where turns say nothing."""
+    """[T] each turn's reward on its last token; that of a turn without one on the token before it, or on the
+    first. Everything is on the last token where the episode has no rewards by turn.
+
+    Three turns with rewards 1, 2, 4 and tokens of turns 0, 2, 2: 3, 0, 4.
+    """
     rewards = np.zeros(len(turn))
     if len(turn):
         by_turn = own.turn_rewards or (own.reward,)
@@ -255,19 +243,19 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
         episode=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
         position=join("position"),
         turn=join("turn"),
-        temperature=spread([e.row.temperature for e in examples]),
+        temperature=spread([e.planned.temperature for e in examples]),
         mu=join("mu").to(dtype),
         weight=spread([e.weight for e in examples]),
         lag=join("lag"),
         fresh=join("fresh"),
         exact=join("exact"),
         counted=torch.ones(sum(counts), dtype=torch.bool),
-        **_said(examples, dtype, torch.device("cpu")),
+        **_added(examples, dtype, torch.device("cpu")),
     )
 
 
-def _said(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    known = [name for name in SAID if getattr(examples[0], name) is not None]
+def _added(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    known = [name for name in ADDED if getattr(examples[0], name) is not None]
     return {name: _join(examples, name).to(device, dtype) for name in known}
 
 
@@ -275,14 +263,13 @@ def _join(examples: Sequence[Example], name: str) -> Tensor:
     return torch.from_numpy(np.concatenate([getattr(e, name) for e in examples]))
 
 
-def with_said(examples: Sequence[Example], name: str, values: Tensor) -> list[Example]:
-    """The examples with what a model said of their tokens, [N] over all of them in order."""
-    edges = np.cumsum(
-        [e.tokens for e in examples]
-    )  # a dummy's value is beyond the last, and belongs to nobody
+def with_values(examples: Sequence[Example], name: str, values: Tensor) -> list[Example]:
+    """The examples with what a model computed of their tokens, [N] over all of them in order. The value of a
+    dummy token lies beyond the last one and is dropped."""
+    edges = np.cumsum([e.tokens for e in examples])
     pieces = np.split(values.double().cpu().numpy(), edges)[:-1]
-    said: list[dict[str, Any]] = [{name: piece} for piece in pieces]
-    return [replace(e, **one) for e, one in zip(examples, said, strict=True)]
+    added: list[dict[str, Any]] = [{name: piece} for piece in pieces]
+    return [replace(e, **one) for e, one in zip(examples, added, strict=True)]
 
 
 def _dummy(dtype: torch.dtype) -> MicroBatch:
@@ -301,5 +288,5 @@ def _dummy(dtype: torch.dtype) -> MicroBatch:
         fresh=no,
         exact=no,
         counted=no,
-        **dict.fromkeys(SAID, zero),
+        **dict.fromkeys(ADDED, zero),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -46,17 +45,17 @@ def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Exa
     penalty = -coefficient * divergence.numpy()
     by_turn = np.zeros(max(example.turns, 1))
     np.add.at(by_turn, example.turn, penalty)
-    row = msgspec.structs.replace(example.row, own=_less(example.row.own, by_turn))
-    return replace(example, row=row, rewards=example.rewards + penalty), by_turn.tolist()
+    planned = msgspec.structs.replace(example.planned, own=_less(example.planned.own, by_turn))
+    return replace(example, planned=planned, rewards=example.rewards + penalty), by_turn.tolist()
 
 
 def with_penalised_siblings(example: Example, penalties: Penalties) -> Example:
     """The baseline sees the siblings' penalties as well."""
-    row = example.row
     siblings = tuple(
-        _less(sibling, penalties.get((row.group, place), ())) for place, sibling in enumerate(row.siblings)
+        _less(sibling, penalties.get((example.group, place), ()))
+        for place, sibling in enumerate(example.planned.siblings)
     )
-    return replace(example, row=msgspec.structs.replace(row, siblings=siblings))
+    return replace(example, planned=msgspec.structs.replace(example.planned, siblings=siblings))
 
 
 def _less(result: EpisodeResult, by_turn: Sequence[float] | np.ndarray) -> EpisodeResult:
@@ -66,32 +65,26 @@ def _less(result: EpisodeResult, by_turn: Sequence[float] | np.ndarray) -> Episo
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """What one rank tells the others of one episode."""
+    """One episode as it travels between ranks. `arrays`: float64."""
 
     uid: str
     group: str
     own: EpisodeResult
     place: int  # among its siblings, as in PlannedTrajectory
-    arrays: dict[str, tuple[Literal["float64", "bool"], bytes]]
+    arrays: dict[str, bytes]
 
     def array(self, name: str) -> np.ndarray:
-        kind, content = self.arrays[name]
-        return np.frombuffer(content, dtype=kind)
-
-
-def _packed(example: Example, arrays: Mapping[str, np.ndarray]) -> Packed:
-    content: dict[str, tuple[Literal["float64", "bool"], bytes]] = {}
-    for name, array in arrays.items():
-        kind: Literal["float64", "bool"] = "bool" if array.dtype == bool else "float64"
-        content[name] = kind, array.astype(kind).tobytes()
-    return Packed(example.row.uid, example.group, example.row.own, example.row.place, content)
+        return np.frombuffer(self.arrays[name])
 
 
 def share(
     world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Packed]:
     """The episodes of all ranks, by uid: the same list on all of them. A collective."""
-    mine = [_packed(e, some) for e, some in zip(examples, arrays, strict=True)]
+    mine = []
+    for planned, named in zip((e.planned for e in examples), arrays, strict=True):
+        content = {name: array.astype(np.float64).tobytes() for name, array in named.items()}
+        mine.append(Packed(planned.uid, planned.group, planned.own, planned.place, content))
     everyone = [packed for part in world.gather(mine, list[Packed]) for packed in part]
     return sorted(everyone, key=lambda packed: packed.uid)
 

@@ -22,14 +22,14 @@ KEPT = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
     """Rewards, lengths and staleness of the episodes of one micro-batch."""
     for e in examples:
-        tally.summary("critic/score", [e.row.own.score])
-        tally.summary("critic/rewards", [e.row.own.reward])
+        tally.summary("critic/score", [e.planned.own.score])
+        tally.summary("critic/rewards", [e.planned.own.reward])
         tally.summary("response_length", [e.tokens])
         tally.summary("prompt_length", [int(e.position[0]) if e.tokens else e.length])
         tally.summary("num_turns", [e.turns])
         tally.summary("tool_call_counts", [e.tool_calls])
         tally.summary("global_seqlen", [e.length])
-        tally.ratio("response_length/clip_ratio", float(e.row.own.end.truncated), 1.0)
+        tally.ratio("response_length/clip_ratio", float(e.planned.own.end.truncated), 1.0)
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)

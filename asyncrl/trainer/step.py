@@ -1,10 +1,10 @@
 """The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
-    accumulate(rows) … accumulate(rows) ──► gradients, undivided ──► finish(): / D, clip, AdamW
+    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): / D, clip, AdamW
 
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and one D, known only
 when the batch is complete. FSDP2 *averages* gradients over ranks, so every loss is multiplied by the
-number of ranks. All ranks run the same number of forwards; one without rows runs a dummy token.
+number of ranks. All ranks run the same number of forwards; one without trajectories runs a dummy token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared
-from asyncrl.trainer.batch import Example, collate, example, with_said
+from asyncrl.trainer.batch import Example, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
 from asyncrl.trainer.metric_sums import MetricSums, merged
@@ -80,11 +80,11 @@ class Learner:
         return Whitening.from_state(self.state)
 
     def accumulate(self, work: Work) -> None:
-        """Train on this rank's rows of one micro-batch; empty for a rank that has nothing."""
+        """Train on this rank's trajectories of one micro-batch; empty for a rank that has nothing."""
         masked = self.config.algorithm.mask_truncated
         examples = [
-            example(row, turns, self.step, self.bound, self.recipe.aggregate, mask_truncated=masked)
-            for row, turns in work
+            example(planned, turns, self.step, self.bound, self.recipe.aggregate, mask_truncated=masked)
+            for planned, turns in work
         ]
         tally_examples(self._tally, examples)
         if self.waits:
@@ -143,27 +143,27 @@ class Learner:
         return whole
 
     def _scored(self, held: Sequence[Example]) -> list[Example]:
-        """The examples with what the models say of them as they are now, where the recipe asks."""
+        """The examples with the log-probs and values of the models as they are now, where the recipe asks."""
         recipe, done = self.recipe, list[Example]()
         of_policy = recipe.prox == "recompute" or recipe.shared_critic
         if not (of_policy or recipe.critic or recipe.reference):
             return list(held)
         for part in self._micro_batches(held):
             tokens = collate(part, self.dtype).to(self.world.device).selected
-            said: dict[str, Tensor | None] = {}
+            found: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if of_policy:
                     scores = self.policy(tokens, collision=recipe.advantage.whole_group)
-                    said |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
+                    found |= {"prox": scores.logp, "collision": scores.collision, "value": scores.value}
                 if self.critic is not None:
                     with self.watch.phase("values"):
-                        said["value"] = self.critic(tokens)
+                        found["value"] = self.critic(tokens)
             if self.reference is not None:
                 with self.watch.phase("ref"):
-                    said["reference"] = self.reference.logp(tokens)
-            for name, values in said.items():
+                    found["reference"] = self.reference.logp(tokens)
+            for name, values in found.items():
                 if values is not None and not (name == "prox" and recipe.prox != "recompute"):
-                    part = with_said(part, name, values)
+                    part = with_values(part, name, values)
             done += part
             self.pulse()
         return done
@@ -187,18 +187,18 @@ class Learner:
         micro = collate(examples, self.dtype).to(self.world.device)
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
-                examples = with_said(examples, "reference", self.reference.logp(micro.selected))
+                examples = with_values(examples, "reference", self.reference.logp(micro.selected))
         if not self.waits and not self.recipe.critic:
             examples = self._credited(examples, tally)
-            micro = micro.saying(examples)
+            micro = micro.updated(examples)
         scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
         value = scores.value
         if self.critic is not None:
             with self.watch.phase("values"):
                 value = self.critic(micro.selected)
         if not self.waits and value is not None:
-            examples = self._credited(with_said(examples, "value", value.detach()), tally)
-            micro = micro.saying(examples)
+            examples = self._credited(with_values(examples, "value", value.detach()), tally)
+            micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
         (found.loss * (self.averaging / self._expected)).backward()
         denominator = math.fsum(e.denominator for e in examples)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncrl.errors import ConfigError, ProtocolError, one_line
 
 T = TypeVar("T")
-MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 32 bytes per model token
+MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
 PART_BYTES = 64 << 20  # of it that travel at once
 
 

@@ -7,7 +7,7 @@ import torch
 
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
-from asyncrl.trainer.batch import assemble, collate, example, token_rewards, with_said
+from asyncrl.trainer.batch import Example, collate, example, token_rewards, with_values
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages import PlannedTrajectory
 
@@ -31,12 +31,15 @@ TURNS = [
 ]
 
 
+def joined(turns: list[Turn]) -> Example:
+    return example(ROW, turns, 5, 1, TOKEN_MEAN)
+
+
 def test_turns_join_token_for_token() -> None:
-    t = assemble(ROW, TURNS)
-    assert t.rows == ((1, 2, 3, 4, 5, 6, 7, 8),)
-    assert (t.row, t.position) == ((0,) * 5, (2, 3, 5, 6, 7))
-    assert t.logprobs == (-0.1, -0.2, -0.3, -0.4, -0.5)
-    assert t.spans == (VersionSpan(0, 1, 3, 3), VersionSpan(1, 2, 5, 3), VersionSpan(2, 5, 5, 5))
+    e = joined(TURNS)
+    assert [ids.tolist() for ids in e.rows] == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert e.row_of.tolist() == [0] * 5 and e.position.tolist() == [2, 3, 5, 6, 7]
+    assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5] and e.lag.tolist() == [2, 0, 0, 0, 0]
 
 
 BRANCHED = [
@@ -47,11 +50,11 @@ BRANCHED = [
 
 
 def test_turns_join_their_rows_and_model_tokens_keep_their_order() -> None:
-    t = assemble(ROW, BRANCHED)
-    assert t.rows == ((1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13), (9, 9, 10))
-    assert list(zip(t.row, t.position, strict=True))[5:] == [(1, 2), (0, 9), (0, 10)]
-    assert t.logprobs == (-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8)
-    assert t.spans[-2:] == (VersionSpan(5, 6, 4, 4), VersionSpan(6, 8, 5, 5))
+    e = joined(BRANCHED)
+    assert [ids.tolist() for ids in e.rows] == [[1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13], [9, 9, 10]]
+    assert list(zip(e.row_of, e.position, strict=True))[5:] == [(1, 2), (0, 9), (0, 10)]
+    assert e.mu.tolist() == [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7, -0.8]
+    assert e.lag.tolist() == [2, 0, 0, 0, 0, 1, 0, 0]
 
 
 def test_rows_of_an_episode_stay_one_episode() -> None:
@@ -68,7 +71,7 @@ def test_rows_of_an_episode_stay_one_episode() -> None:
 @pytest.mark.parametrize("row", [2, -1])
 def test_a_row_that_follows_nothing_is_refused(row: int) -> None:
     with pytest.raises(ProtocolError, match="episode u"):
-        assemble(ROW, [*TURNS, msgspec.structs.replace(BRANCHED[2], row=row)])
+        joined([*TURNS, msgspec.structs.replace(BRANCHED[2], row=row)])
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_a_row_that_follows_nothing_is_refused(row: int) -> None:
 )
 def test_arrays_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="episode u"):
-        assemble(ROW, [msgspec.structs.replace(TURNS[0], **change), TURNS[1]])
+        joined([msgspec.structs.replace(TURNS[0], **change), TURNS[1]])
 
 
 def test_an_example_aligns_everything_to_model_tokens() -> None:
@@ -98,10 +101,10 @@ def test_an_example_aligns_everything_to_model_tokens() -> None:
 
 def test_collate_pads_right_and_flattens_rows() -> None:
     long, short = example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
-    said = with_said([long, short], "prox", -torch.arange(7.0))
-    micro = collate(said, torch.float32)
+    filled = with_values([long, short], "prox", -torch.arange(7.0))
+    micro = collate(filled, torch.float32)
     assert micro.prox is not None and micro.prox.tolist() == [0, -1, -2, -3, -4, -5, -6]
-    assert said[1].prox is not None and said[1].prox.tolist() == [-5, -6] and micro.value is None
+    assert filled[1].prox is not None and filled[1].prox.tolist() == [-5, -6] and micro.value is None
     assert micro.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
     assert micro.row.tolist() == [0] * 5 + [1] * 2
     labels = micro.ids[micro.row, micro.position]

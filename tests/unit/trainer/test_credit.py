@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from asyncrl.algorithms.aggregation import aggregations
@@ -38,7 +37,7 @@ def of(packed: Packed) -> tuple[str, str, int, list[float], list[bool]]:
         packed.group,
         packed.place,
         packed.array("prox").tolist(),
-        packed.array("fresh").tolist(),
+        packed.array("fresh").astype(bool).tolist(),
     )
 
 
@@ -62,12 +61,3 @@ def test_all_ranks_see_all_episodes_exactly_as_one_rank_does(world: World, tmp_p
         for i in range(5)
     ]
     assert alone[0] == episodes
-
-
-def test_a_flag_takes_a_byte_and_a_number_eight() -> None:
-    from asyncrl.trainer.credit import _packed
-
-    e = one(4)
-    packed = msgspec.msgpack.decode(msgspec.msgpack.encode(_packed(e, told(e))), type=Packed)
-    assert {name: len(content) for name, (_, content) in packed.arrays.items()} == {"prox": 48, "fresh": 6}
-    assert packed.array("fresh").dtype == bool and packed.array("prox").dtype == np.float64
