@@ -1,6 +1,12 @@
 """Worlds that talk with the model: games, simulated users, other packages' environments."""
 
-from asyncrl.environments.base import Environment, environments, extra_info, load_environment, said
+from asyncrl.environments.base import (
+    Environment,
+    environments,
+    extra_info,
+    load_environment,
+    text_observation,
+)
 from asyncrl.environments.gym import Gymnasium
 from asyncrl.environments.openenv import OpenEnv
 from asyncrl.environments.user import ScriptedUser, SimulatedUser
@@ -18,5 +24,5 @@ __all__ = [
     "extra_info",
     "in_thread",
     "load_environment",
-    "said",
+    "text_observation",
 ]

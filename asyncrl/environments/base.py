@@ -1,4 +1,4 @@
-"""What an environment is: it speaks first, answers what the model says, and knows when it is over.
+"""What an environment is: it may write first, answers each turn of the model, and knows when it is over.
 
 reset(sample) ──► Observation ──► model's turn ──► step(message) ──► Observation ──► … until `done`
 """
@@ -22,8 +22,8 @@ class Environment(Protocol):
 
     Derive from it, or only look like it. Making one checks the options and does nothing else: no file is
     opened, nobody is connected to before `reset`. What `reset` and `step` raise, or do not end in
-    time, fails the episode, which is then tried again; what the *model* got wrong is an observation, and
-    perhaps a reward.
+    time, fails the episode, which is then tried again. A mistake of the *model* is answered by an
+    observation, and perhaps a reward.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -89,7 +89,7 @@ def load_environment(
     return make
 
 
-def said(text: str, reward: float = 0.0, done: bool = False) -> Observation:
+def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:
     """An observation of one message of the user's."""
     return Observation((Message("user", text),), reward, done)
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from asyncrl.environments.base import Environment, environments, extra_info, said
-from asyncrl.environments.gym_descriptions import DESCRIPTIONS, NAMES, plain
+from asyncrl.environments.base import Environment, environments, extra_info, text_observation
+from asyncrl.environments.gym_descriptions import ACTION_NAMES, DESCRIPTIONS, plain
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.isolation.calls import OwnThread
 from asyncrl.registry import load_object
@@ -28,7 +28,7 @@ class Gymnasium(Environment):
     actions in order, separated by commas; a turn's last name or number of an action is what it does. `show`:
     what the model sees, the rendered text or the observation (`auto`: the text, where there is one; for the
     toy texts a description). `describe`: `module:function` or `file.py:function`, (observation, env) -> text,
-    in its place. An unreadable turn is told so and earns `unreadable`; the environment does not move. The
+    in its place. A turn without an action is answered with a hint and earns `unreadable`. The
     seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. `thread`: the
     environment gets a thread for itself, so that a slow one holds up no other episode; off, it runs in the
     worker's event loop, for worlds that all must share one thread.
@@ -53,7 +53,8 @@ class Gymnasium(Environment):
         self._describe = DESCRIPTIONS.get(short) if show == "auto" else None
         if describe:
             self._describe = load_object(describe, "description")
-        self._names = [name.strip() for name in actions.split(",")] if actions else NAMES.get(short, ())
+        given = tuple(name.strip() for name in actions.split(","))
+        self._names = given if actions else ACTION_NAMES.get(short, ())
         self._thread = OwnThread("gymnasium") if thread else None
         self._env: Any = None
 
@@ -76,19 +77,21 @@ class Gymnasium(Environment):
         import gymnasium
 
         extra = extra_info(sample)
-        mode: dict[str, Any] = {"render_mode": self._mode} if self._mode else {}  # not all know the word
+        mode: dict[str, Any] = (
+            {"render_mode": self._mode} if self._mode else {}
+        )  # some environments have no such parameter
         self._env = gymnasium.make(self._id, **mode, **self._arguments | extra.get("gymnasium", {}))
         self._read = _reader(self._env.action_space, self._names)
         seen, _ = self._env.reset(seed=int(extra.get("seed", sample.row)))
-        return said(self._text(seen))
+        return text_observation(self._text(seen))
 
     def _move(self, text: str) -> Observation:
         try:
             action = self._read(text)
         except ValueError as error:
-            return said(str(error), self._unreadable)
+            return text_observation(str(error), self._unreadable)
         seen, reward, terminated, truncated, _ = self._env.step(action)
-        return said(self._text(seen), float(reward), bool(terminated or truncated))
+        return text_observation(self._text(seen), float(reward), bool(terminated or truncated))
 
     def _end(self) -> None:
         if self._env is not None:

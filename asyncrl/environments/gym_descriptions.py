@@ -1,4 +1,4 @@
-"""Words for Gymnasium's toy texts: what their actions are called, and what an observation means.
+"""Names of actions, and descriptions of observations, for Gymnasium's toy text environments.
 
 Gymnasium's documentation has the names, its code does not.
 """
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-NAMES = {  # of the actions, in order
+ACTION_NAMES = {  # of the actions, in order
     "FrozenLake": ("left", "down", "right", "up"),
     "CliffWalking": ("up", "right", "down", "left"),
     "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),

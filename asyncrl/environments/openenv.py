@@ -3,8 +3,8 @@
     {"type": "reset" | "step", "data": …} ──► {"type": "observation", "data": {observation, reward, done}}
                                          └──► {"type": "error", "data": {message, code}}
 
-Its own client blocks a thread per episode and changes the process's proxy settings, so the five lines of the
-protocol are spoken here.
+Its own client blocks a thread per episode and changes the process's proxy settings, so the protocol, which is
+small, is implemented here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from asyncrl.environments.base import Environment, environments, extra_info, said
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.environments.base import Environment, environments, extra_info, text_observation
+from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.remote import check_url
 from asyncrl.types import Message, Observation, Sample
 
 MAX_BYTES = 4 << 20  # of one message
@@ -28,21 +29,21 @@ class OpenEnvError(AsyncrlError):
     """The server refused, failed, or did not answer in time."""
 
 
-class _Result(msgspec.Struct, frozen=True):
+class _StepResult(msgspec.Struct, frozen=True):
     observation: dict[str, Any] = {}
     reward: float | None = None
     done: bool = False
 
 
-class _Flaw(msgspec.Struct, frozen=True):
+class _FieldError(msgspec.Struct, frozen=True):
     loc: tuple[str | int, ...] = ()
     msg: str = ""
 
 
-class _Trouble(msgspec.Struct, frozen=True):
+class _ServerError(msgspec.Struct, frozen=True):
     message: str = ""
     code: str = ""
-    errors: tuple[_Flaw, ...] = ()
+    errors: tuple[_FieldError, ...] = ()
 
     @property
     def flaws(self) -> str:
@@ -50,15 +51,15 @@ class _Trouble(msgspec.Struct, frozen=True):
         return "; ".join(f"{'.'.join(map(str, flaw.loc))}: {flaw.msg}" for flaw in self.errors)[:300]
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Frame(msgspec.Struct, frozen=True):
     type: str
     data: msgspec.Raw
 
 
 _action = msgspec.json.Decoder(dict[str, Any]).decode
-_answer = msgspec.json.Decoder(_Answer).decode
-_result = msgspec.json.Decoder(_Result, strict=False).decode
-_trouble = msgspec.json.Decoder(_Trouble).decode
+_answer = msgspec.json.Decoder(_Frame).decode
+_result = msgspec.json.Decoder(_StepResult, strict=False).decode
+_trouble = msgspec.json.Decoder(_ServerError).decode
 
 
 @environments.register("openenv")
@@ -67,18 +68,18 @@ class OpenEnv(Environment):
 
     `url`: its base. `action`: the field of an action that a turn's text goes to; empty: the turn is, or has
     in a fence, the action as a JSON object. `show`: the field of the observation that the model reads; empty:
-    all of it, as JSON. An action that the server finds invalid is told so and earns `unreadable`. `reset` is
-    given a `seed`, the row of the sample, and what is in `extra_info.openenv`. `timeout`: seconds per answer.
+    all of it, as JSON. An action that the server finds invalid is answered with its errors and earns
+    `unreadable`. `reset` is given a `seed`, the row of the sample, and what is in `extra_info.openenv`.
+    `timeout`: seconds per answer.
     """
 
     def __init__(
         self, *, url: str, action: str = "", show: str = "", unreadable: float = 0.0, timeout: float = 30.0
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"the url {url!r} must begin with http:// or https://")
+        check_url(url)
         self._url = "ws" + url.removeprefix("http").rstrip("/") + "/ws"
         self._action, self._show, self._unreadable, self._timeout = action, show, unreadable, timeout
-        self.timeout = 2 * timeout + 1.0  # `reset` connects as well; the errors of here say more
+        self.timeout = 2 * timeout + 1.0  # `reset` connects as well; the errors below say more
         self._session: aiohttp.ClientSession | None = None
         self._socket: Any = None
 
@@ -91,19 +92,19 @@ class OpenEnv(Environment):
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise OpenEnvError(f"{self._url}: no connection ({one_line(error)})") from error
         found = await self._exchange("reset", arguments)
-        if isinstance(found, _Trouble):
+        if isinstance(found, _ServerError):
             raise OpenEnvError(f"{self._url}: {found.code}: {found.message[:200]}")
         return self._observed(found)
 
     async def step(self, message: Message) -> Observation:
         action = self._read(message.content)
         if action is None:
-            return said("error: write the action as one JSON object.", self._unreadable)
+            return text_observation("error: write the action as one JSON object.", self._unreadable)
         found = await self._exchange("step", action)
-        if isinstance(found, _Result):
+        if isinstance(found, _StepResult):
             return self._observed(found)
         if found.code == INVALID:
-            return said(f"error: {found.flaws or found.message[:300]}", self._unreadable)
+            return text_observation(f"error: {found.flaws or found.message[:300]}", self._unreadable)
         raise OpenEnvError(f"{self._url}: {found.code}: {found.message[:200]}")
 
     async def close(self) -> None:
@@ -120,7 +121,7 @@ class OpenEnv(Environment):
         except (ValueError, RecursionError):  # or nested too deeply
             return None
 
-    async def _exchange(self, kind: str, data: dict[str, Any]) -> _Result | _Trouble:
+    async def _exchange(self, kind: str, data: dict[str, Any]) -> _StepResult | _ServerError:
         """One message there and one back."""
         try:
             async with asyncio.timeout(self._timeout):
@@ -135,7 +136,7 @@ class OpenEnv(Environment):
         except (aiohttp.ClientError, ConnectionError, msgspec.MsgspecError) as error:
             raise OpenEnvError(f"{self._url}: {kind} failed ({one_line(error)})") from error
 
-    def _observed(self, found: _Result) -> Observation:
+    def _observed(self, found: _StepResult) -> Observation:
         if not self._show:
             text = json.dumps(found.observation, ensure_ascii=False)
         elif self._show in found.observation:
@@ -143,7 +144,7 @@ class OpenEnv(Environment):
             text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
         else:
             raise OpenEnvError(f"no field {self._show!r}; the observation has {', '.join(found.observation)}")
-        return said(text, found.reward or 0.0, found.done)
+        return text_observation(text, found.reward or 0.0, found.done)
 
 
 def _fenced(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from asyncrl.environments.base import Environment, environments, extra_info, said
+from asyncrl.environments.base import Environment, environments, extra_info, text_observation
 from asyncrl.remote import RemoteModel
 from asyncrl.types import Message, Observation, Sample
 
@@ -37,7 +37,7 @@ class ScriptedUser(Environment):
         if self._stop and self._stop in message.content:
             return Observation(done=True)
         reply = next(self._replies, None)
-        return Observation(done=True) if reply is None else said(reply)
+        return Observation(done=True) if reply is None else text_observation(reply)
 
 
 @environments.register("simulated_user")
@@ -66,32 +66,32 @@ class SimulatedUser(Environment):
         stop: str = "###STOP###",
     ) -> None:
         self._model = RemoteModel(url, model, api_key_env, timeout, retries, temperature, max_tokens)
-        self.timeout = timeout + 1.0  # the model's own error says more
+        self.timeout = timeout + 1.0  # the error of RemoteModel says more
         self._stop, self._max_chars = stop, max_chars
-        self._heard: list[Message] = []
+        self._history: list[Message] = []
 
     async def reset(self, sample: Sample) -> Observation:
         scenario = extra_info(sample).get("user")
         if not isinstance(scenario, str) or not scenario:
             raise ValueError(f"extra_info.user of row {sample.row} must say who the user is, and wants")
         play = PLAY.replace("{stop}", self._stop).replace("{scenario}", scenario)
-        spoken = mirrored(sample.prompt)
-        self._heard = [Message("system", play), *spoken]
-        return Observation() if spoken else await self._reply(Message("user", "Hello! How can I help you?"))
+        shown = mirrored(sample.prompt)
+        self._history = [Message("system", play), *shown]
+        return Observation() if shown else await self._reply(Message("user", "Hello! How can I help you?"))
 
     async def step(self, message: Message) -> Observation:
         return await self._reply(Message("user", message.content))
 
-    async def _reply(self, heard: Message) -> Observation:
-        self._heard.append(heard)
-        text = (await self._model.chat(self._heard)).strip()[: self._max_chars]
+    async def _reply(self, message: Message) -> Observation:
+        self._history.append(message)
+        text = (await self._model.chat(self._history)).strip()[: self._max_chars]
         if not text:
             raise ValueError("the model that plays the user said nothing")
-        self._heard.append(Message("assistant", text))
-        return said(text, done=self._stop in text)
+        self._history.append(Message("assistant", text))
+        return text_observation(text, done=self._stop in text)
 
 
 def mirrored(prompt: Sequence[Message]) -> list[Message]:
-    """The conversation as the user lived it: what it said is its own, the instructions are not for it."""
+    """The conversation with swapped roles and without instructions, for the model that plays the user."""
     roles = {"user": "assistant", "assistant": "user"}
     return [Message(roles[message.role], message.content) for message in prompt if message.role in roles]

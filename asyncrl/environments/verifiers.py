@@ -1,10 +1,10 @@
 """Environments of the package `verifiers`, played by the trained model.
 
-Its `Env.run` is a program that asks for the next turn where ours is asked to answer one: it runs as a task
-beside the episode, which stands still until the model's turn is there.
+Its `Env.run` asks for the model's next turn, where our environments are asked to answer one. So it runs as a
+task beside the episode, and waits while the model writes.
 
     reset ──► run(task, agents) … turn(text) ──► Observation(text)      step(message) ──► … turn's Segment
-                                                                        run is over ──► reward, done
+                                                                        run has ended ──► reward, done
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,22 +62,20 @@ class Verifiers(Environment):
         self._role, self._roles = role or roles[0], roles
         self._others = RemoteModel(others_url, others_model, others_key_env) if others_url else None
         self.replay = "reapply" if self._others is None else "no"  # a model does not say the same again
-        self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: nobody asks any more
-        self._reply: asyncio.Future[Message | None] | None = None  # done: they have not asked again since
+        self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
+        self._reply: asyncio.Future[Message | None] | None = None  # done: no turn is asked for
         self._over = False  # a limit ended the episode
         self._playing: asyncio.Task[float] | None = None
 
     async def reset(self, sample: Sample) -> Observation:
         self._playing = begin(self._play(self._task(sample)))
-        first = await self._next()
-        shown = len(sample.prompt)
-        if [(m.role, m.content) for m in first.messages[:shown]] != [
-            (m.role, m.content) for m in sample.prompt
-        ]:
-            raise ValueError(
-                f"the prompt of row {sample.row} is not how its task begins; prepare the data anew"
-            )
-        return Observation(first.messages[shown:])
+        messages = (await self._next()).messages
+        for begun, prompt in zip_longest(messages[: len(sample.prompt)], sample.prompt):
+            if begun is None or (begun.role, begun.content) != (prompt.role, prompt.content):
+                raise ValueError(
+                    f"the prompt of row {sample.row} is not how its task begins; prepare it anew"
+                )
+        return Observation(messages[len(sample.prompt) :])
 
     async def step(self, message: Message) -> Observation:
         if self._reply is None or self._reply.done():
@@ -85,7 +84,7 @@ class Verifiers(Environment):
         return await self._next()
 
     async def cut_short(self, unheard: Message | None) -> float:
-        """Their environment is told of the limit when it next asks, and scores what there is."""
+        """Their environment learns of the limit when it next asks for a turn, and scores what there is."""
         self._over = True
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(unheard)
@@ -99,36 +98,33 @@ class Verifiers(Environment):
     def _task(self, sample: Sample) -> Any:
         data = extra_info(sample).get(KEY)
         if data is None:
-            raise ValueError(
-                f"extra_info.{KEY} of row {sample.row} is missing: the task's data, as JSON text"
-            )
+            raise ValueError(f"extra_info.{KEY} of row {sample.row} is missing: the task's data as JSON text")
         kind = type(self._env.taskset).task_type()
-        read = (
-            kind.data_type().model_validate_json if isinstance(data, str) else kind.data_type().model_validate
-        )
+        model = kind.data_type()
+        read = model.model_validate_json if isinstance(data, str) else model.model_validate
         return kind(read(data), self._env.taskset.config.task)
 
     async def _next(self) -> Observation:
-        news = await self._asked.get()
-        if news is None:
+        messages = await self._asked.get()
+        if messages is None:
             return Observation(reward=await self._reward(), done=True)
-        return Observation(tuple(map(ours, news)))
+        return Observation(tuple(map(ours, messages)))
 
     async def _reward(self) -> float:
-        """When all is over. A step that is cancelled here does not cancel what it waits for."""
+        """Once the run has ended. A step that is cancelled here does not cancel the run."""
         if self._playing is None:
             return 0.0
         await asyncio.wait({self._playing})
         return self._playing.result()
 
     async def _play(self, task: Any) -> float:
-        """One episode of theirs; the reward of the trained agent."""
+        """Run one episode of verifiers: its setup, run, finalize. The reward of the trained agent."""
         import verifiers.v1 as vf
 
         record = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode = vf.Episode(task=record)
         try:
-            agents = self._seats(episode.traces)
+            agents = self._agents(episode.traces)
             await self._env.setup(agents)
             await self._env.run(task, agents)
             await self._env.finalize(task, episode)
@@ -136,44 +132,43 @@ class Verifiers(Environment):
         finally:
             self._asked.put_nowait(None)
 
-    def _seats(self, traces: list[Any]) -> SimpleNamespace:
+    def _agents(self, traces: list[Any]) -> SimpleNamespace:
         """Their agents, by name."""
-        from asyncrl.environments.verifiers_proxy import AgentProxy, ProxyDesk
+        from asyncrl.environments.verifiers_proxy import AgentProxy, TaskTools
 
-        desk, config, others = ProxyDesk(), self._env.config, self._others
-        self.tools = desk.schemas
-        ask = functools.partial(heard_by, others) if others is not None else None
-        seats = {name: AgentProxy(name, getattr(config, name), ask, None, traces) for name in self._roles}
-        seats[self._role] = AgentProxy(
-            self._role, getattr(config, self._role), lambda: self._ask, desk, traces
-        )
-        return SimpleNamespace(**seats)
+        tools, config, others = TaskTools(), self._env.config, self._others
+        self.tools = tools.schemas
+        ask = functools.partial(conversation_with, others) if others is not None else None
+        agents = {name: AgentProxy(name, getattr(config, name), ask, None, traces) for name in self._roles}
+        trained = getattr(config, self._role)
+        agents[self._role] = AgentProxy(self._role, trained, lambda: self._ask, tools, traces)
+        return SimpleNamespace(**agents)
 
-    async def _ask(self, news: list[Any]) -> tuple[Any, bool]:
+    async def _ask(self, messages: list[Any]) -> tuple[Any, bool]:
         if self._reply is not None and not self._reply.done():
             raise RuntimeError("the environment asks for two turns at once")
         if self._over:
             return None, False
         self._reply = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(news)
+        self._asked.put_nowait(messages)
         message = await self._reply
         return theirs(message) if message is not None else None, not self._over
 
 
-def heard_by(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
+def conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
     """A conversation with the model that plays another agent."""
-    said: list[Message] = []
+    history: list[Message] = []
 
-    async def ask(news: list[Any]) -> tuple[Any, bool]:
-        said.extend(map(ours, news))
-        said.append(Message("assistant", await model.chat(said)))
-        return theirs(said[-1]), True
+    async def ask(messages: list[Any]) -> tuple[Any, bool]:
+        history.extend(map(ours, messages))
+        history.append(Message("assistant", await model.chat(history)))
+        return theirs(history[-1]), True
 
     return ask
 
 
 def ours(message: Any) -> Message:
-    """A message of verifiers'. ValueError: one that is not text."""
+    """A message of verifiers as one of ours. ValueError: it is not text."""
     content = message.content or ""
     if not isinstance(content, str):
         if any(part.type != "text" for part in content):
@@ -192,7 +187,7 @@ def ours(message: Any) -> Message:
 
 
 def theirs(message: Message) -> Any:
-    """A turn of the model."""
+    """A turn of the model as a message of verifiers."""
     from verifiers.v1.types import AssistantMessage
     from verifiers.v1.types import ToolCall as Call
 

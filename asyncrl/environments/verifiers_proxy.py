@@ -1,4 +1,4 @@
-"""The trained agent, as an environment of the package `verifiers` sees it. Imported only where it is used.
+"""Agents as an environment of the package `verifiers` sees them. Imported only where it is used.
 
 Env.run(task, agents) ─► agents.NAME.interaction(task).turn(text) ─► ask ─► the model's turn ─► Segment
                                       └► the task's tools, in this process, until a turn calls none
@@ -24,22 +24,22 @@ from verifiers.v1.utils.decorators import discover_decorated, invoke
 
 from asyncrl.errors import one_line
 
-CUT = "max_total_tokens"  # verifiers' word for an episode that a limit ended
+LIMIT = "max_total_tokens"  # verifiers' name for the stop of an episode that a limit ended
 
 Ask = Callable[[Messages], Awaitable[tuple[vf.AssistantMessage | None, bool]]]
-"""What was said since the model's last turn -> its next turn, and whether another may follow. None: a limit
-ended the episode before it was made."""
+"""The messages since the model's last turn -> its next turn, and whether another may follow. None: a limit
+ended the episode before the turn was made."""
 
 
 class Unsupported(Exception):
-    """The environment wants what only verifiers' own runner has."""
+    """The environment needs what only verifiers' own runner has."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"{what}; verifiers can lead the episode itself, as an agent (rollout.agent)")
 
 
-class ProxyDesk:
-    """The tools of one task. A toolset is an MCP server, but it answers here as well as over HTTP."""
+class TaskTools:
+    """The tools of one task. A toolset is an MCP server, which is called here without HTTP."""
 
     def __init__(self) -> None:
         self.schemas: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class ProxyDesk:
             self._servers[name] = (server, tool.name)
 
     async def call(self, call: ToolCall) -> vf.ToolMessage:
-        """The reply; what went wrong is one that the model reads."""
+        """The reply. An error is a reply, too, which the model reads."""
         try:
             server, name = self._servers[call.name]
             result: Any = await server.call_tool(name, json.loads(call.arguments or "{}"))
@@ -76,15 +76,15 @@ class ProxyDesk:
         return vf.ToolMessage(tool_call_id=call.id, content=text, name=call.name)
 
 
-class Talk:
-    """What `Agent.interaction` yields: `turn` hands on what the environment says, and runs the task's tools
-    until the model calls none."""
+class AgentInteraction:
+    """What `Agent.interaction` yields: `turn` sends the environment's messages to the model, and runs the
+    task's tools until a turn calls none."""
 
     def __init__(
-        self, task: vf.Task, trace: vf.Trace, desk: ProxyDesk, ask: Ask, max_turns: int | None
+        self, task: vf.Task, trace: vf.Trace, tools: TaskTools, ask: Ask, max_turns: int | None
     ) -> None:
         self.trace = trace
-        self._task, self._desk, self._ask, self._max_turns = task, desk, ask, max_turns
+        self._task, self._tools, self._ask, self._max_turns = task, tools, ask, max_turns
         self._stops = [hook for hook in task.hooks("stop") if _of_traces(hook)]
         self._over = False
 
@@ -92,21 +92,21 @@ class Talk:
         """As `Interaction.turn`: bare for the reply to the task's prompt."""
         if self._over:
             raise RuntimeError("the exchange is over")
-        news = self._opening(message) if not self.trace.nodes else _said(message)
+        new = _messages(message) if self.trace.nodes else self._opening(message)
         answers: Messages = []
         while not await self._stopped():
-            reply, more = await self._ask(news)
+            reply, more = await self._ask(new)
             if not more:
-                self.trace.stop(CUT)
+                self.trace.stop(LIMIT)
             if reply is None:
                 break
-            self._note(*news)
-            self._note(reply, sampled=True)
+            self._record(*new)
+            self._record(reply, sampled=True)
             answers.append(reply)
             if not reply.tool_calls or not more:
                 return Segment(messages=answers)
-            news = [await self._desk.call(call) for call in reply.tool_calls]
-            answers += news
+            new = [await self._tools.call(call) for call in reply.tool_calls]
+            answers += new
         self._over = not answers
         return Segment(messages=answers, terminated=self._over)
 
@@ -115,9 +115,9 @@ class Talk:
         if (data.prompt is None) == (message is None):
             raise ValueError("a task with a prompt is opened by a bare turn(), any other by a message")
         system = [SystemMessage(content=data.system_prompt)] if data.system_prompt is not None else []
-        return [*system, *_said(data.prompt if message is None else message)]
+        return [*system, *_messages(data.prompt if message is None else message)]
 
-    def _note(self, *messages: Any, sampled: bool = False) -> None:
+    def _record(self, *messages: Any, sampled: bool = False) -> None:
         for message in messages:
             before = len(self.trace.nodes) - 1
             node = vf.MessageNode(parent=before if before >= 0 else None, message=message, sampled=sampled)
@@ -136,8 +136,8 @@ class Talk:
 
 
 class AgentProxy:
-    """An agent of the environment. `ask` begins a conversation with the model that plays it; None: nobody
-    does. `desk`: where its tools go; None: it may have none. Its finished traces go to `traces`."""
+    """An agent of the environment. `ask` begins a conversation with the model that plays it; None: no model
+    does. `tools`: where its tools are collected; None: it may have none. Finished traces go to `traces`."""
 
     trainable = True
 
@@ -146,18 +146,18 @@ class AgentProxy:
         name: str,
         config: vf.AgentConfig,
         ask: Callable[[], Ask] | None,
-        desk: ProxyDesk | None,
+        tools: TaskTools | None,
         traces: list[vf.Trace],
     ) -> None:
-        self._name, self._config, self._ask, self._desk, self._traces = name, config, ask, desk, traces
+        self._name, self._config, self._ask, self._tools, self._traces = name, config, ask, tools, traces
 
     async def run(self, task: vf.Task, **others: Any) -> vf.Trace:
-        async with self.interaction(task, **others) as talk:
-            await talk.turn()
-        return talk.trace
+        async with self.interaction(task, **others) as interaction:
+            await interaction.turn()
+        return interaction.trace
 
     @asynccontextmanager
-    async def interaction(self, task: vf.Task, **others: Any) -> AsyncIterator[Talk]:
+    async def interaction(self, task: vf.Task, **others: Any) -> AsyncIterator[AgentInteraction]:
         if self._ask is None:
             raise Unsupported(f"agent {self._name!r} has no model; set others_url and others_model")
         if given := [name for name, value in others.items() if value]:
@@ -166,13 +166,13 @@ class AgentProxy:
         trace = self._trace(task)
         async with provision_runtime(vf.SubprocessConfig()) as runtime, AsyncExitStack() as opened:
             await invoke(task.setup, {"trace": trace, "runtime": runtime})
-            desk = self._desk or ProxyDesk()
+            tools = self._tools or TaskTools()
             for toolset in task.toolsets(task.config):
-                if self._desk is None:
+                if self._tools is None:
                     raise Unsupported(f"agent {self._name!r}, which is not trained, has tools")
-                opened.push_async_callback(toolset._exit_stack.aclose)  # its own place for what it opens
-                await desk.add(toolset, task)
-            yield Talk(task, trace, desk, self._ask(), self._config.max_turns)
+                opened.push_async_callback(toolset._exit_stack.aclose)  # closes what the toolset opened
+                await tools.add(toolset, task)
+            yield AgentInteraction(task, trace, tools, self._ask(), self._config.max_turns)
             trace.stop("agent_completed")
             await invoke(task.finalize, {"trace": trace, "runtime": runtime})
             await task.score(trace, runtime)
@@ -186,7 +186,7 @@ class AgentProxy:
 
 
 def check(task: vf.Task) -> None:
-    """Unsupported, with what the task wants."""
+    """Raises Unsupported, with what the task needs."""
     if task.NEEDS_CONTAINER or task.data.image is not None:
         raise Unsupported("the task runs in a container")
     if discover_decorated(task, "intercept"):
@@ -199,7 +199,7 @@ def _of_traces(hook: Callable[..., Any]) -> bool:
     return True
 
 
-def _said(message: str | Sequence[Any] | None) -> Messages:
+def _messages(message: str | Sequence[Any] | None) -> Messages:
     """A user's turn, in whatever form the environment gives it."""
     if message is None:
         raise ValueError("nothing to run a turn on: the next one answers a message")

@@ -1,4 +1,4 @@
-"""What leads an episode through the endpoint: a function of the user, or any program."""
+"""Agents: functions of the user, or programs, that lead an episode through the endpoint."""
 
 from __future__ import annotations
 

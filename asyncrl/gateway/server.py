@@ -1,9 +1,9 @@
 """The endpoint: one HTTP server per worker, on 127.0.0.1, for the agents of the episodes that it runs.
 
-    agent program ──key──► guest ──AgentRequest──► episode ──Reply | Refusal──► JSON, or a stream of events
+    agent program ──key, request──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
-A key is random and names one episode, as long as that runs. Whatever a request does wrong is answered in
-OpenAI's shape; nothing that it does ends the server. A stream is sent when the whole turn is there.
+A key is random and names one episode, as long as that runs. Errors are answered in OpenAI's format, and none
+ends the server. A stream of events is sent when the whole turn is there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp import web
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.gateway import wire
-from asyncrl.gateway.wire import ApiError, ChatRequest, Reply
+from asyncrl.gateway.wire import AgentReply, ApiError, ChatRequest
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -44,17 +44,17 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
-    async def answer(self, ask: AgentRequest) -> Reply | Refusal:
+    async def answer(self, ask: AgentRequest) -> AgentReply | Refusal:
         """ConfigError: the template cannot write the messages. Anything else it raises ends the episode."""
 
-    def lose(self, reply: Reply) -> None:
+    def lose(self, reply: AgentReply) -> None:
         """The client has left without this answer, and may ask again."""
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Admitted:
     host: Host
-    running: set[asyncio.Task[Reply | Refusal]] = field(default_factory=set)
+    running: set[asyncio.Task[AgentReply | Refusal]] = field(default_factory=set)
 
 
 class Gateway:
@@ -62,8 +62,8 @@ class Gateway:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._guests: dict[str, _Guest] = {}  # by key
-        self._told: set[str] = set()  # ignored parameters that were logged
+        self._admitted: dict[str, _Admitted] = {}  # by key
+        self._logged: set[str] = set()  # ignored parameters that were logged
         self._url = ""
         app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
         app.router.add_get("/v1/models", self._models)
@@ -85,39 +85,39 @@ class Gateway:
     @asynccontextmanager
     async def admit(self, host: Host) -> AsyncIterator[Endpoint]:
         """The body is the time in which an agent is served. Requests under way at its end are cancelled."""
-        key, guest = secrets.token_urlsafe(32), _Guest(host)
-        self._guests[key] = guest
+        key, admitted = secrets.token_urlsafe(32), _Admitted(host)
+        self._admitted[key] = admitted
         try:
             yield Endpoint(self._url, key)
         finally:
-            del self._guests[key]
-            for task in guest.running:
+            del self._admitted[key]
+            for task in admitted.running:
                 task.cancel()
-            await asyncio.gather(*guest.running, return_exceptions=True)
+            await asyncio.gather(*admitted.running, return_exceptions=True)
 
     # -- requests ------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._guest(request)
+        self._by_key(request)
         return _json(wire.models())
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        guest = self._guest(request)  # strangers are not listened to
+        admitted = self._by_key(request)  # before the body is read
         async with asyncio.timeout(READ_SECONDS):
             body = await request.read()
         asked = wire.request_of(body)
-        self._tell(asked.ignored)
-        task = asyncio.ensure_future(guest.host.answer(wire.ask_of(asked)))
-        guest.running.add(task)
-        task.add_done_callback(guest.running.discard)
+        self._log_ignored(asked.ignored)
+        task = asyncio.ensure_future(admitted.host.answer(wire.ask_of(asked)))
+        admitted.running.add(task)
+        task.add_done_callback(admitted.running.discard)
         try:
             return await self._send(request, asked, await _outcome(task))
         except (asyncio.CancelledError, ConnectionError):  # the client has left
-            if not task.cancel() and (reply := _reply(task)) is not None:
-                guest.host.lose(reply)
+            if not task.cancel() and (reply := _finished(task)) is not None:
+                admitted.host.lose(reply)
             raise
 
-    async def _send(self, request: web.Request, asked: ChatRequest, reply: Reply) -> web.StreamResponse:
+    async def _send(self, request: web.Request, asked: ChatRequest, reply: AgentReply) -> web.StreamResponse:
         texts = [self._decode((token,)) for token in reply.turn.ids] if asked.logprobs else []
         if asked.stream:
             return await _stream(request, wire.chunks(asked, reply, texts))
@@ -126,21 +126,21 @@ class Gateway:
         await response.write_eof()
         return response
 
-    def _guest(self, request: web.Request) -> _Guest:
+    def _by_key(self, request: web.Request) -> _Admitted:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        guest = self._guests.get(key.strip())
-        if guest is None or scheme.lower() != "bearer":
+        admitted = self._admitted.get(key.strip())
+        if admitted is None or scheme.lower() != "bearer":
             raise ApiError(401, "this API key names no running episode", "invalid_api_key")
-        return guest
+        return admitted
 
-    def _tell(self, ignored: list[str]) -> None:
+    def _log_ignored(self, ignored: list[str]) -> None:
         """Once per parameter."""
-        for name in [name for name in ignored if name not in self._told]:
-            self._told.add(name)
+        for name in [name for name in ignored if name not in self._logged]:
+            self._logged.add(name)
             log.warning("agents set %s, which is ignored: sampling is the run's (rollout.temperature)", name)
 
 
-async def _outcome(task: asyncio.Task[Reply | Refusal]) -> Reply:
+async def _outcome(task: asyncio.Task[AgentReply | Refusal]) -> AgentReply:
     """What a request is answered with."""
     await asyncio.wait([task])
     if task.cancelled():
@@ -154,12 +154,12 @@ async def _outcome(task: asyncio.Task[Reply | Refusal]) -> Reply:
     return found
 
 
-def _reply(task: asyncio.Task[Reply | Refusal]) -> Reply | None:
-    """The answer that is there."""
+def _finished(task: asyncio.Task[AgentReply | Refusal]) -> AgentReply | None:
+    """The answer, if the task has one."""
     if not task.done() or task.cancelled() or task.exception() is not None:
         return None
     found = task.result()
-    return found if isinstance(found, Reply) else None
+    return found if isinstance(found, AgentReply) else None
 
 
 async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
@@ -175,7 +175,7 @@ async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web
 
 @web.middleware
 async def _boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything that goes wrong is an answer."""
+    """Every error becomes an answer."""
     try:
         return await handler(request)
     except ApiError as error:

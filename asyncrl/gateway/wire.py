@@ -1,7 +1,7 @@
 """OpenAI's chat completions, as far as a policy under training can serve them: requests, answers, errors.
 
-What cannot be honoured without changing the distribution that log-probs are recorded of, or without touching
-the model's tokens, is refused. Sampling parameters are the run's own: those of a request are ignored.
+Options that would change the sampled distribution or the model's tokens are refused. Sampling parameters of a
+request are ignored: the run has its own.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ApiError(AsyncrlError):
         return {"error": error}
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """A turn of the model for an agent: what it said, and how many tokens it was shown."""
+class AgentReply(msgspec.Struct, frozen=True):
+    """A turn of the model for an agent, its message, and the number of tokens in its prompt."""
 
     message: Message
     turn: Turn
@@ -52,32 +52,32 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def refused(refusal: Refusal) -> ApiError:
-    """What the client is told of a limit."""
+    """The error that the client gets for a limit."""
     return ApiError(400, refusal.detail, _CODES.get(refusal.end, str(refusal.end)))
 
 
 # -- requests ----------------------------------------------------------------------------------------
 
 
-class Part(msgspec.Struct, frozen=True):
+class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str = ""
 
 
-class Function(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str = "{}"
 
 
-class Call(msgspec.Struct, frozen=True):
-    function: Function
+class ChatToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
     id: str = ""
 
 
-class Said(msgspec.Struct, frozen=True):
+class ChatMessage(msgspec.Struct, frozen=True):
     role: str
-    content: str | list[Part] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -93,7 +93,7 @@ Limit = Annotated[int, Meta(ge=1)]
 class ChatRequest(msgspec.Struct, frozen=True):
     """The body of a request. Fields that are not here are ignored, as are those in IGNORED."""
 
-    messages: Annotated[list[Said], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     max_tokens: Limit | None = None
@@ -122,7 +122,7 @@ _decode = msgspec.json.Decoder(ChatRequest).decode
 
 
 def request_of(body: bytes) -> ChatRequest:
-    """ApiError for what is no request, or asks for what there is not."""
+    """ApiError for what is no request, or uses what is not supported."""
     try:
         asked = _decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -157,11 +157,11 @@ def _tool(schema: dict[str, Any]) -> str:
     return msgspec.json.encode(schema).decode()
 
 
-def _messages(said: Sequence[Said]) -> tuple[Message, ...]:
+def _messages(sent: Sequence[ChatMessage]) -> tuple[Message, ...]:
     """Replies to tool calls get the name of the tool, which some templates write, from the call."""
     names: dict[str, str] = {}
     messages = []
-    for one in said:
+    for one in sent:
         calls = tuple(map(_call, one.tool_calls or ()))
         names |= {sent.id: call.name for sent, call in zip(one.tool_calls or (), calls, strict=True)}
         answers = one.tool_call_id or ""
@@ -178,7 +178,7 @@ def _messages(said: Sequence[Said]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _text(content: str | list[Part] | None) -> str:
+def _text(content: str | list[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if other := [part.type for part in content if part.type != "text"]:
@@ -186,7 +186,7 @@ def _text(content: str | list[Part] | None) -> str:
     return "".join(part.text for part in content)
 
 
-def _call(call: Call) -> ToolCall:
+def _call(call: ChatToolCall) -> ToolCall:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -205,7 +205,7 @@ def _own_id(wire_id: str) -> str:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def completion(asked: ChatRequest, reply: Reply, texts: Sequence[str]) -> dict[str, Any]:
+def completion(asked: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
     """A whole answer. `texts`: one per id of the turn, for log-probs."""
     choice = {
         "index": 0,
@@ -216,7 +216,7 @@ def completion(asked: ChatRequest, reply: Reply, texts: Sequence[str]) -> dict[s
     return {**_head("chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def chunks(asked: ChatRequest, reply: Reply, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def chunks(asked: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The same as a stream: role, reasoning, content, one chunk per call, the end."""
     head = _head("chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -242,7 +242,7 @@ def _head(kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{next(_ids)}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _content(reply: Reply) -> dict[str, Any]:
+def _content(reply: AgentReply) -> dict[str, Any]:
     message = reply.message
     found: dict[str, Any] = {"content": message.content or (None if message.tool_calls else "")}
     if message.reasoning:
@@ -256,19 +256,19 @@ def _content(reply: Reply) -> dict[str, Any]:
     return found
 
 
-def _finish(reply: Reply) -> str:
+def _finish(reply: AgentReply) -> str:
     if reply.turn.stop is StopReason.LENGTH:
         return "length"
     return "tool_calls" if reply.message.tool_calls else "stop"
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: AgentReply) -> dict[str, int]:
     written = len(reply.turn.ids)
     total = reply.prompt_tokens + written
     return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": written, "total_tokens": total}
 
 
-def _logprobs(reply: Reply, texts: Sequence[str]) -> dict[str, Any]:
+def _logprobs(reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
     """Those of all tokens, markup of calls and the end of turn included."""
     return {
         "content": [

@@ -17,7 +17,7 @@ import msgspec
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 
 if TYPE_CHECKING:
-    import aiohttp  # imported when somebody asks: a tenth of a second, for reward processes too
+    import aiohttp  # imported when first used: it takes 0.1 s, and reward processes import this file
 
 MAX_BYTES = 4 << 20  # of one answer
 PAUSE = 0.5  # seconds before the first repetition
@@ -80,9 +80,9 @@ async def _once(url: str, data: bytes, headers: Mapping[str, str]) -> bytes:
         async with _session().post(url, data=data, headers=headers, allow_redirects=False) as response:
             answer = await _bounded(url, response)
             if response.status in AGAIN or response.status >= 500:
-                raise _Busy(_told(response.status, answer), _pause(response))
+                raise _Busy(_describe(response.status, answer), _pause(response))
             if response.status != 200:
-                raise RemoteError(f"{url}: {_told(response.status, answer)}")
+                raise RemoteError(f"{url}: {_describe(response.status, answer)}")
             return answer
     except aiohttp.ClientError as error:
         raise _Busy(one_line(error)) from None
@@ -115,7 +115,7 @@ def _session() -> aiohttp.ClientSession:
     return session
 
 
-def _told(status: int, answer: bytes) -> str:
+def _describe(status: int, answer: bytes) -> str:
     text = " ".join(answer[:1000].decode("utf-8", "replace").split())[:200]
     return f"status {status} ({text})" if text else f"status {status}"
 

@@ -61,10 +61,10 @@ class LLMJudge:
 
     async def __call__(self, given: RewardInput) -> float:
         asked = self._prompt.render(variables(given), scale=f"{self._scale:g}")
-        said = await self._model.chat([Message("user", asked)])
-        found = self._score.findall(said)
+        answer = await self._model.chat([Message("user", asked)])
+        found = self._score.findall(answer)
         if not found:
-            raise ValueError(f"the judge gave no score: {said[-200:]!r}")
+            raise ValueError(f"the judge gave no score: {answer[-200:]!r}")
         number = found[-1] if isinstance(found[-1], str) else found[-1][0]
         return min(max(float(number) / self._scale, 0.0), 1.0)
 

@@ -15,7 +15,7 @@ from asyncrl.config import Options
 from asyncrl.errors import ConfigError
 from asyncrl.registry import bind
 from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
-from asyncrl.rewards.verdicts import from_verl
+from asyncrl.rewards.results import from_verl
 
 WHERE = "$.rollout.reward"
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -58,10 +58,10 @@ class RewardModel:
         self._label, self._normalise = label, normalise
         self._timeout, self._retries = timeout, retries
         self._tokenizer: Any = None
-        self._busy = asyncio.Lock()  # tokenizers are not made for several threads
+        self._alone = asyncio.Lock()  # tokenizers are not made for several threads
 
     async def __call__(self, given: RewardInput) -> float:
-        async with self._busy:
+        async with self._alone:
             ids = await asyncio.to_thread(self._ids, given)
         answer = await post(
             self._url,
@@ -81,7 +81,9 @@ class RewardModel:
             self._tokenizer = _tokenizer(self._path)
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {self._path} has no chat template")
-        ids: list[int] = self._tokenizer.apply_chat_template(_said(given, self._of), return_dict=False)
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            _conversation(given, self._of), return_dict=False
+        )
         return ids
 
 
@@ -133,13 +135,13 @@ class Classifier:
         return picked(values.float().tolist(), self._label, self._normalise)
 
     def _ids(self, given: RewardInput) -> list[int]:
-        said = _said(given, self._of)
+        messages = _conversation(given, self._of)
         ids: list[int]
         if self._tokenizer.chat_template:
-            ids = self._tokenizer.apply_chat_template(said, return_dict=False)
+            ids = self._tokenizer.apply_chat_template(messages, return_dict=False)
         else:
-            before = "\n".join(message["content"] for message in said[:-1])
-            ids = self._tokenizer(before, said[-1]["content"]).input_ids
+            before = "\n".join(message["content"] for message in messages[:-1])
+            ids = self._tokenizer(before, messages[-1]["content"]).input_ids
         return ids
 
 
@@ -156,7 +158,7 @@ def picked(values: Sequence[float], label: int, normalise: Normalise) -> float:
     return value
 
 
-def _said(given: RewardInput, of: Of) -> list[dict[str, Any]]:
+def _conversation(given: RewardInput, of: Of) -> list[dict[str, Any]]:
     answered = (*given.sample.prompt, Message("assistant", given.answer))
     return [message.openai() for message in (answered if of == "answer" else given.messages)]
 

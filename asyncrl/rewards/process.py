@@ -15,7 +15,7 @@ from asyncrl.isolation.child import ChildError, Service
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.rewards.base import RewardError, RewardInput
 from asyncrl.rewards.loading import RewardSource, load_reward
-from asyncrl.rewards.verdicts import told, verdict_of
+from asyncrl.rewards.results import as_result, describe_error
 from asyncrl.types import RewardResult
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
@@ -56,9 +56,9 @@ def _loaded(source: RewardSource) -> Callable[[RewardInput], RewardResult]:
     def score(given: RewardInput) -> RewardResult:
         try:
             result = reward.function(given)
-            return verdict_of(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+            return as_result(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as error:  # SystemExit, too: here it is known where it came from
-            raise RewardError(told(error)) from None
+            raise RewardError(describe_error(error)) from None
 
     return score
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.answers import tagged
 from asyncrl.rewards.base import RewardInput, rewards
 
 KEY = "reasoning_gym"  # of extra_info: {"task": its name, "entry": `packed` entry, as JSON text}
@@ -26,7 +26,7 @@ class ReasoningGym:
         self._tag = tag
 
     def load(self) -> None:
-        """A second, which the first answer should not pay."""
+        """Import it, which takes a second."""
         import reasoning_gym  # noqa: F401
 
     def __call__(self, given: RewardInput) -> float:
@@ -34,13 +34,9 @@ class ReasoningGym:
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():
             raise ValueError(f"extra_info.{KEY} is missing; tools/prepare_reasoning_gym.py writes such rows")
         entry = unpacked(json.loads(row["entry"]))
-        return float(_scorer(row["task"])(inside(given.answer, self._tag), entry))
-
-
-def inside(text: str, tag: str) -> str:
-    """The last text between these tags, else all of it; without space around."""
-    found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL) if tag else []
-    return (found[-1] if found else text).strip()
+        found = tagged(given.answer, self._tag)
+        answer = given.answer if found is None else found
+        return float(_scorer(row["task"])(answer.strip(), entry))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.turns import problem, scored
 from asyncrl.errors import EngineError, ProtocolError, one_line
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
-from asyncrl.gateway.wire import Reply
+from asyncrl.gateway.wire import AgentReply
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
@@ -68,7 +68,7 @@ class AgentHost:
         self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
         self._changed = Changed()  # there is one more turn
 
-    async def answer(self, request: AgentRequest) -> Reply | Refusal:
+    async def answer(self, request: AgentRequest) -> AgentReply | Refusal:
         found = self._branches.redeliver(request) or self._branches.place(request)
         if isinstance(found, Refusal):
             return found
@@ -80,7 +80,7 @@ class AgentHost:
                 self.failed.set_result(error)
             raise
 
-    def lose(self, reply: Reply) -> None:
+    def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
 
     async def _turn(self, place: Placement) -> Turn:
@@ -90,10 +90,10 @@ class AgentHost:
         finally:
             self._branches.cancel(place)
 
-    async def _deliver(self, turn: Turn) -> Reply:
+    async def _deliver(self, turn: Turn) -> AgentReply:
         """The answer, once the turn is durable."""
         row = self._branches.rows[turn.row]
-        reply = Reply(row.messages[-1], turn, len(row.ids) - len(turn.ids))
+        reply = AgentReply(row.messages[-1], turn, len(row.ids) - len(turn.ids))
         try:
             await self._run.until_durable()
         except asyncio.CancelledError:  # the client has left

@@ -15,7 +15,16 @@ from functools import partial
 from asyncrl.errors import one_line
 from asyncrl.isolation.calls import Late, call_user
 from asyncrl.remote import close_sessions
-from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape, told
+from asyncrl.rewards import (
+    Reward,
+    RewardError,
+    RewardInput,
+    ShapingInput,
+    combine,
+    describe_error,
+    evaluate,
+    shape,
+)
 from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
 from asyncrl.rewards.shaping import Shaping
 from asyncrl.types import RewardResult
@@ -73,7 +82,7 @@ class Scorer:
         except Late:
             return f"no reward within {seconds:g} s"
         except Exception as error:
-            return told(error)
+            return describe_error(error)
 
 
 async def _judged(reward: Reward, given: RewardInput) -> RewardResult | str:
@@ -83,7 +92,7 @@ async def _judged(reward: Reward, given: RewardInput) -> RewardResult | str:
     except RewardError as error:
         return str(error)
     except (Exception, SystemExit) as error:
-        return told(error)
+        return describe_error(error)
 
 
 def _pool(reward: Reward) -> RewardPool | None:

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.data.parquet import load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rewards.reasoning_gym import inside, packed, unpacked
+from asyncrl.rewards.reasoning_gym import packed, unpacked
 from asyncrl.types import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,21 +92,6 @@ def test_an_entry_survives_json(value: object) -> None:
 def test_what_has_no_json_is_refused() -> None:
     with pytest.raises(ValueError, match="set has no JSON"):
         packed({"a": {1}})
-
-
-@pytest.mark.parametrize(
-    ("text", "tag", "found"),
-    [
-        ("<answer> 3 </answer>", "answer", "3"),
-        ("<answer>3</answer><answer>4\n</answer>", "answer", "4"),
-        (" 3 ", "answer", "3"),
-        ("<answer>3", "answer", "<answer>3"),
-        ("<answer>3</answer>", "", "<answer>3</answer>"),
-        ("<a.b>3</a.b>", "a.b", "3"),
-    ],
-)
-def test_inside(text: str, tag: str, found: str) -> None:
-    assert inside(text, tag) == found
 
 
 def test_without_the_package_the_run_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,18 +262,18 @@ def test_an_episode_that_a_limit_ends_is_scored(
 
 def test_a_step_that_is_cancelled_was_heard(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up while a tool of theirs runs: they score what there is, and are asked for no more."""
-    from asyncrl.environments.verifiers_proxy import ProxyDesk
+    from asyncrl.environments.verifiers_proxy import TaskTools
 
     async def run(late: bool) -> float:
         busy, go_on = asyncio.Event(), asyncio.Event()
-        call = ProxyDesk.call
+        call = TaskTools.call
 
-        async def slow(desk: ProxyDesk, asked: Any) -> Any:
+        async def slow(desk: TaskTools, asked: Any) -> Any:
             busy.set()
             await go_on.wait()
             return await call(desk, asked)
 
-        monkeypatch.setattr(ProxyDesk, "call", slow)
+        monkeypatch.setattr(TaskTools, "call", slow)
         world = load_environment(SUMS)()
         await world.reset(row(SUM, *ADD))
         step = asyncio.create_task(world.step(said("", CALL)))
@@ -319,12 +319,12 @@ def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytes
 
 
 def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.environments.verifiers_proxy import ProxyDesk
+    from asyncrl.environments.verifiers_proxy import TaskTools
 
     run: list[ToolCall] = []
-    call = ProxyDesk.call
+    call = TaskTools.call
 
-    async def noted(desk: ProxyDesk, asked: Any) -> Any:
+    async def noted(desk: TaskTools, asked: Any) -> Any:
         run.append(asked)
         return await call(desk, asked)
 
@@ -335,7 +335,7 @@ def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch
         await world.cut_short(unheard)
         await world.close()
 
-    monkeypatch.setattr(ProxyDesk, "call", noted)
+    monkeypatch.setattr(TaskTools, "call", noted)
     asyncio.run(cut(said("", CALL, CALL)))
     assert len(run) == 1
 

@@ -2,7 +2,7 @@
 
 import re
 
-from asyncrl.environments import Environment, extra_info, said
+from asyncrl.environments import Environment, extra_info, text_observation
 from asyncrl.types import Message, Observation, Sample
 
 
@@ -18,7 +18,7 @@ class HiLo(Environment):
     async def reset(self, sample: Sample) -> Observation:
         game = extra_info(sample)
         self.low, self.high, self.secret = game["low"], game["high"], game["secret"]
-        return said(f"{self.low} to {self.high}.")
+        return text_observation(f"{self.low} to {self.high}.")
 
     async def step(self, message: Message) -> Observation:
         self.left -= 1
@@ -27,7 +27,7 @@ class HiLo(Environment):
             return self._go_on("Say a number.", -self.hint)
         guess = int(numbers[-1])
         if guess == self.secret:
-            return said("Right!", reward=1.0, done=True)
+            return text_observation("Right!", reward=1.0, done=True)
         penalty = 0.0 if self.low <= guess <= self.high else -self.hint
         if guess < self.secret:
             self.low = max(self.low, guess + 1)
@@ -39,4 +39,4 @@ class HiLo(Environment):
         return -self.hint * self.left  # else the model learns to talk until it is cut
 
     def _go_on(self, text: str, reward: float) -> Observation:
-        return said(text, reward, done=self.left == 0)
+        return text_observation(text, reward, done=self.left == 0)

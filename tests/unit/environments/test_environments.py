@@ -12,20 +12,20 @@ from asyncrl.environments import ScriptedUser, environments, load_environment
 from asyncrl.errors import ConfigError
 
 WORLDS = """
-from asyncrl.environments import Environment, said
+from asyncrl.environments import Environment, text_observation
 
 class Echo(Environment):
     def __init__(self, *, times: int = 1) -> None:
         if times < 0:
             raise ValueError("times must not be negative")
     async def reset(self, sample):
-        return said("hello")
+        return text_observation("hello")
     async def step(self, message):
-        return said(message.content)
+        return text_observation(message.content)
 
 class HalfDone(Environment):
     async def reset(self, sample):
-        return said("hello")
+        return text_observation("hello")
 
 class Stranger:
     pass

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.gateway import Endpoint, Gateway, server
-from asyncrl.gateway.wire import Reply
+from asyncrl.gateway.wire import AgentReply
 from asyncrl.types import EpisodeEnd, Message, StopReason, Turn, VersionSpan
 from tests.fakes.agents import ask
 
@@ -29,12 +29,12 @@ class FakeHost:
         self.entered, self.gate = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.cancelled = asyncio.Event()
-        self.lost: list[Reply] = []
+        self.lost: list[AgentReply] = []
 
-    def lose(self, reply: Reply) -> None:
+    def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)
 
-    async def answer(self, ask: AgentRequest) -> Reply | Refusal:
+    async def answer(self, ask: AgentRequest) -> AgentReply | Refusal:
         self.asked.append(ask)
         self.entered.set()
         try:
@@ -47,7 +47,7 @@ class FakeHost:
         if isinstance(self.found, Refusal):
             return self.found
         turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
-        return Reply(Message("assistant", self.found), turn, 1)
+        return AgentReply(Message("assistant", self.found), turn, 1)
 
 
 def serve(test: Test) -> None:
@@ -205,7 +205,7 @@ def test_no_request_outlives_its_episode() -> None:
     class Slow(FakeHost):
         ended = False
 
-        async def answer(self, ask: AgentRequest) -> Reply | Refusal:
+        async def answer(self, ask: AgentRequest) -> AgentReply | Refusal:
             try:
                 return await super().answer(ask)
             finally:
@@ -232,7 +232,7 @@ def reset(*_: Any) -> dict[str, Any]:
     raise ConnectionResetError
 
 
-async def cancel(task: asyncio.Task[Any]) -> Reply:
+async def cancel(task: asyncio.Task[Any]) -> AgentReply:
     """As aiohttp does when the connection is lost just as the answer is there."""
     await task
     raise asyncio.CancelledError

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.conversation.branches import AgentRequest
 from asyncrl.gateway import wire
-from asyncrl.gateway.wire import ApiError, Reply
+from asyncrl.gateway.wire import AgentReply, ApiError
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
 USER = {"role": "user", "content": "q"}
@@ -21,9 +21,9 @@ def ask(**body: Any) -> AgentRequest:
     return wire.ask_of(asked)
 
 
-def reply(message: Message, stop: StopReason = StopReason.STOP) -> Reply:
+def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
     turn = Turn(3, (7,), (8, 9), (-0.5, -0.25), (VersionSpan(0, 2, 0, 0),), stop)
-    return Reply(message, turn, 5)
+    return AgentReply(message, turn, 5)
 
 
 def test_messages_are_ours() -> None:

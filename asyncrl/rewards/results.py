@@ -19,10 +19,10 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> RewardResult:
-    """What a loaded function says. Raises what it raises, and TypeError or ValueError for a result that is
-    not made of finite numbers."""
+    """Call a loaded function. Raises what it raises, and TypeError or ValueError for a result that is not
+    made of finite numbers."""
     result = function(given)
-    return verdict_of(await result if inspect.isawaitable(result) else result)
+    return as_result(await result if inspect.isawaitable(result) else result)
 
 
 def from_verl(function: RewardFunction) -> Callable[[RewardInput], Any]:
@@ -35,7 +35,7 @@ def from_verl(function: RewardFunction) -> Callable[[RewardInput], Any]:
 
 
 def verl_arguments(given: RewardInput) -> dict[str, Any]:
-    """See RewardFunction. What the episode tells of itself goes over a key of the data set."""
+    """See RewardFunction. Facts of the episode replace keys of the same name in the data set's extra_info."""
     extra = {
         "num_turns": given.turns,
         "tool_calls": given.tool_calls,
@@ -53,7 +53,7 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
     }
 
 
-def verdict_of(result: Any) -> RewardResult:
+def as_result(result: Any) -> RewardResult:
     """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong."""
     if isinstance(result, RewardResult):
         result = {"score": result.score, "turns": result.turns, "components": result.components}
@@ -75,27 +75,30 @@ def verdict_of(result: Any) -> RewardResult:
 
 
 def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
-    """The weighted sum of (name, weight, verdict); its components are the verdicts' scores, by name, without
-    the weights, and their own components as `name/part`. A single one keeps its components' names.
+    """The weighted sum of (name, weight, result). Its components are the scores of the results, by name and
+    unweighted, and their components as `name/part`. Of a single result the components keep their names.
+
+    For example 0.5 · exact (score 1) + 1 · code (score 0.2, component tests = 5) is a score of 0.7 with the
+    components exact = 1, code = 0.2 and code/tests = 5.
 
     ValueError when two give different numbers of turn rewards, or a sum is not finite.
     """
     if len(parts) == 1:
         components = parts[0][2].components
     else:
-        components = {name: verdict.score for name, _, verdict in parts}
-        for name, _, verdict in parts:
-            components |= {f"{name}/{part}": value for part, value in verdict.components.items()}
-    by_turn = [[weight * value for value in verdict.turns] for _, weight, verdict in parts if verdict.turns]
+        components = {name: result.score for name, _, result in parts}
+        for name, _, result in parts:
+            components |= {f"{name}/{part}": value for part, value in result.components.items()}
+    by_turn = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
     if len({len(turns) for turns in by_turn}) > 1:
         raise ValueError("the rewards of `turns` are of different lengths")
-    score = math.fsum(weight * verdict.score for _, weight, verdict in parts)
+    score = math.fsum(weight * result.score for _, weight, result in parts)
     turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
     return RewardResult(finite("the sum of the rewards", score), turns, components)
 
 
-def told(error: BaseException) -> str:
-    """One line, and where in foreign code it came from."""
+def describe_error(error: BaseException) -> str:
+    """One line, and the place in users' code where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
-    return one_line(error) + (f" ({Path(foreign[0].filename).name}:{foreign[0].lineno})" if foreign else "")
+    theirs = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
+    return one_line(error) + (f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else "")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rewards import RewardInput, combine, evaluate
-from asyncrl.rewards.verdicts import from_verl, told, verdict_of
+from asyncrl.rewards.results import as_result, describe_error, from_verl
 from asyncrl.types import EpisodeEnd, Message, RewardResult, Sample, ToolCall
 
 SAMPLE = Sample(0, "chain_math", (Message("user", "?"),), '"1234"', extra_info='{"hard": true, "end": "x"}')
@@ -79,7 +79,7 @@ def test_messages_have_openais_shape() -> None:
     ],
 )
 def test_results(result: Any, verdict: RewardResult) -> None:
-    assert verdict_of(result) == verdict
+    assert as_result(result) == verdict
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_results(result: Any, verdict: RewardResult) -> None:
 )
 def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
     with pytest.raises((ValueError, TypeError), match=complaint):
-        verdict_of(result)
+        as_result(result)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ JSON = st.recursive(
 
 @settings(max_examples=50, deadline=None)
 @given(JSON | st.fixed_dictionaries({"score": JSON}, optional={"turns": JSON, "components": JSON}))
-def test_a_verdict_is_finite_whatever_the_function_gave(result: Any) -> None:
+def test_a_result_is_finite_whatever_the_function_gave(result: Any) -> None:
     try:
-        verdict = verdict_of(result)
+        verdict = as_result(result)
     except (TypeError, ValueError):
         return
     numbers = [verdict.score, *verdict.turns, *verdict.components.values()]
@@ -158,5 +158,5 @@ def test_sums_that_make_no_sense() -> None:
 
 def test_an_error_tells_where_it_came_from() -> None:
     with pytest.raises(ValueError, match="it has nothing") as caught:
-        verdict_of({})
-    assert told(caught.value).endswith(f"(test_verdicts.py:{caught.tb.tb_lineno})")
+        as_result({})
+    assert describe_error(caught.value).endswith(f"(test_results.py:{caught.tb.tb_lineno})")
