@@ -23,7 +23,6 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import suppress
-from typing import NoReturn
 
 KILL = signal.SIGUSR1  # ends the program and all of its descendants at once
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -36,7 +35,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _libc = ctypes.CDLL(None)
 
 
-def main(parent: int, grace: float, program: list[str]) -> NoReturn:
+def main(parent: int, grace: float, program: list[str]) -> None:
     """Start the program, watch it and its parent, kill what is left, end as the program did."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -59,7 +58,7 @@ def main(parent: int, grace: float, program: list[str]) -> NoReturn:
     _end(_kill_all(pid, _watch(pid, woken, alive, grace), woken))
 
 
-def _run(program: list[str], parent: int, mask: set[int]) -> NoReturn:
+def _run(program: list[str], parent: int, mask: set[int]) -> None:
     """In the child: become the program, leader of a session of its own, killed should the wrapper be."""
     try:
         os.setsid()
@@ -148,7 +147,7 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _end(status: int) -> NoReturn:
+def _end(status: int) -> None:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         _libc.prctl(PR_SET_DUMPABLE, 0)  # the core that tells something is the program's

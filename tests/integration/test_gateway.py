@@ -160,7 +160,7 @@ def test_a_langgraph_agent() -> None:
 
     bench = AgentBench(agent, adder)
     whole_row(bench)
-    assert bench.sent[-1].tool_calls == 1
+    assert bench.sent[-1].stats.tool_calls == 1
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
