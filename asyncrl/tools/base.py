@@ -12,7 +12,9 @@ The JSON schema comes from the signature and the docstring; arguments are checke
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -77,6 +79,11 @@ class Tool:
     end: Callable[[], Awaitable[None]] | None = None
     """Awaited once at the end of a worker, for what its tools share, such as connections."""
 
+    @functools.cached_property
+    def schema_text(self) -> str:
+        """As JSON."""
+        return json.dumps(self.schema, ensure_ascii=False)
+
     def __post_init__(self) -> None:
         bounds = {"timeout": 0.0, "retries": -1, "concurrency": 0, "rate": 0.0}
         for key, bound in bounds.items():
@@ -127,5 +134,5 @@ def _of_class(make: Callable[[], Any], kind: Any, name: str, options: dict[str, 
 
 
 def names(known: Iterable[str]) -> str:
-    """For messages that tell what there is."""
+    """For messages: `a, b`, or `none`."""
     return ", ".join(sorted(known)) or "none"

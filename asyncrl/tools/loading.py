@@ -20,7 +20,7 @@ from asyncrl.tools.process import source_of
 
 Arguments = Mapping[str, Any]
 
-BUILT_IN = {  # imported only when somebody names one: they are slow to import
+BUILT_IN = {  # imported only when one is named: they are slow to import
     "mcp": "asyncrl.tools.mcp",
     "python": "asyncrl.tools.python",
     "search": "asyncrl.tools.search",
@@ -62,7 +62,7 @@ def load_tool(spec: str, **arguments: Any) -> Tool:
 
 def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     """The tools of one spec: a registered name, an entry point's, `module:attribute`, `file.py:attribute` or
-    a folder. What follows an `@` only tells two uses of one factory apart. `arguments` go to a factory (a
+    a folder. What follows an `@` only distinguishes two uses of one factory. `arguments` go to a factory (a
     function annotated `-> Tool` or `-> Sequence[Tool]`)."""
     if Path(spec).is_dir():
         _no_arguments(spec, arguments)

@@ -32,7 +32,7 @@ class Workspace:
         self._setup = ""
         self._number = 0  # of the sample
         self._ready = False  # the interpreter has run the setup, and was not lost since
-        self._lost = self._emptied = False  # what the next reply has to say of earlier calls
+        self._lost = self._emptied = False  # what the next reply reports
 
     async def open(self, sample: Sample, setup: str = "") -> None:
         """`setup`: code that an interpreter runs first, such as the data of this sample."""

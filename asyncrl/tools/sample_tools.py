@@ -1,4 +1,4 @@
-"""What a sample says of its tools in `extra_info`, as verl's data does.
+"""The tools that a sample asks for in `extra_info`, in the format of verl's data.
 
 {"tools": ["search"], "tools_kwargs": {"search": {"create_kwargs": {"corpus": "wiki"}}}}
 """
@@ -52,7 +52,7 @@ def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) ->
     (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
     found: dict[str, int] = {}
     for number, text in enumerate(extra_infos):
-        if '"tools' not in text:  # most data sets say nothing of tools: nothing to decode
+        if '"tools' not in text:  # as in most data sets: nothing to decode
             continue
         try:
             _check_names(tools, _decode(text))

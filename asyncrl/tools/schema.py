@@ -45,7 +45,7 @@ def docstring(described: Any) -> tuple[str, dict[str, str]]:
 
 
 def outline(schema: dict[str, Any]) -> str:
-    """The parameters in one line, for somebody who got them wrong: `word: string, limit?: integer`."""
+    """The parameters in one line, for a reply to a wrong call: `word: string, limit?: integer`."""
     parameters = schema["function"].get("parameters", {})
     required = parameters.get("required", ())
     parts = [

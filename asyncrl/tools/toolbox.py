@@ -11,7 +11,6 @@ cancellation, is not waited for any longer, and delays no other call.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -47,17 +46,10 @@ class Toolbox:
         self.tools = dict(tools)
         self.timeout = timeout
         self.gates = {name: Gate(tool) for name, tool in tools.items()}
-        self._schemas = {name: json.dumps(tool.schema, ensure_ascii=False) for name, tool in tools.items()}
 
     def session(self, sample: Sample) -> ToolSession:
         """The tools of one episode, not yet open."""
         return ToolSession(self, sample)
-
-    def schema(self, tool: Tool) -> str:
-        """As JSON text, of a tool of this box or one made for a sample."""
-        if self.tools.get(tool.name) is tool:
-            return self._schemas[tool.name]
-        return json.dumps(tool.schema, ensure_ascii=False)
 
     async def close(self) -> None:
         """End what tools share: their processes and connections. Bounded, and never raises."""
@@ -114,7 +106,7 @@ class ToolSession:
 
     @property
     def schemas(self) -> tuple[str, ...]:
-        return tuple(map(self._box.schema, self._tools.values()))
+        return tuple(tool.schema_text for tool in self._tools.values())
 
     async def open(self) -> None:
         """Make and open what keeps state, side by side. ToolError when one of them fails or its deadline

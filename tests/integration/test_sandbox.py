@@ -172,7 +172,7 @@ def test_an_interpreter_that_ends_is_replaced() -> None:
         assert after.output == "False\n"
 
 
-def test_an_interpreter_that_ends_beside_a_shell_is_told() -> None:
+def test_an_interpreter_that_ends_beside_a_shell_is_reported() -> None:
     async def body(box: Jail) -> None:
         await box.run("cell", "import os, threading\nthreading.Timer(0.2, os._exit, [3]).start()", 5)
         result = await box.run("shell", "sleep 0.5", 5)
@@ -533,7 +533,7 @@ def test_processes_end_with_a_killed_owner() -> None:
     os.close(guard)
 
 
-def test_a_cancelled_call_ends_everything_and_the_next_starts_anew_and_says_so() -> None:
+def test_a_cancelled_call_ends_everything_and_the_next_reports_the_loss() -> None:
     async def body(box: Jail) -> None:
         await box.run("cell", "n = 1", 5)
         task = asyncio.create_task(box.run("cell", "while True: pass", 100))
@@ -541,8 +541,8 @@ def test_a_cancelled_call_ends_everything_and_the_next_starts_anew_and_says_so()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        told = await box.run("cell", "'n' in globals()", 5)
-        assert (told.output, told.lost, told.emptied) == ("False\n", True, True)
+        after = await box.run("cell", "'n' in globals()", 5)
+        assert (after.output, after.lost, after.emptied) == ("False\n", True, True)
         again = await box.run("cell", "1", 5)
         assert (again.lost, again.emptied) == (False, False)
 
@@ -599,7 +599,7 @@ def test_a_closed_sandbox_stays_closed() -> None:
     asyncio.run(main())
 
 
-def test_a_sandbox_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.isolation.sandbox.jail.START", "raise SystemExit")
     with pytest.raises(SandboxError, match="did not start: IncompleteReadError"):
         asyncio.run(Jail(require=()).start())

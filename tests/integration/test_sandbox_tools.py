@@ -100,7 +100,7 @@ def test_a_setup_runs_again_after_a_loss() -> None:
 
 
 @pytest.mark.parametrize("setup", ["", "data = [1, 2, 3]"])
-def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) -> None:
+def test_the_call_after_a_cancelled_one_reports_it_and_has_its_setup(setup: str) -> None:
     async def main() -> None:
         space = Workspace(SandboxLimits(), frozenset(), 60.0)
         await space.open(SAMPLE, setup)
@@ -113,9 +113,9 @@ def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) ->
             await asyncio.wait_for(began.wait(), 10)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            told = await space.python("'n' in globals(), globals().get('data')")
+            after = await space.python("'n' in globals(), globals().get('data')")
             data = "[1, 2, 3]" if setup else "None"
-            assert told == f"(False, {data})\n[the variables and files of earlier calls are lost]"
+            assert after == f"(False, {data})\n[the variables and files of earlier calls are lost]"
             assert await space.python("1") == "1"
         finally:
             await space.close()
@@ -123,14 +123,14 @@ def test_a_cancelled_call_is_told_by_the_next_which_has_its_setup(setup: str) ->
     asyncio.run(main())
 
 
-def test_a_loss_is_told_even_if_the_setup_fails_first() -> None:
+def test_a_loss_is_reported_even_if_the_setup_fails_first() -> None:
     flaky = "import os\nassert not os.path.exists('broken')"
 
     async def main() -> None:
         space = Workspace(SandboxLimits(), frozenset(), 5.0)
         await space.open(SAMPLE, flaky)
         try:
-            space._sandbox._lost = space._sandbox._emptied = True  # a loss that the next cell is told
+            space._sandbox._lost = space._sandbox._emptied = True  # a loss that the next cell reports
             space._ready, space._setup = False, "1 / 0"
             with pytest.raises(ToolError, match="setup of sample 0 did not run"):
                 await space.python("1")

@@ -1,2 +1,2 @@
-"""Run code that nobody has read: `base.Sandbox`. The child of jail.py imports this package before anything
+"""Run untrusted code: `base.Sandbox`. The child of jail.py imports this package before anything
 else, so it stays empty."""

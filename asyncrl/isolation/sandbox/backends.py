@@ -24,7 +24,7 @@ def new_sandbox(limits: SandboxLimits, require: Iterable[str]) -> Sandbox:
 
 @dataclass(frozen=True)
 class Abilities:
-    """`holds`: words of ISOLATION. `notes`: what the kernel said to the others."""
+    """`holds`: words of ISOLATION. `notes`: why the kernel refused the others."""
 
     holds: frozenset[str]
     notes: str

@@ -59,7 +59,7 @@ class Sandbox(Protocol):
 
     async def run(self, kind: RunKind, source: str, seconds: float, stdin: str = "") -> RunResult:
         """Whatever the code does is a result. A run that is cancelled ends the sandbox; the next one starts
-        it again, and says what is lost. ValueError for a source that is too long."""
+        it again, and reports what is lost. ValueError for a source that is too long."""
 
     async def write_file(self, path: str, data: bytes) -> None:
         """`path`: absolute, or in the directory of the code. SandboxError when it cannot be written."""

@@ -33,7 +33,7 @@ OWN_PROCESSES = 3  # the guard, the warden, the interpreter: beside those of the
 HOME = "/sandbox"
 NEW_ROOT = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
-"""By their names inside. `full` reads as `zero` does, but cannot be mapped: that is memory nobody counts."""
+"""By their names inside. `full` reads as `zero` does, but cannot be mapped: such memory is not counted."""
 
 
 class ConfinementPlan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Delete what somebody else left in a directory, whatever shape it has."""
+"""Delete what untrusted code left in a directory, whatever shape it has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def empty(directory: str) -> None:
     when it is in use."""
     os.chmod(directory, 0o700)
     top = os.open(directory, os.O_DIRECTORY)
-    prefix, count, ahead = os.urandom(16).hex(), 0, [""]  # names that nobody has planted
+    prefix, count, ahead = os.urandom(16).hex(), 0, [""]  # of names that the code cannot have used
     try:
         while ahead:
             name = ahead.pop()

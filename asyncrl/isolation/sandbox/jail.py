@@ -86,7 +86,7 @@ class Jail:
         self._show = tuple(show)
         self._turn = asyncio.Lock()
         self._closed = False
-        self._lost = self._emptied = False  # by a call whose result nobody saw: for the next one to report
+        self._lost = self._emptied = False  # by a call without a result: the next one reports it
         self._fallback = ""  # where there is no new root: its directory
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader

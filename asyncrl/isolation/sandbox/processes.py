@@ -32,6 +32,6 @@ def signal_all(number: int, alone: bool) -> None:
 
 
 def kill(pid: int, number: int) -> None:
-    """Signal a process, or as `os.kill` has it a group (negative) or all (-1); nobody there is no error."""
+    """Signal a process, or as `os.kill` has it a group (negative) or all (-1), if it is there."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)

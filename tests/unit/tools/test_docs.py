@@ -21,6 +21,6 @@ def test_the_example_loads_and_answers(tmp_path: Path) -> None:
     assert (reply.content, reply.reward) == ("noted", 0.1)
 
 
-def test_every_option_is_told() -> None:
+def test_every_option_is_documented() -> None:
     rows = "\n".join(line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `"))
     assert not [name for name in Options.__annotations__ if f"`{name}`" not in rows]

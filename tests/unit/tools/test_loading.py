@@ -61,7 +61,7 @@ def test_a_factory_may_give_several_and_be_used_twice(folder: Path) -> None:
         ("plain", {}, "is no tool; decorate it"),
     ],
 )
-def test_factories_are_told_what_is_wrong(
+def test_errors_of_factories_name_the_cause(
     folder: Path, name: str, options: dict[str, Any], complaint: str
 ) -> None:
     spec = f"{many(folder)}:{name}"
@@ -69,7 +69,7 @@ def test_factories_are_told_what_is_wrong(
         load_tools([spec], {spec: options})
 
 
-def test_two_tools_of_one_name_are_both_told(folder: Path) -> None:
+def test_two_tools_of_one_name_are_both_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match=rf"'{folder}' and '{folder}/b.py:one' both give a tool 'one'"):
         load_tools([str(folder), f"{folder}/b.py:one"])
 

@@ -285,7 +285,7 @@ def test_a_busy_server_is_asked_again() -> None:
         "[1]",
     ],
 )
-def test_another_contract_is_told(answer: str) -> None:
+def test_another_contract_is_an_error(answer: str) -> None:
     async def handler(_: web.Request) -> web.Response:
         return web.Response(text=answer)
 

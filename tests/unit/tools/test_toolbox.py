@@ -113,7 +113,7 @@ def test_what_has_to_be_repeated_is_repeated(log: list[str]) -> None:
 # -- bad tools -----------------------------------------------------------------------------------------
 
 
-def test_calls_that_could_not_be_made_are_told_from_those_that_failed() -> None:
+def test_calls_that_could_not_be_made_are_distinguished_from_those_that_failed() -> None:
     @tool
     async def bomb() -> str:
         raise OSError
