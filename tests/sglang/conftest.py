@@ -1,7 +1,8 @@
 """Real servers for tests. They are expensive (2 GB and 12 s or more each), so that at most two run at once:
 
 `shared_server(family)` is one server per model for the whole session: leave it running, not paused, and load
-weights before relying on them. `sglang_server(model, *arguments)` starts one that its module may kill.
+weights before relying on them. `guarded` is one more, with keys. `sglang_server(model, *arguments)` starts one
+for its module.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.sglang.server import PYTHON, START_SECONDS, SGLangServer
 Start = Callable[..., SGLangServer]
 Shared = Callable[[str], SGLangServer]
 Named = Callable[[str], Versions]
+KEYS = ("the-api-key", "the-admin-key")
 MOST = 2
 # One server per family, each started once: those of a stage, by family or module, run on the servers that the
 # stages before have left. At the end of the second these are qwen3's, which is killed then, and qwen2's.
@@ -100,6 +102,15 @@ def pool(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def shared_server(pool: Pool) -> Shared:
     return pool.share
+
+
+@pytest.fixture(scope="session")
+def guarded(pool: Pool) -> Iterator[SGLangServer]:
+    """A second server of qwen2, with keys and a short queue: a test may kill it when nobody needs it any more."""
+    keys = ("--api-key", KEYS[0], "--admin-api-key", KEYS[1])
+    server = pool.start(pool.models["qwen2"], *keys, "--max-running-requests=8", "--max-queued-requests=1")
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="module")

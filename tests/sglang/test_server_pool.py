@@ -9,7 +9,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ from asyncrl.wire.messages import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt
-from tests.sglang.conftest import Shared, Start
+from tests.sglang.conftest import KEYS, Shared
 from tests.sglang.server import SGLangServer
 
 FAMILY = "qwen2"
@@ -44,9 +43,9 @@ def survivor(shared_server: Shared) -> SGLangServer:
     return shared_server(FAMILY)
 
 
-@pytest.fixture(scope="module")
-def victim(survivor: SGLangServer, tiny_models: dict[str, Path], sglang_server: Start) -> SGLangServer:
-    return sglang_server(tiny_models[FAMILY])
+@pytest.fixture
+def victim(survivor: SGLangServer, guarded: SGLangServer) -> SGLangServer:
+    return guarded
 
 
 class Site:
@@ -56,13 +55,13 @@ class Site:
         self._config = sglang_config(MAX_LEN, mode)
         self.clients: list[SGLangClient] = []
         self.loaders = {
-            server.url: ServerLoader(ServerApi(server.url), self._config.weights) for server in servers
+            server.url: ServerLoader(ServerApi(server.url, *KEYS), self._config.weights) for server in servers
         }
         self.held = dict.fromkeys(self.loaders, 0)
         self.pool = ServerPool("train", self._connect, Waits(), BusyTimer(Intervals()), patience=DEADLINE)
 
     def _connect(self, entry: EngineEntry, use: EngineUse) -> SGLangClient:
-        self.clients.append(SGLangClient(ServerApi(entry.url), self._config, VOCABULARY, use))
+        self.clients.append(SGLangClient(ServerApi(entry.url, *KEYS), self._config, VOCABULARY, use))
         return self.clients[-1]
 
     async def load(self, server: SGLangServer, versions: Versions, version: int) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.config import parse
+from asyncrl.errors import ConfigError
+from asyncrl.launch.preflight import check_urls
 from tests.integration.runs import ROOT, Run, trained_uids
 from tests.sglang.conftest import Pool, Start
 
@@ -88,19 +91,24 @@ def test_a_run_attaches_to_a_server_with_keys(
         run.wait(DEADLINE)
         run.completed(4)
     assert server.ready(), "the server is not ours to end"
+    assert_refused(tmp_path, server.url, monkeypatch)
+
+
+def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong keys and another model are found before a run starts. (Exit codes: tests/integration.)"""
     other = shutil.copytree(DEMO, tmp_path / "other")
     sizes = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
     monkeypatch.setenv("WRONG", "open barley")
-    refusals = {
-        ("engine.admin_key_env=WRONG",): "key",
-        ("engine.api_key_env=WRONG",): "key",
-        ("engine.admin_key_env=ADMIN", f"model.path={other}"): "vocab_size",
-    }
-    for number, (overrides, complaint) in enumerate(refusals.items()):
-        with Run(tmp_path, *attach, *overrides, name=f"refused-{number}") as run:
-            assert run.wait(DEADLINE) == 2, run.text()
-            assert complaint in run.text() and not (run.path / "run.db").exists()
+    for api, admin, model, complaint in (
+        ("KEY", "WRONG", DEMO, "key"),
+        ("WRONG", "ADMIN", DEMO, "key"),
+        ("KEY", "ADMIN", other, "vocab_size"),
+    ):
+        engine = {"name": "sglang", "urls": [url], "api_key_env": api, "admin_key_env": admin}
+        required = {"name": "x", "model": {"path": str(model)}, "data": {"train": "t.parquet"}}
+        with pytest.raises(ConfigError, match=complaint):
+            check_urls(parse(required | {"engine": engine}))
 
 
 def reach(run: Run, step: int) -> None:
