@@ -1,8 +1,8 @@
 """Real servers for tests. They are expensive (2 GB and 12 s or more each), so that at most two run at once:
 
 `shared_server(family)` is one server per model for the whole session: leave it running, not paused, and load
-weights before relying on them. `guarded` is one more, with keys. `sglang_server(model, *arguments)` starts one
-for its module.
+weights before relying on them. `guarded` is one more, with keys. `sglang_server(model, *arguments)` starts
+one for its module.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def shared_server(pool: Pool) -> Shared:
 
 @pytest.fixture(scope="session")
 def guarded(pool: Pool) -> Iterator[SGLangServer]:
-    """A second server of qwen2, with keys and a short queue: a test may kill it when nobody needs it any more."""
+    """A second server of qwen2, with keys and a short queue. The last test that uses it may kill it."""
     keys = ("--api-key", KEYS[0], "--admin-api-key", KEYS[1])
     server = pool.start(pool.models["qwen2"], *keys, "--max-running-requests=8", "--max-queued-requests=1")
     yield server
