@@ -35,6 +35,7 @@ from asyncrl.wire.messages import (
 from tests.fakes import worker as fake
 from tests.fakes.chatml import save_tiny_chat_model
 from tests.fakes.coordinator import FakeCoordinator
+from tests.fakes.weights import publish
 from tests.fakes.worker import WorkerThread, sample
 
 ROOT = Path(__file__).resolve().parents[2]
