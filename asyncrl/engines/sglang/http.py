@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, checked
+from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import EngineError
 from asyncrl.weights.manifest import WeightsError
 
@@ -68,35 +68,35 @@ class ServerApi:
 
     # -- questions ------------------------------------------------------------------------------------
 
-    async def ready(self, seconds: float = GET_SECONDS) -> bool:
+    async def ready(self) -> bool:
         """Whether the server takes new requests: it has started and is not paused. Cheap, unlike `/health`,
         which samples a token, and which says nothing for 20 s during a pause."""
-        status = await self._http.status("/ready", seconds)
+        status = await self._http.status("/ready", GET_SECONDS)
         if status not in (200, 503):
             raise EngineError(f"server {self.url}: /ready answered {status}; is this an SGLang server?")
         return status == 200
 
-    async def alive(self, seconds: float = GET_SECONDS) -> bool:
+    async def alive(self) -> bool:
         """Whether its HTTP process answers at all, paused or not."""
         try:
-            await self.ready(seconds)
+            await self.ready()
         except EngineError:
             return False
         return True
 
-    async def server_info(self, seconds: float = ADMIN_SECONDS) -> ServerInfo:
-        return await self._get("/server_info", ServerInfo, seconds)
+    async def server_info(self) -> ServerInfo:
+        return await self._get("/server_info", ServerInfo, ADMIN_SECONDS)
 
-    async def model_info(self, seconds: float = GET_SECONDS) -> ModelInfo:
-        return await self._get("/model_info", ModelInfo, seconds)
+    async def model_info(self) -> ModelInfo:
+        return await self._get("/model_info", ModelInfo, GET_SECONDS)
 
-    async def weight_label(self, seconds: float = GET_SECONDS) -> str:
+    async def weight_label(self) -> str:
         """The label of the last update, or what the server was started with ("default")."""
-        return (await self.model_info(seconds)).weight_version
+        return (await self.model_info()).weight_version
 
-    async def try_admin_key(self, seconds: float = GET_SECONDS) -> None:
+    async def try_admin_key(self) -> None:
         """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""
-        await self._command("/abort_request", {}, seconds)
+        await self._command("/abort_request", {}, GET_SECONDS)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -114,10 +114,10 @@ class ServerApi:
 
     # -- control --------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode, seconds: float = ADMIN_SECONDS) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """Hold new requests. Running ones: `abort` ends them, `retract` frees their KV cache (it is computed
         again), `in_place` freezes them as they are. Whoever pauses must `resume`."""
-        await self._command("/pause_generation", {"mode": mode}, seconds)
+        await self._command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
 
     async def resume(self, seconds: float = ADMIN_SECONDS) -> None:
         await self._command("/continue_generation", {}, seconds)
@@ -142,8 +142,8 @@ class ServerApi:
         body = {"model_path": path, "weight_version": label, "flush_cache": False}
         await self._weights("/update_weights_from_disk", body, seconds)
 
-    async def begin_update(self, seconds: float = ADMIN_SECONDS) -> None:
-        await self._weights("/begin_weight_update", {}, seconds)
+    async def begin_update(self) -> None:
+        await self._weights("/begin_weight_update", {}, ADMIN_SECONDS)
 
     async def end_update(self, seconds: float = ADMIN_SECONDS) -> None:
         await self._weights("/end_weight_update", {}, seconds)
@@ -202,19 +202,19 @@ class ServerApi:
     # -- plumbing -------------------------------------------------------------------------------------
 
     async def _get(self, path: str, kind: type[T], seconds: float) -> T:
-        return self._decode(path, await self._http.call("GET", path, seconds), kind)
+        content = await self._http.call("GET", path, seconds)
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError as error:
+            what = f"server {self.url}: {path} answered what is not understood"
+            raise EngineError(f"{what}: {error}") from error
 
     async def _command(self, path: str, body: dict[str, Any], seconds: float) -> None:
         await self._http.call("POST", path, seconds, body, admin=True)
 
     async def _weights(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        """WeightsError also when the server says with status 200 that it failed."""
         content = await self._http.call("POST", path, seconds, body, admin=True, failure=WeightsError)
-        checked(content, f"server {self.url}: {path}")
-
-    def _decode(self, path: str, content: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.MsgspecError as error:
-            raise EngineError(
-                f"server {self.url}: {path} answered what is not understood: {error}"
-            ) from error
+        answer = msgspec.json.decode(content) if content else {}
+        if isinstance(answer, dict) and not answer.get("success", True):
+            raise WeightsError(f"server {self.url}: {path}: {error_text(content)}")

@@ -1,4 +1,4 @@
-"""HTTP to one SGLang server: keys, deadlines, event streams, and every shape of error as a typed one."""
+"""HTTP to one SGLang server: keys, deadlines, event streams; every kind of error becomes a typed one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import msgspec
 
 from asyncrl.engines.base import EngineBusy
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
-from asyncrl.weights.manifest import WeightsError
 
 CONNECT_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse one it is about to drop
-# Commands are rare: on a connection of their own they never meet one that the server has just dropped, as it
-# does after every error of its own (500).
+# Commands are rare. Each has a connection of its own: the server drops connections after an error 500.
 _ONCE = {"Connection": "close"}
 _DONE = b"[DONE]"
 _DATA = b"data:"
@@ -62,7 +60,7 @@ class HttpTransport:
         return content
 
     async def status(self, path: str, seconds: float) -> int:
-        """The bare status of a question that needs no key."""
+        """The status of an answer to a request that needs no key."""
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         with self._named(f"GET {path}", f"{seconds:g} s"):
             async with self._open().get(self.url + path, headers=_ONCE, timeout=timeout) as response:
@@ -150,8 +148,8 @@ class Events:
 
 
 def error_text(content: bytes) -> str:
-    """What a server said went wrong, on one line, whichever of its shapes it chose: `{"error": {"message"}}`,
-    `{"error": text}`, `{"message"}`, `{"detail"}`, plain text."""
+    """The server's own error message, on one line: of `{"error": {"message"}}`, `{"error": text}`,
+    `{"message"}`, `{"detail"}` or plain text."""
     try:
         answer = msgspec.json.decode(content)
     except msgspec.DecodeError:
@@ -160,13 +158,6 @@ def error_text(content: bytes) -> str:
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
     return " ".join(str(answer).split())[:300]
-
-
-def checked(content: bytes, where: str) -> None:
-    """WeightsError if a weight endpoint says, even with status 200, that it failed."""
-    answer = msgspec.json.decode(content) if content else {}
-    if isinstance(answer, dict) and not answer.get("success", True):
-        raise WeightsError(f"{where}: {error_text(content)}")
 
 
 def _bearer(key: str) -> dict[str, str]:
