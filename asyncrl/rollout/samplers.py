@@ -1,7 +1,7 @@
-"""The lane of an embedded engine: the versions it is to load, and the turns sampled from it.
+"""A sampler with an embedded engine: the versions it is to load, and the turns sampled from it.
 
 consumes: LoadWeights
-waits for: the engine; on the pinned lane, the end of its episodes before its weights change
+waits for: the engine; if `pinned`, the end of its episodes before its weights change
 unblocks: turns that wait for fresher weights
 """
 
@@ -64,7 +64,7 @@ class LocalSampler:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:
-        """The body is one episode. On the pinned lane it starts on the version offered last."""
+        """The body is one episode. If `pinned`, it starts on the version offered last."""
         while self.pinned and (self.loads.pending or self.engine is None):
             with self.waits.named(f"{self.name} lane: its weights are being loaded"):
                 await self.changed.wait()
@@ -77,7 +77,7 @@ class LocalSampler:
                 self.changed.fire()
 
     async def fresh(self, oldest: Callable[[], int]) -> None:
-        """Wait until the weights are not older than `oldest()`. The pinned lane keeps what it has."""
+        """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
         while not self.pinned and self.version < oldest():
             with self.waits.named(f"weights v{oldest()}: engine has v{self.version}"):
                 await self.changed.wait()

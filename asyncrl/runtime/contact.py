@@ -1,4 +1,4 @@
-"""A worker's view of its coordinator: is it there, and do we still own what it gave us?"""
+"""When a worker or a keeper last heard from its coordinator, and what it must do about that."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class ContactState(enum.Enum):
     """What to do at a tick."""
 
     FINE = "fine"  # send a heartbeat
-    QUIET = "quiet"  # say hello: the coordinator may have restarted, or lost us
-    EXPIRED = "expired"  # as quiet, and our episodes belong to others by now
-    GONE = "gone"  # nobody is coming back: leave
+    QUIET = "quiet"  # send a hello: the coordinator may have restarted, or lost us
+    EXPIRED = "expired"  # as QUIET, and our episodes have been given to others
+    GONE = "gone"  # the coordinator does not come back: leave
 
 
 class Contact:
@@ -29,12 +29,12 @@ class Contact:
         self._heard = self._ticked = now
 
     def heard(self, now: float) -> None:
-        """The coordinator said something."""
+        """A message of the coordinator arrived."""
         self._heard = now
 
     def tick(self, now: float) -> ContactState:
-        """To be called every `interval`. A gap in the calls means that this process was away (stopped,
-        swapped out), with mail perhaps unread: it is not held against the coordinator."""
+        """To be called every `interval`. A gap in the calls means that this process did not run (stopped,
+        swapped out), perhaps with messages unread: it does not count as silence of the coordinator."""
         gap = now - self._ticked - self.interval
         if gap > self.seconds / 4:
             self._heard += gap

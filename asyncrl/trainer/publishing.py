@@ -1,7 +1,7 @@
 """One trainer rank's part in publishing a version.
 
 consumes: the policy, after a step
-waits for: nothing but the copy to host memory; collecting, writing and telling go on in the background
+waits for: the copy to host memory only; collecting, writing and announcing go on in the background
 unblocks: the coordinator (published), which sends the version to the engines
 """
 
@@ -30,7 +30,7 @@ PROBE_TOKENS = 65
 
 
 class Publishing:
-    """Made by all ranks together. `announced`: the last version in place, as told by rank 0."""
+    """Made by all ranks together. `announced`: the last version that rank 0 has announced."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
@@ -66,7 +66,7 @@ class Publishing:
                 raise part.error
 
     def drain(self) -> None:
-        """Write what is published, before this rank leaves as told; on all ranks."""
+        """Write what is published, before this rank ends; on all ranks."""
         timeout = self.config.launch.stop_timeout / 2
         if self._publisher is not None:
             self._publisher.close(timeout)
@@ -80,7 +80,7 @@ class Publishing:
         return disk.weights_directory(weights.directory, run_dir, self.config.name, needed)
 
     def _offerer(self, endpoints: Endpoints) -> Callable[[Snapshot], WeightsRef]:
-        """The publisher's thread only says what there is; servers are sent it when their keepers ask."""
+        """The publisher's thread offers the version; servers get it when their keepers ask."""
         weights, host = self.config.weights, local_address(endpoints.control)
         self._sender = Sender(host, weights.bucket_bytes, weights.deadline, self.mesh.device)
         return self._sender.offer

@@ -1,6 +1,6 @@
-"""Host memory for copies of one process's weights: written by the trainer, read behind its back.
+"""Host memory for copies of one process's weights: written by the trainer, read in the background.
 
-A buffer that is being read is never written to. Copies are numbered: who reads says which one it means.
+A buffer that is being read is never written to. Copies are numbered, and a reader names the one it wants.
 """
 
 from __future__ import annotations

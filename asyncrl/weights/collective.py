@@ -14,11 +14,12 @@ which asks, and which tells its server over HTTP what to do. The weights go from
 
 One connection carries this, and owns the group: while it is open the group is whole, and is used for the next
 version. Whatever goes wrong, on either side, closes it; the other side sees that at once and gives the group
-up too, so that a server that waits for a broadcast gets an error instead. A server is never told to wait for
-somebody who is not there: to join, before rank 0 listens; to receive, before the bucket is ready.
+up too, so that a server that waits for a broadcast gets an error instead. A server joins only when rank 0 is
+listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
 
-What is left are processes that freeze: both ends have deadlines, and a server that waits for a frozen trainer
-answers nobody and has to be started again. Nothing here is authenticated or encrypted: for private networks.
+Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
+request and has to be started again. Nothing here is authenticated or encrypted: for private
+networks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Sender:
         background(self._accept)
 
     def offer(self, snapshot: Snapshot) -> WeightsRef:
-        """From now on engines that ask get this version. A push under way is finished with its own."""
+        """From now on engines that ask get this version. A push under way goes on with the older one."""
         self.latest = snapshot
         port = self._listener.getsockname()[1]
         return WeightsRef(snapshot.version, f"tcp://{self._host}:{port}")
@@ -95,7 +96,7 @@ class Sender:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the thread in `accept`
         self._listener.close()
         for connection in list(self.connections):
-            connection.hang_up()
+            connection.disconnect()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -139,8 +140,8 @@ class EngineConnection:
             if self._group is not None:
                 self._group.close()
 
-    def hang_up(self) -> None:
-        """From another thread: this one finds that the engine has gone."""
+    def disconnect(self) -> None:
+        """Called from another thread: `serve` ends, as it does when the engine leaves."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -197,7 +198,7 @@ class EngineConnection:
             yield torch.cat([tensors[spec.name].reshape(-1).view(torch.uint8) for spec in specs])
 
     def _read(self, snapshot: Snapshot) -> Iterator[Tensors]:
-        """The snapshot's buckets. That they cannot be had is the trainer's failure, and no engine's."""
+        """The snapshot's buckets. An error in reading them is the trainer's, not the engine's."""
         try:
             yield from snapshot.buckets(self._sender.bucket_bytes)
         except Superseded:

@@ -1,4 +1,4 @@
-"""What the trainer's and the keepers' ends of the collective weight plane say to each other, and how.
+"""The messages between the trainer's and the keepers' ends of the collective weight plane.
 
 A message is its length and msgpack. Keepers write and read within their event loop, the trainer in threads.
 """

@@ -3,9 +3,9 @@
     published:  e0-v0 whole ◄── e0-v1 delta ◄── e0-v2 delta     e0-v3 whole ◄── e0-v4 delta
     cached:     e0-v1 whole, which becomes e0-v2 in place, or e0-v3 by a copy
 
-A delta is worth nothing without the exact bytes it was made from. The publisher keeps those in a file of its
-own, a reader in its cache; the manifest says which version they must be, and the checksums of the result tell
-whether they were.
+A delta can be applied only to the exact bytes it was made from. The publisher keeps those in a file of its
+own, a reader in its cache. The manifest names the version that they must be, and the checksums of the result
+show whether they were.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ when complete, so a reader sees all of it or nothing. One process publishes to a
 Nothing is synced to the disk: a version lost in a power cut is published again, and a damaged one does not
 pass its checksums.
 
-Versions that are held, and those that kept ones build upon, are not pruned. A reader that holds nothing may
-lose a version at any moment: what it has mapped stays readable, everything else is a WeightsError. Holding is
-a file lock (flock), which network file systems have, too.
+Versions that are held, and those that kept ones build upon, are not pruned. A version that nobody holds may
+be deleted at any moment: what a reader has mapped stays readable, everything else is a WeightsError. To hold a
+version is to lock its manifest (flock), which works on network file systems, too.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def check(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
 
 @contextmanager
 def hold(ref: WeightsRef) -> Iterator[None]:
-    """The version, and what it builds upon, is not pruned during the body, nor after the death of this
-    process. Raises WeightsError when it is gone already."""
+    """The version, and what it builds upon, is not pruned during the body. The lock ends with this process at
+    the latest. Raises WeightsError when the version is gone already."""
     path = Path(ref.path) / MANIFEST
     with ExitStack() as stack:
         try:
@@ -284,7 +284,7 @@ def _needs(ref: WeightsRef) -> set[PolicyVersion]:
 @contextmanager
 def _claimed(ref: WeightsRef) -> Iterator[bool]:
     """True: nobody holds the version, nor can before the end of the body. A version that cannot be locked
-    counts as held, for whoever reads it could not tell either."""
+    counts as held."""
     with ExitStack() as stack:
         try:
             # To be opened for writing: on NFS an exclusive lock needs that.

@@ -1,7 +1,7 @@
-"""Rank 0 of a process group that nobody else in this process knows, and whose other ranks may die or freeze.
+"""Rank 0 of a process group beside the default one of this process; its other ranks may die or freeze.
 
-It is made of the backend's own class, not by `init_process_group`: training has the default group of this
-process, and its threads. The other ranks come as SGLang's `init_custom_process_group` does, which nests the
+It is made with the backend's own class, not by `init_process_group`: the default group of this process is
+training's. The other ranks come as SGLang's `init_custom_process_group` does, which nests the
 prefixes of keys as `ServerGroup._make` does.
 """
 
@@ -53,8 +53,8 @@ class ServerGroup:
         self._made = background(self._make)
 
     def await_listening(self, deadline: float) -> None:
-        """Until a rank that joins finds rank 0. Only then may one be told to: alone it would wait, and its
-        server with it, for half an hour. Raises what kept rank 0 from listening."""
+        """Wait until a rank that joins finds rank 0: without it that rank, and its server, would hang for half
+        an hour. Raises what kept rank 0 from listening."""
         while not self._made.done() and not self._store.num_keys():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"group {self.name}: rank 0 was not listening in time")
@@ -68,9 +68,8 @@ class ServerGroup:
         return background(lambda: _broadcast(made.result(), data.to(self._device)))
 
     def close(self) -> None:
-        """Never waits. Ranks that wait for a broadcast get an error; one that was told to join and comes late
-        still finds rank 0, without which it would hang. What is under way ends by itself, within `seconds`.
-        """
+        """Never waits. Ranks that wait for a broadcast get an error; one that joins late still finds rank 0,
+        without which it would hang. What is under way ends by itself, within `seconds`."""
         made, self._made = self._made, Future()  # the last reference waits for what is under way
         made.add_done_callback(_abort)
 

@@ -17,8 +17,8 @@ log = logging.getLogger("asyncrl.weights")
 class Publisher:
     """A thread with a mailbox of one: a newer snapshot replaces one that is still waiting.
 
-    On it, `write` puts a version where engines find it, and `announce(ref, snapshot_s, write_s)` tells of
-    it. A failed write is kept in `error` for the owner to raise: the thread ends.
+    It calls `write`, which puts a version where engines find it, and then `announce(ref, snapshot_s,
+    write_s)`. A failed write is kept in `error` for the owner to raise: the thread ends.
     """
 
     def __init__(

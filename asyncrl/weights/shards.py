@@ -73,14 +73,14 @@ class HostShards:
         return Snapshot(version, self.layout, probe, seconds, pin)
 
     def close(self, timeout: float) -> None:
-        """Rank 0 lets the others go; they wait for that, `timeout` seconds at most."""
+        """Rank 0 ends the threads of the others, which wait for that, `timeout` seconds at most."""
         if self.rank:
             self._thread.join(timeout)
         elif self._wire.acquire(timeout=timeout):
             try:
-                self._tell(_END, timeout)
+                self._ask(_END, timeout)
             except RuntimeError as error:
-                log.info("a rank was gone before it was let go: %s", error)
+                log.info("a rank was gone before its thread was ended: %s", error)
             finally:
                 self._wire.release()
 
@@ -92,7 +92,7 @@ class HostShards:
         if self.ranks > 1:
             with self._wire:
                 try:
-                    self._tell(torch.tensor([index, copied, part.start, part.stop]), self._deadline)
+                    self._ask(torch.tensor([index, copied, part.start, part.stop]), self._deadline)
                     pieces += [self._receive(rank, part) for rank in range(1, self.ranks)]
                 except RuntimeError as error:
                     raise WeightsError(f"a trainer rank did not deliver its shards ({error})") from error
@@ -101,7 +101,7 @@ class HostShards:
             for spec, *of_ranks in zip(self.layout[part], *pieces, strict=True)
         }
 
-    def _tell(self, request: Tensor, timeout: float) -> None:
+    def _ask(self, request: Tensor, timeout: float) -> None:
         for rank in range(1, self.ranks):
             _wait(dist.isend(request, rank, group=self._group), timeout)
 

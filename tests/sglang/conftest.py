@@ -108,7 +108,7 @@ def shared_server(pool: Pool) -> Shared:
 def guarded(pool: Pool) -> Iterator[SGLangServer]:
     """A second server of qwen2, with keys and a short queue. The last test that uses it may kill it."""
     keys = ("--api-key", KEYS[0], "--admin-api-key", KEYS[1])
-    server = pool.start(pool.models["qwen2"], *keys, "--max-running-requests=8", "--max-queued-requests=1")
+    server = pool.start(pool.models["qwen2"], *keys, "--max-running-requests=8", "--max-queued-requests=8")
     yield server
     server.kill()
 

@@ -195,8 +195,8 @@ def test_updates_are_applied_in_the_order_of_the_calls(subject: Subject):
         assert engine.version == 2
         await assert_fresh(subject, engine, prompt(8), 2)
         generation = await task
-        found = seen(generation)
-        assert found == [version for version in (0, *order) if version in found][: len(found)]
+        left = iter((0, *order))
+        assert all(version in left for version in seen(generation))  # in this order; some may be missing
 
     subject.run(body)
 

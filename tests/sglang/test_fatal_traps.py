@@ -18,6 +18,9 @@ from tests.sglang.server import SGLangServer
 from tests.sglang.traps import LONG, WHOLE, idle, kept, publish, raw, run, sampling
 
 
+MANY = 40  # requests: more than run and wait at once
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> WeightsRef:
     return publish(tmp_path_factory.mktemp("versions"), 0)
@@ -70,14 +73,14 @@ def test_a_full_queue_is_busy_and_nothing_is_lost(guarded: SGLangServer, first: 
     async def body() -> None:
         async with kept(guarded, *KEYS) as engine:
             await engine.load(first)
-            turns = [asyncio.create_task(engine.generate(ask(prompt(4), WHOLE, str(i)))) for i in range(14)]
+            turns = [asyncio.create_task(engine.generate(ask(prompt(4), WHOLE, str(i)))) for i in range(MANY)]
             outcomes = await asyncio.gather(*turns, return_exceptions=True)
             refused = [answer for answer in outcomes if isinstance(answer, BaseException)]
             served = [answer for answer in outcomes if isinstance(answer, Generation)]
             assert {type(error) for error in refused} == {EngineBusy}
-            assert len(served) >= 8 and len(served) + len(refused) == 14
+            assert len(served) >= 8 and len(served) + len(refused) == MANY
             assert all(len(answer.ids) == WHOLE for answer in served)
-            crowd = (engine.api.generate_whole(raw(prompt(4), WHOLE)) for _ in range(14))
+            crowd = (engine.api.generate_whole(raw(prompt(4), WHOLE)) for _ in range(MANY))
             answers = await asyncio.gather(*crowd, return_exceptions=True)  # in plain HTTP too
             assert {type(answer) for answer in answers} == {bytes, EngineBusy}
             assert await idle(engine.api)

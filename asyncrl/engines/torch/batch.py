@@ -1,10 +1,10 @@
 """Continuous batching, without a clock or an event loop: requests join and leave the batch at every step.
 
     add ──► waiting ──► slot ──► prefill ──► decode ──► end
-            (FIFO)      (kept prefix skipped) (one token per row and step)
+            (FIFO)      (kept prefix skipped) (one token per slot and step)
 
-A step is one forward over every decoding row and, within the token budget, new prompt tokens. The host knows
-every length in advance, so a step waits for the device once: to learn which rows are done.
+A step is one forward over every decoding slot and, within the token budget, new prompt tokens. The host knows
+every length in advance, so a step waits for the device once: to learn which slots are done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.engines.base import Request
 from asyncrl.engines.torch.plan import Chunk, DecodePlan, Knobs, build
 from asyncrl.engines.torch.sampler import sample
 from asyncrl.engines.torch.sessions import Slot, Slots
-from asyncrl.engines.torch.slots import Board, reach
+from asyncrl.engines.torch.slots import KVCache, reach
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 
@@ -36,7 +36,7 @@ class Run:
         self.request = request
         self.limit = limit  # length at which it ends
         self.slot: Slot | None = None
-        self.filled = 0  # leading prompt ids whose KV is on the board
+        self.filled = 0  # leading prompt ids whose KV is in the cache
         self.decoding = False
         self.marks = [(0, version)]  # (ids sampled before, version in use from there on)
         self.started = time.perf_counter()
@@ -46,31 +46,31 @@ class Run:
         return len(self.request.ids)
 
     @property
-    def row(self) -> int:
+    def index(self) -> int:
         assert self.slot is not None
         return self.slot.index
 
 
 class Batcher:
-    """Owns the board and decides what each step computes."""
+    """Owns the KV cache and decides what each step computes."""
 
     def __init__(self, model: PreTrainedModel, slots: int, max_len: int, budget: int, version: int) -> None:
         self.version = version
         self.budget = budget
         self.generated = 0  # tokens, in all
         self.runs: dict[str, Run] = {}  # by session: all that have not ended
-        self.board = Board(model, slots, max_len)
+        self.cache = KVCache(model, slots, max_len)
         self.slots = Slots(slots)
         self._waiting: deque[Run] = deque()
         self._filling: list[Run] = []
-        self._decoding: dict[int, Run] = {}  # by row
-        self._live = np.zeros(slots, dtype=np.int64)  # 1 on decoding rows
-        self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding rows; the last one has no KV yet
+        self._decoding: dict[int, Run] = {}  # by slot
+        self._live = np.zeros(slots, dtype=np.int64)  # 1 on decoding slots
+        self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
         self._knobs = Knobs(slots)
         self._steady: DecodePlan | None = None  # the last plan, while it only needs to be advanced
 
     def add(self, request: Request) -> Run:
-        limit = min(len(request.ids) + request.sampling.max_new_tokens, self.board.max_len)
+        limit = min(len(request.ids) + request.sampling.max_new_tokens, self.cache.max_len)
         run = self.runs[request.session] = Run(request, limit, self.version)
         self._waiting.append(run)
         return run
@@ -83,21 +83,21 @@ class Batcher:
 
     @torch.inference_mode()
     def step(self) -> list[Run]:
-        """Sample one token for every decoding row and prefill what fits; returns the runs to `end`."""
+        """Sample one token for every decoding slot and prefill what fits; returns the runs to `end`."""
         self._admit()
         chunks = self._chunks()
         plan = self._steady
         if plan is None or chunks:
-            plan = build(self.board, self._knobs, self._lengths, self._live, list(chunks.values()))
+            plan = build(self.cache, self._knobs, self._lengths, self._live, list(chunks.values()))
         else:
-            plan = plan.advance(reach(int((self._lengths * self._live).max()), self.board.max_len))
+            plan = plan.advance(reach(int((self._lengths * self._live).max()), self.cache.max_len))
         done = self._forward(plan)
         self._steady = None if chunks else plan
         self._lengths += self._live
         for run, chunk in chunks.items():
             self._filled(run, chunk)
         self.generated += len(self._decoding)
-        return [self._decoding[row] for row in done]
+        return [self._decoding[slot] for slot in done]
 
     def end(self, run: Run, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch with what it has sampled. `stop` says why if it was not done. Raises
@@ -108,7 +108,7 @@ class Batcher:
         finite = all(map(math.isfinite, logprobs))
         self._leave(run, (run.request.ids[: run.filled] + ids[:-1]) if finite else ())
         if not finite:
-            self.board.wipe(run.row)
+            self.cache.wipe(run.index)
             raise EngineError(f"session {run.request.session!r}: the model's logits are not finite numbers")
         if stop is None:
             stop = StopReason.STOP if ids[-1] in run.request.sampling.stop_ids else StopReason.LENGTH
@@ -120,13 +120,14 @@ class Batcher:
         return Generation(ids, logprobs, spans, stop, time.perf_counter() - run.started)
 
     def _sampled(self, run: Run) -> int:
-        return int(self._lengths[run.row]) - run.prompt if run.decoding else 0
+        return int(self._lengths[run.index]) - run.prompt if run.decoding else 0
 
     def _read(self, run: Run, sampled: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         if sampled == 0:
             return (), ()
         new = slice(run.prompt, run.prompt + sampled)
-        return tuple(self.board.ids[run.row, new].tolist()), tuple(self.board.logprobs[run.row, new].tolist())
+        ids, logprobs = self.cache.ids[run.index, new], self.cache.logprobs[run.index, new]
+        return tuple(ids.tolist()), tuple(logprobs.tolist())
 
     def _admit(self) -> None:
         """Give slots to waiting requests, in order."""
@@ -134,8 +135,8 @@ class Batcher:
             run = self._waiting.popleft()
             request = run.request
             run.slot, run.filled = slot, slot.keep(request.ids)
-            new = torch.tensor(request.ids[run.filled :], device=self.board.device)
-            self.board.ids[slot.index, run.filled : run.prompt] = new
+            new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
+            self.cache.ids[slot.index, run.filled : run.prompt] = new
             self._knobs.set(slot.index, request.key, request.sampling, run.limit)
             self._filling.append(run)
 
@@ -147,36 +148,36 @@ class Batcher:
             size = min(run.prompt - run.filled, width)
             if size * _RAGGED >= width:
                 end = run.filled + size
-                chunks[run] = Chunk(run.row, run.filled, end, end == run.prompt)
+                chunks[run] = Chunk(run.index, run.filled, end, end == run.prompt)
             if (len(chunks) + 1) * width > self.budget:
                 break
         return chunks
 
     def _forward(self, plan: DecodePlan) -> list[int]:
-        """Run the model and sample; returns the rows that are done."""
-        logits = self.board.forward(plan.layout, plan.keep)
-        if not plan.rows:
+        """Run the model and sample; returns the slots that are done."""
+        logits = self.cache.forward(plan.layout, plan.keep)
+        if not plan.slots:
             return []
         cells, positions = plan.layout.cells + 1, plan.layout.positions + 1
         if plan.keep is not None:
             cells, positions = cells[plan.keep], positions[plan.keep]
         ids, logprobs = sample(logits, positions, plan.params)
-        self.board.ids.view(-1).index_copy_(0, cells, ids)
-        self.board.logprobs.view(-1).index_copy_(0, cells, logprobs)
+        self.cache.ids.view(-1).index_copy_(0, cells, ids)
+        self.cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
         stopped = (ids[:, None] == plan.stops).any(1)
         done = (stopped | (positions + 1 >= plan.limits) | logprobs.isnan()) & (plan.live == 1)
-        return [plan.rows[index] for index in done.nonzero().flatten().tolist()]
+        return [plan.slots[index] for index in done.nonzero().flatten().tolist()]
 
     def _filled(self, run: Run, chunk: Chunk) -> None:
-        """The chunk's KV is on the board; after the last one the row decodes."""
+        """The chunk's KV is in the cache; after the last one the slot decodes."""
         assert run.slot is not None
         if chunk.start == 0:
             run.slot.born = self.version
         run.filled = chunk.end
         if chunk.last:
             self._filling.remove(run)
-            run.decoding = True
-            self._decoding[run.row], self._live[run.row], self._lengths[run.row] = run, 1, run.prompt + 1
+            run.decoding, at = True, run.index
+            self._decoding[at], self._live[at], self._lengths[at] = run, 1, run.prompt + 1
 
     def _leave(self, run: Run, held: tuple[int, ...]) -> None:
         """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,
@@ -185,8 +186,8 @@ class Batcher:
             self._waiting.remove(run)
             return
         if run.decoding:
-            del self._decoding[run.row]
+            del self._decoding[run.index]
         else:
             self._filling.remove(run)
-        run.decoding, self._live[run.row], self._steady = False, 0, None
+        run.decoding, self._live[run.index], self._steady = False, 0, None
         self.slots.rest(run.slot, held)

@@ -83,7 +83,7 @@ class TorchEngine:
 
     def _check(self, request: Request) -> None:
         """EngineError on a request that cannot be served."""
-        check_request(request, self._vocabulary, self._batcher.board.max_len)
+        check_request(request, self._vocabulary, self._batcher.cache.max_len)
         if request.session in self._batcher.runs:
             raise EngineError(f"session {request.session!r}: its previous turn is still running")
 

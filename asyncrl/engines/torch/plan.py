@@ -9,15 +9,15 @@ import torch
 
 from asyncrl.engines.base import Sampling
 from asyncrl.engines.torch.sampler import Params, mixed
-from asyncrl.engines.torch.slots import Board, Layout, SlotGroup, reach
+from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup, reach
 
-_SPARSE = 2  # rows are read in place up to the highest one, if at least 1/2 of those decode
+_SPARSE = 2  # slots are read in place up to the highest one, if at least 1/2 of those decode
 
 
 class Chunk(NamedTuple):
-    """Prompt tokens [start, end) of a row to prefill; after the `last` chunk the first id is sampled."""
+    """Prompt tokens [start, end) of a slot to prefill; after the `last` chunk the first id is sampled."""
 
-    row: int
+    slot: int
     start: int
     end: int
     last: bool
@@ -28,14 +28,14 @@ class DecodePlan(NamedTuple):
 
     layout: Layout
     keep: torch.Tensor | None  # [samples] indices of the tokens sampled from; None: all
-    rows: list[int]  # [samples]
-    live: torch.Tensor  # [samples] int64: 1, or 0 on a row that sits out
+    slots: list[int]  # [samples]
+    live: torch.Tensor  # [samples] int64: 1, or 0 on a slot that sits out
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
-    limits: torch.Tensor  # [samples] length at which the row ends
+    limits: torch.Tensor  # [samples] length at which the slot ends
 
     def advance(self, reach: int) -> DecodePlan:
-        """The same decoding rows one token further; attention now spans `reach` keys."""
+        """The same decoding slots one token further; attention now spans `reach` keys."""
         layout = self.layout
         layout.cells.add_(self.live)
         layout.positions.add_(self.live)
@@ -44,7 +44,7 @@ class DecodePlan(NamedTuple):
 
 
 class Knobs:
-    """The sampling parameters of every row, as arrays."""
+    """The sampling parameters of every slot, as arrays."""
 
     def __init__(self, slots: int) -> None:
         self.seed = np.zeros(slots, dtype=np.int64)
@@ -53,59 +53,59 @@ class Knobs:
         self.limits = np.zeros(slots, dtype=np.int64)
         self.stops = np.full((slots, 1), -1, dtype=np.int64)
 
-    def set(self, row: int, key: int, sampling: Sampling, limit: int) -> None:
+    def set(self, slot: int, key: int, sampling: Sampling, limit: int) -> None:
         greedy = sampling.temperature == 0
-        self.seed[row], self.limits[row] = mixed(key), limit
-        self.greedy[row], self.temperature[row] = greedy, 1.0 if greedy else sampling.temperature
+        self.seed[slot], self.limits[slot] = mixed(key), limit
+        self.greedy[slot], self.temperature[slot] = greedy, 1.0 if greedy else sampling.temperature
         missing = len(sampling.stop_ids) - self.stops.shape[1]
         if missing > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
-        self.stops[row] = -1
-        self.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
+        self.stops[slot] = -1
+        self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
-    def params(self, rows: np.ndarray, device: torch.device) -> Params:
+    def params(self, slots: np.ndarray, device: torch.device) -> Params:
         return Params(
-            seed=_tensor(self.seed[rows], device),
-            temperature=_tensor(self.temperature[rows], device),
-            greedy=_tensor(self.greedy[rows], device),
-            any_greedy=bool(self.greedy[rows].any()),
+            seed=_tensor(self.seed[slots], device),
+            temperature=_tensor(self.temperature[slots], device),
+            greedy=_tensor(self.greedy[slots], device),
+            any_greedy=bool(self.greedy[slots].any()),
         )
 
 
 def build(
-    board: Board, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]
+    cache: KVCache, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]
 ) -> DecodePlan:
-    """One token for every live row (`live` [slots] is 1), and the chunks. `lengths` [slots] counts the known
-    ids of live rows; the last of them is the one to forward."""
-    rows = _decode_rows(live)
-    active = live[rows]
-    spans = [(rows, np.where(active == 1, lengths[rows] - 1, board.scratch)[:, None])]
+    """One token for every live slot (`live` [slots] is 1), and the chunks. `lengths` [slots] counts the known
+    ids of live slots; the last of them is the one to forward."""
+    slots = _decode_slots(live)
+    active = live[slots]
+    spans = [(slots, np.where(active == 1, lengths[slots] - 1, cache.scratch)[:, None])]
     last = [chunk for chunk in chunks if chunk.last]
-    samples = np.concatenate([rows, np.array([chunk.row for chunk in last], dtype=np.int64)])
+    samples = np.concatenate([slots, np.array([chunk.slot for chunk in last], dtype=np.int64)])
     keep = None
     if chunks:
-        filling = _fill_positions(chunks, board.scratch)
-        spans.append((np.array([chunk.row for chunk in chunks]), filling))
+        filling = _fill_positions(chunks, cache.scratch)
+        spans.append((np.array([chunk.slot for chunk in chunks]), filling))
         width = filling.shape[1]
-        ends = [len(rows) + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
-        keep = _tensor(np.array([*range(len(rows)), *ends], dtype=np.int64), board.device)
+        ends = [len(slots) + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
+        keep = _tensor(np.array([*range(len(slots)), *ends], dtype=np.int64), cache.device)
     return DecodePlan(
-        layout=_layout(board, [span for span in spans if len(span[0])]),
+        layout=_layout(cache, [span for span in spans if len(span[0])]),
         keep=keep,
-        rows=samples.tolist(),
-        live=_tensor(np.concatenate([active, np.ones(len(last), dtype=np.int64)]), board.device),
-        params=knobs.params(samples, board.device),
-        stops=_tensor(knobs.stops[samples], board.device),
-        limits=_tensor(knobs.limits[samples], board.device),
+        slots=samples.tolist(),
+        live=_tensor(np.concatenate([active, np.ones(len(last), dtype=np.int64)]), cache.device),
+        params=knobs.params(samples, cache.device),
+        stops=_tensor(knobs.stops[samples], cache.device),
+        limits=_tensor(knobs.limits[samples], cache.device),
     )
 
 
-def _decode_rows(live: np.ndarray) -> np.ndarray:
-    """The live rows, filled up with the rows below the highest one: that saves a copy of the KV, and pays for
-    the rows that sit out."""
-    rows = np.flatnonzero(live)
-    top = int(rows[-1]) + 1 if len(rows) else 0
-    return np.arange(top) if top <= _SPARSE * len(rows) else rows
+def _decode_slots(live: np.ndarray) -> np.ndarray:
+    """The live slots, filled up with the slots below the highest one where few are missing: that saves a copy
+    of the KV, which costs more than computing the slots that sit out."""
+    slots = np.flatnonzero(live)
+    top = int(slots[-1]) + 1 if len(slots) else 0
+    return np.arange(top) if top <= _SPARSE * len(slots) else slots
 
 
 def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
@@ -116,19 +116,19 @@ def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
     return np.where(positions < end, positions, scratch)
 
 
-def _layout(board: Board, spans: list[tuple[np.ndarray, np.ndarray]]) -> Layout:
-    """Pack (rows [r], positions [r, width]) one after another. Adjacent rows are read in place."""
-    flat = _tensor(np.concatenate([at.reshape(-1) for _, at in spans]), board.device)
-    cells = np.concatenate([(rows[:, None] * board.columns + at).reshape(-1) for rows, at in spans])
+def _layout(cache: KVCache, spans: list[tuple[np.ndarray, np.ndarray]]) -> Layout:
+    """Pack (slots [r], positions [r, width]) one after another. Adjacent slots are read in place."""
+    flat = _tensor(np.concatenate([at.reshape(-1) for _, at in spans]), cache.device)
+    cells = np.concatenate([(slots[:, None] * cache.columns + at).reshape(-1) for slots, at in spans])
     groups, start = [], 0
-    for rows, positions in spans:
-        adjacent = bool((np.diff(rows) == 1).all())
-        index = slice(int(rows[0]), int(rows[-1]) + 1) if adjacent else _tensor(rows, board.device)
-        longest = int(positions[positions < board.scratch].max()) + 1
+    for slots, positions in spans:
+        adjacent = bool((np.diff(slots) == 1).all())
+        index = slice(int(slots[0]), int(slots[-1]) + 1) if adjacent else _tensor(slots, cache.device)
+        longest = int(positions[positions < cache.scratch].max()) + 1
         at = flat[start : start + positions.size].view(positions.shape)
-        groups.append(SlotGroup(start, index, at, reach(longest, board.max_len)))
+        groups.append(SlotGroup(start, index, at, reach(longest, cache.max_len)))
         start += positions.size
-    return Layout(_tensor(cells, board.device), flat, tuple(groups))
+    return Layout(_tensor(cells, cache.device), flat, tuple(groups))
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

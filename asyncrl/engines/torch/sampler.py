@@ -1,4 +1,4 @@
-"""Sampling of one token per row, reproducible whatever the batch.
+"""Sampling of one token per slot, reproducible whatever the batch.
 
 The random number of a token is a hash of (the request's key, the token's position): no generator state, so
 the same request on the same weights gives the same ids in any company (up to rounding of the logits).
@@ -16,10 +16,10 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Params(NamedTuple):
-    """How to sample each of n rows. All tensors are [n]; the flag says if any row is greedy."""
+    """How to sample each of n slots. All tensors are [n]; the flag says if any slot is greedy."""
 
     seed: torch.Tensor  # int64, `mixed` key of the request
-    temperature: torch.Tensor  # float32, 1 on greedy rows
+    temperature: torch.Tensor  # float32, 1 on greedy slots
     greedy: torch.Tensor  # bool
     any_greedy: bool
 
@@ -46,7 +46,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [n] and their log-probs [n] from logits [n, vocabulary].
 
-    A log-prob is the float32 log_softmax(logits / temperature); temperature 1 on greedy rows.
+    A log-prob is the float32 log_softmax(logits / temperature); temperature 1 on greedy slots.
     It is NaN where the logits are not finite numbers.
     """
     logprobs = torch.log_softmax(logits.float() / params.temperature[:, None], -1)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class Slot:
-    """One row of the board, as the host sees it."""
+    """One slot of the KV cache, as the host sees it."""
 
     __slots__ = ("born", "busy", "held", "index", "session", "used")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.session: str | None = None
-        self.held: tuple[int, ...] = ()  # ids whose KV the row holds
+        self.held: tuple[int, ...] = ()  # ids whose KV the slot holds
         self.born = 0  # policy version that wrote position 0: KV is written in order, so the oldest of all
         self.busy = False
         self.used = 0
@@ -38,7 +38,7 @@ class Slots:
 
     def acquire(self, session: str) -> Slot | None:
         """The session's own slot, a free one, or that of an idle session; None when all are busy.
-        Free slots are taken from below, which keeps the rows in use together."""
+        Free slots are taken from below, which keeps the slots in use together."""
         slot = self._owned.get(session)
         if slot is None:
             idle = [slot for slot in self.all if not slot.busy]

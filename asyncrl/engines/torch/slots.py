@@ -1,10 +1,10 @@
-"""The slot KV cache: a board of `slots` rows, and the attention function that reads and writes it.
+"""The KV cache, which has a number of slots, and the attention function that reads and writes it.
 
-Every row of the board is one sequence of at most `max_len` tokens: its ids, log-probs and, per layer, keys
-and values. A *cell* is `row * columns + position`. One forward of the model takes the tokens of any cells,
-packed into one sequence of length N; only attention knows about rows. The last position whose KV anyone can
-need is `max_len - 2` (the last token is never fed back), so `max_len - 1` is each row's scratch position:
-padding and rows that sit out a step write there.
+Every slot of the cache is one sequence of at most `max_len` tokens: its ids, log-probs and, per layer, keys
+and values. A *cell* is `slot * columns + position`. One forward of the model takes the tokens of any cells,
+packed into one sequence of length N; only attention knows about slots. The last position whose KV anyone can
+need is `max_len - 2` (the last token is never fed back), so `max_len - 1` is each slot's scratch position:
+padding and slots that sit out a step write there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 class SlotGroup(NamedTuple):
-    """r rows × width tokens of a packed step: tokens [start, start + r * width), row by row."""
+    """r slots × width tokens of a packed step: tokens [start, start + r * width), slot by slot."""
 
     start: int
-    rows: slice | torch.Tensor  # a slice is read in place, an index [r] is gathered
+    slots: slice | torch.Tensor  # a slice is read in place, an index [r] is gathered
     positions: torch.Tensor  # [r, width]
     reach: int  # keys [0, reach) cover every real position
 
@@ -41,8 +41,8 @@ class Layout(NamedTuple):
     groups: tuple[SlotGroup, ...]
 
 
-class Board:
-    """Ids, log-probs, keys and values of all rows, on the model's device."""
+class KVCache:
+    """Ids, log-probs, keys and values of all slots, on the model's device."""
 
     def __init__(self, model: PreTrainedModel, slots: int, max_len: int) -> None:
         self.slots, self.max_len, self.columns = slots, max_len, max_len + 1
@@ -54,7 +54,7 @@ class Board:
         self._model = model
         self._layout: Layout
         self._biases: list[torch.Tensor] = []
-        self._writes: dict[int, torch.Tensor] = {}  # kv_heads -> row of the flat cache per token and head
+        self._writes: dict[int, torch.Tensor] = {}  # kv_heads -> index into the flat cache per token and head
         self._allocate()
 
     @property
@@ -80,7 +80,7 @@ class Board:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Write key and value [1, kv_heads, N, d] into their cells; query [1, heads, N, d] reads its rows.
+        """Write key and value [1, kv_heads, N, d] into their cells; query [1, heads, N, d] reads its slots.
         Returns [1, N, heads, d]."""
         keys, values = self.keys[layer], self.values[layer]
         self._write(keys, key)
@@ -92,18 +92,18 @@ class Board:
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
-    def wipe(self, row: int) -> None:
-        """Zero a row and all scratch cells after values that are not finite: no mask stops a NaN."""
+    def wipe(self, slot: int) -> None:
+        """Zero a slot and all scratch cells after values that are not finite: no mask stops a NaN."""
         for pool in (*self.keys.values(), *self.values.values()):
-            pool[row].zero_()
+            pool[slot].zero_()
             pool[:, :, self.scratch].zero_()
 
     def _write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
         heads, dim = states.shape[1], states.shape[3]
         if heads not in self._writes:
-            row, position = self._layout.cells // self.columns, self._layout.positions
+            slot, position = self._layout.cells // self.columns, self._layout.positions
             head = torch.arange(heads, device=self.device)
-            self._writes[heads] = ((row[:, None] * heads + head) * self.columns + position[:, None]).view(-1)
+            self._writes[heads] = ((slot[:, None] * heads + head) * self.columns + position[:, None]).view(-1)
         pool.view(-1, dim).index_copy_(0, self._writes[heads], states[0].transpose(0, 1).reshape(-1, dim))
 
     def _bias(self, group: SlotGroup) -> torch.Tensor:
@@ -128,16 +128,16 @@ class Board:
 
 
 class _Probe:
-    """Stands in for the board in its first forward: allocates each layer's cache."""
+    """Stands in for the cache in its first forward: allocates each layer's cache."""
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        for pools, states in ((self.board.keys, key), (self.board.values, value)):
-            shape = (self.board.slots, states.shape[1], self.board.columns, states.shape[3])
+        for pools, states in ((self.cache.keys, key), (self.cache.values, value)):
+            shape = (self.cache.slots, states.shape[1], self.cache.columns, states.shape[3])
             pools[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -157,16 +157,17 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one group: [r * width, heads, d]. Query heads that share a KV head are folded into the
     query's length, so that keys and values are never repeated."""
-    rows, width = group.positions.shape
+    count, width = group.positions.shape
     heads, kv_heads = tokens.shape[1], keys.shape[1]
     share = heads // kv_heads
-    query = tokens[group.start : group.start + rows * width].reshape(rows, width, kv_heads, share, -1)
-    query = query.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, share * width, -1)
+    query = tokens[group.start : group.start + count * width].reshape(count, width, kv_heads, share, -1)
+    query = query.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, share * width, -1)
     if share > 1 and width > 1:
         bias = bias.repeat(1, 1, share, 1)
-    key, value = keys[:, :, : group.reach][group.rows], values[:, :, : group.reach][group.rows]
+    key, value = keys[:, :, : group.reach][group.slots], values[:, :, : group.reach][group.slots]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    return out.view(rows, kv_heads, share, width, -1).permute(0, 3, 1, 2, 4).reshape(rows * width, heads, -1)
+    out = out.view(count, kv_heads, share, width, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(count * width, heads, -1)
 
 
 def _attention(
@@ -176,10 +177,10 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    slots: Board | _Probe | None = None,
+    slots: KVCache | _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function. Without a board it is plain SDPA: the module can still be called."""
+    """The registered attention function. Without a cache it is plain SDPA: the module can still be called."""
     if slots is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if isinstance(slots, _Probe):
