@@ -8,7 +8,7 @@ Nothing is synced to the disk: a version lost in a power cut is published again,
 pass its checksums.
 
 Versions that are held, and those that kept ones build upon, are not pruned. A version that nobody holds may
-be deleted at any moment: what a reader has mapped stays readable, everything else is a WeightsError. To hold a
+be deleted at any time: what a reader has mapped stays readable, everything else is a WeightsError. To hold a
 version is to lock its manifest (flock), which works on network file systems, too.
 """
 

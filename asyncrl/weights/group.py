@@ -53,8 +53,8 @@ class ServerGroup:
         self._made = background(self._make)
 
     def await_listening(self, deadline: float) -> None:
-        """Wait until a rank that joins finds rank 0: without it that rank, and its server, would hang for half
-        an hour. Raises what kept rank 0 from listening."""
+        """Wait until a rank that joins finds rank 0: without it that rank, and its server, hang for half an
+        hour. Raises what kept rank 0 from listening."""
         while not self._made.done() and not self._store.num_keys():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"group {self.name}: rank 0 was not listening in time")

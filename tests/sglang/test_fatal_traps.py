@@ -17,7 +17,6 @@ from tests.sglang.conftest import KEYS, Shared
 from tests.sglang.server import SGLangServer
 from tests.sglang.traps import LONG, WHOLE, idle, kept, publish, raw, run, sampling
 
-
 MANY = 40  # requests: more than run and wait at once
 
 

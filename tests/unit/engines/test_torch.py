@@ -77,24 +77,6 @@ def test_greedy_is_argmax_and_stops():
     asyncio.run(main())
 
 
-def test_top_k_and_top_p_restrict_the_ids_not_the_logprobs():
-    async def main() -> None:
-        engine, reference = serve(), tiny()
-        for key, knobs in enumerate(({"top_k": 3}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.7})):
-            request = ask(prompt(6), 40, key=key, temperature=1.5, **knobs)
-            generation = await engine.generate(request)
-            assert_logprobs(reference, request, generation)
-            with torch.no_grad():
-                logits = reference(torch.tensor([request.ids + generation.ids])).logits[0, 5:-1] / 1.5
-            for row, token in zip(logits.softmax(-1), generation.ids, strict=True):
-                larger = row[row > row[token]]
-                assert len(larger) < knobs.get("top_k", VOCABULARY)
-                assert larger.sum() < knobs.get("top_p", 1.0) + 1e-6
-        await engine.close()
-
-    asyncio.run(main())
-
-
 def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
     async def main() -> None:
         engine = serve(max_len=20)
