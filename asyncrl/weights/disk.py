@@ -20,7 +20,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2s
 from pathlib import Path
@@ -34,7 +34,6 @@ from asyncrl.weights import codec, tensorfile
 from asyncrl.weights.manifest import (
     ITEM_BYTES,
     Manifest,
-    Probe,
     WeightsError,
     WeightsRef,
     describe,
@@ -52,22 +51,9 @@ PAYLOAD = "model.safetensors"
 DELTA = "delta.bin"
 MANIFEST = "manifest.json"
 SHARED_MEMORY = Path("/dev/shm")
-BUCKET_BYTES = 256 << 20
 KEEP = 3  # versions: engines that load one do not see it deleted, and those that come late find one
 _TEMPORARY = ".writing-"
 log = logging.getLogger("asyncrl.weights")
-
-
-def publish(
-    tensors: Mapping[str, torch.Tensor],
-    directory: Path,
-    version: PolicyVersion,
-    probe: Probe | None = None,
-) -> WeightsRef:
-    """Write one version of tensors at hand, as `write` does."""
-    from asyncrl.weights.snapshot import whole
-
-    return write(whole(tensors, version, probe), directory, BUCKET_BYTES)
 
 
 def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
@@ -233,7 +219,7 @@ def room(version_bytes: int, deltas: bool, caches: int) -> int:
 def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: int) -> Path:
     """Where a run publishes, by the key weights.directory: in shared memory when that has room for
     `needed_bytes` (all versions kept at once), in the run's own directory, or under an absolute path.
-    `publish` creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
+    `write` creates it. Raises ConfigError if `shm` is asked for and full, or `where` is something else."""
     on_disk = run_dir / "weights"
     if where == "run":
         return on_disk

@@ -6,8 +6,8 @@ model is never in one process because of a publish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import ITEM_BYTES, Layout, Probe, TensorSpec
+from asyncrl.weights.manifest import Layout, Probe, TensorSpec
 
 Tensors = dict[str, Tensor]
 Bytes = np.ndarray  # [n], uint8
@@ -56,21 +56,6 @@ class Snapshot:
                 yield next(specs), as_bytes(tensor)
 
 
-def whole(tensors: Mapping[str, Tensor], version: PolicyVersion, probe: Probe | None = None) -> Snapshot:
-    """A snapshot of tensors that this process has. Of those that share their storage (tied weights) the
-    first name is taken."""
-    kept = _untied(tensors)
-    specs = (
-        TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in kept.items()
-    )
-    layout = tuple(sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]))  # so all are aligned in a file
-
-    def read(part: slice) -> Tensors:
-        return {spec.name: kept[spec.name] for spec in layout[part]}
-
-    return Snapshot(version, layout, probe, 0.0, lambda: nullcontext(read))
-
-
 def as_bytes(tensor: Tensor) -> Bytes:
     """The bytes of a CPU tensor, not copied if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -86,16 +71,3 @@ def split(layout: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[slice]:
         size += spec.nbytes
     if layout:
         yield slice(start, len(layout))
-
-
-def _untied(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Contiguous CPU tensors, each storage once."""
-    seen: set[tuple] = set()
-    kept: Tensors = {}
-    for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        kept[name] = tensor.detach().cpu().contiguous()
-    return kept

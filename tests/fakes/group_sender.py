@@ -15,8 +15,8 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.weights.snapshot import whole
 from tests.fakes.group_server import PROCESSES
+from tests.fakes.weights import snapshot_of
 
 BUCKET_BYTES = 2 << 20
 BUCKETS = 4
@@ -45,7 +45,7 @@ def _run(connection: Connection, silent_from: int, path: str, bucket_bytes: int)
 
     ServerGroup.broadcast = until_then  # type: ignore[method-assign]
     sender = Sender("127.0.0.1", bucket_bytes, 60.0, torch.device("cpu"))
-    connection.send(sender.offer(whole(load_file(path) if path else weights(0), PolicyVersion(0, 1))))
+    connection.send(sender.offer(snapshot_of(load_file(path) if path else weights(0), PolicyVersion(0, 1))))
     threading.Event().wait()
 
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
 from asyncrl.types import EpisodeEnd, PolicyVersion, StopReason, Turn
-from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import (
     Ack,

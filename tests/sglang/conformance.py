@@ -29,6 +29,7 @@ from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
 from asyncrl.wire.messages import EngineEntry, EngineUse
+from tests.fakes import weights as fake_weights
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config
 from tests.fakes.training import full_state
@@ -66,7 +67,7 @@ class Versions:
         return disk.read(self.refs[version])[1]
 
     def publish(self, tensors: dict[str, Tensor], version: int, epoch: int = 0) -> WeightsRef:
-        return disk.publish(tensors, self.directory, PolicyVersion(epoch, version))
+        return fake_weights.publish(tensors, self.directory, PolicyVersion(epoch, version))
 
     def score(self, version: int, ids: tuple[int, ...]) -> tuple[float, ...]:
         return score(self.policies[version], ids, self.world.device)

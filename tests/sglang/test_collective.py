@@ -26,9 +26,9 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.weights.snapshot import whole
 from tests.fakes.group_sender import SenderProcess
 from tests.fakes.sglang import sglang_config
+from tests.fakes.weights import snapshot_of
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, Versions, ask, in_use, prompt, seen, under_way
 from tests.sglang.server import SGLangServer
 from tests.sglang.traps import Kept, running, until
@@ -117,7 +117,7 @@ async def keeping(running: SGLangServer, mode: PauseMode = "in_place") -> AsyncI
 
 
 def offer(sender: Sender, versions: Versions, version: int) -> WeightsRef:
-    return sender.offer(whole(versions.tensors(version), PolicyVersion(EPOCH, version)))
+    return sender.offer(snapshot_of(versions.tensors(version), PolicyVersion(EPOCH, version)))
 
 
 def test_it_samples_with_what_was_pushed(server, versions, sender):
@@ -264,7 +264,7 @@ def test_weights_of_another_model_are_an_error(server, versions, sender):
             name = next(name for name in tensors if "embed_tokens" in name)
             wrong = tensors | {name: tensors[name][:-1].contiguous()}
             with pytest.raises(WeightsError, match="partially updated"):
-                await keeper.load(sender.offer(whole(wrong, PolicyVersion(EPOCH, 4))))
+                await keeper.load(sender.offer(snapshot_of(wrong, PolicyVersion(EPOCH, 4))))
             await keeper.load(offer(sender, versions, 3))
             await keeper.check(versions, 3)
 

@@ -16,6 +16,7 @@ from asyncrl.engines.sglang.http import PauseMode
 from asyncrl.types import PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
+from tests.fakes.weights import publish
 from tests.sglang.conformance import TOLERANCE, Served, Subject, ask, in_use, prompt, seen, under_way
 
 LONG = 900  # tokens: still running when whatever the test does has happened
@@ -155,7 +156,7 @@ def test_runs_that_follow_each_other_on_a_server_share_no_prefix(subject: Subjec
         await engine.load(versions.refs[1])
         await engine.generate(request)
         async with in_use(Served(engine.loader.api.url, "in_place", salt="another run")) as other:
-            await other.load(disk.publish(versions.tensors(3), tmp_path, PolicyVersion(0, 1)))
+            await other.load(publish(versions.tensors(3), tmp_path, PolicyVersion(0, 1)))
             for run, own in ((engine, False), (other, True)):  # the first one's client reads its old prefix
                 generation = await run.generate(request)
                 assert generation.spans == (VersionSpan(0, 20, 1, 1),)

@@ -13,8 +13,8 @@ from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.types import Generation, PolicyVersion
-from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsRef
+from tests.fakes import weights as fake_weights
 from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import MAX_LEN, VOCABULARY, ask, prompt
 from tests.sglang.models import random_model
@@ -135,4 +135,4 @@ async def accepted(send: Callable[[], Awaitable[Answer]]) -> Answer:
 def publish(directory: Path, version: int, family: str = "qwen2", **changes: object) -> WeightsRef:
     """Random weights, by default of the model that the family's servers serve."""
     model = random_model(family, VOCABULARY, version, **changes)
-    return disk.publish(model.state_dict(), directory, PolicyVersion(0, version))
+    return fake_weights.publish(model.state_dict(), directory, PolicyVersion(0, version))

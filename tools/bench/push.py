@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -31,7 +31,8 @@ from asyncrl.engines.sglang.versions import dialect_of
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.collective import Sender
-from asyncrl.weights.snapshot import Snapshot, whole
+from asyncrl.weights.manifest import TensorSpec
+from asyncrl.weights.snapshot import Snapshot, Tensors
 
 DEADLINE = 120.0
 MB = 1 << 20
@@ -45,16 +46,23 @@ class Bench:
         self.server, self.repeats = server, repeats
         tensors = load_file(model / "model.safetensors")
         self._models = [tensors, {name: tensor * 1.01 for name, tensor in tensors.items()}]
+        self._layout = tuple(TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items())
         self._version = 0
         self._paused = 0.0
 
     def snapshot(self) -> Snapshot:
         self._version += 1
-        return whole(self._models[self._version % 2], PolicyVersion(0, self._version))
+        tensors = self._models[self._version % 2]
+
+        def read(part: slice) -> Tensors:
+            return {spec.name: tensors[spec.name] for spec in self._layout[part]}
+
+        version = PolicyVersion(0, self._version)
+        return Snapshot(version, self._layout, None, 0.0, lambda: nullcontext(read))
 
     @property
     def megabytes(self) -> float:
-        return whole(self._models[0], PolicyVersion(0, 0)).total_bytes / MB
+        return sum(spec.nbytes for spec in self._layout) / MB
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:

@@ -15,9 +15,9 @@ from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import WeightsRef
 from tests.fakes.sglang import scripted
+from tests.fakes.weights import publish
 
 
 class Server:

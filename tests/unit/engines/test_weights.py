@@ -13,12 +13,13 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
+from tests.fakes import weights as fake_weights
 
 from .tiny import FAMILIES, ask, assert_logprobs, generated, prompt, serve, tiny
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
-    return disk.publish(dict(model.named_parameters()), directory, PolicyVersion(0, version))
+    return fake_weights.publish(dict(model.named_parameters()), directory, PolicyVersion(0, version))
 
 
 @torch.no_grad()
@@ -80,7 +81,7 @@ def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
         await engine.close()
 
     good = dict(tiny(seed=1).named_parameters())
-    damaged = disk.publish(good, tmp_path, PolicyVersion(0, 1))
+    damaged = fake_weights.publish(good, tmp_path, PolicyVersion(0, 1))
     payload = Path(damaged.path) / disk.PAYLOAD
     data = payload.read_bytes()
     payload.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -88,12 +89,15 @@ def test_bad_weights_are_refused_and_the_old_ones_stay(tmp_path: Path):
     bad = [
         (damaged, "does not match"),
         (
-            disk.publish({k: v for k, v in good.items() if k != norm}, tmp_path, PolicyVersion(0, 2)),
+            fake_weights.publish({k: v for k, v in good.items() if k != norm}, tmp_path, PolicyVersion(0, 2)),
             f"missing.*{norm}",
         ),
-        (disk.publish(good | {"extra": torch.ones(1)}, tmp_path, PolicyVersion(0, 3)), "unknown.*extra"),
         (
-            disk.publish(good | {norm: torch.ones(31)}, tmp_path, PolicyVersion(0, 4)),
+            fake_weights.publish(good | {"extra": torch.ones(1)}, tmp_path, PolicyVersion(0, 3)),
+            "unknown.*extra",
+        ),
+        (
+            fake_weights.publish(good | {norm: torch.ones(31)}, tmp_path, PolicyVersion(0, 4)),
             r"\(31,\) instead of \(32,\)",
         ),
     ]
@@ -113,7 +117,7 @@ def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
     assert "lm_head.weight" in tensors
     if not both:
         del tensors["lm_head.weight"]
-    ref = disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
+    ref = fake_weights.publish(tensors, tmp_path, PolicyVersion(0, 1))
     asyncio.run(main())
 
 

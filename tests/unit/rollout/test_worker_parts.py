@@ -16,11 +16,11 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.disk import publish
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages import Loaded
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
+from tests.fakes.weights import publish
 
 REQUEST = Request("s", (1,), Sampling(8, (3,)))
 

@@ -30,9 +30,10 @@ from asyncrl.weights.collective import Sender
 from asyncrl.weights.collective_messages import Next, Want, ask
 from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
-from asyncrl.weights.snapshot import Snapshot, whole
+from asyncrl.weights.snapshot import Snapshot
 from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weights
 from tests.fakes.group_server import FakeServer, described
+from tests.fakes.weights import publish, snapshot_of
 
 LONG = 60.0  # seconds in which everything is over that does not hang
 FEW = 5.0  # for what ends at its deadline only
@@ -97,9 +98,9 @@ def test_what_arrives_is_what_was_offered(tmp_path, spawn, sender):
 
     async def main() -> None:
         receiver = Receiver(server, "engine 0", 1)
-        manifest = await push(receiver, sender.offer(whole(tensors, PolicyVersion(0, 1))))
+        manifest = await push(receiver, sender.offer(snapshot_of(tensors, PolicyVersion(0, 1))))
         check(server, 1)
-        assert manifest == disk.read_manifest(disk.publish(tensors, tmp_path, PolicyVersion(0, 1)))
+        assert manifest == disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1)))
         assert server.calls == ["init_group", *["update_from_group"] * BUCKETS]
         assert server.labels == [None] * (BUCKETS - 1) + ["e0-v1"]
         await receiver.close()
@@ -114,7 +115,7 @@ def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
     async def main() -> None:
         receiver = Receiver(server, "engine 0", 2)
         for version in (1, 2):
-            await push(receiver, sender.offer(whole(weights(version), PolicyVersion(0, version))))
+            await push(receiver, sender.offer(snapshot_of(weights(version), PolicyVersion(0, version))))
             check(server, version, rank=0)
             check(server, version, rank=1)
         assert server.calls.count("init_group") == 1
@@ -125,8 +126,8 @@ def test_two_versions_over_one_group_to_two_ranks(spawn, sender):
 
 def test_only_the_newest_version_is_to_be_had(spawn, sender):
     server = spawn()
-    first = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
-    second = sender.offer(whole(weights(2), PolicyVersion(0, 2)))
+    first = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+    second = sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2)))
 
     async def main() -> None:
         receiver = Receiver(server, "engine 0", 1)
@@ -145,11 +146,11 @@ def test_only_the_newest_version_is_to_be_had(spawn, sender):
 
 def test_a_push_is_finished_with_its_own_version(spawn, sender):
     server = spawn()
-    at_update(server, 1, lambda: sender.offer(whole(weights(2), PolicyVersion(0, 2))) and None)
+    at_update(server, 1, lambda: sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2))) and None)
 
     async def main() -> None:
         receiver = Receiver(server, "engine 0", 1)
-        await push(receiver, sender.offer(whole(weights(1), PolicyVersion(0, 1))))
+        await push(receiver, sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
         check(server, 1)
         await receiver.close()
 
@@ -163,7 +164,7 @@ def test_a_server_that_is_killed(spawn, sender, bucket):
     at_update(server, bucket, lambda: server.signal(SIGKILL))
 
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         start = time.monotonic()
         with pytest.raises(EngineError, match="died"):
             await push(Receiver(server, "engine 0", 1), ref)
@@ -182,7 +183,7 @@ def test_a_server_that_freezes(spawn, sender):
     at_update(server, 1, lambda: server.signal(SIGSTOP))
 
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         receiver, start = Receiver(server, "engine 0", 1), time.monotonic()
         with pytest.raises((WeightsError, EngineError)):
             await push(receiver, ref, seconds=FEW)
@@ -204,7 +205,7 @@ def test_a_server_that_is_late_to_join_does_not_hang(spawn, sender):
     server.signal(SIGSTOP)
 
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         receiver = Receiver(server, "engine 0", 1)
         with pytest.raises((WeightsError, EngineError)):
             await push(receiver, ref, seconds=FEW)
@@ -227,7 +228,9 @@ def test_a_server_is_not_told_to_join_nobody(spawn, sender, monkeypatch):
 
     async def main() -> None:
         with pytest.raises(WeightsError, match="no such interface"):
-            await push(Receiver(server, "engine 0", 1), sender.offer(whole(weights(1), PolicyVersion(0, 1))))
+            await push(
+                Receiver(server, "engine 0", 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+            )
         assert server.calls == []
 
     run(main())
@@ -248,7 +251,9 @@ def test_rank_0_listens_before_the_server_is_told(spawn, sender, monkeypatch):
     server = spawn()
 
     async def main() -> None:
-        await push(Receiver(server, "engine 0", 1), sender.offer(whole(weights(1), PolicyVersion(0, 1))))
+        await push(
+            Receiver(server, "engine 0", 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+        )
 
     run(main())
     assert there == [False]
@@ -313,7 +318,7 @@ def test_a_rank_that_does_not_deliver(spawn, sender):
         yield read
 
     good = weights(1)
-    snapshot = whole(good, PolicyVersion(0, 1))
+    snapshot = snapshot_of(good, PolicyVersion(0, 1))
     broken = Snapshot(PolicyVersion(0, 1), snapshot.layout, None, 0.0, pin)
     server = spawn()
 
@@ -323,7 +328,7 @@ def test_a_rank_that_does_not_deliver(spawn, sender):
             await push(receiver, sender.offer(broken))
         assert server.calls == ["init_group", "update_from_group", "destroy_group"]
         assert isinstance(sender.error, WeightsError)
-        await push(receiver, sender.offer(whole(weights(2), PolicyVersion(0, 2))))
+        await push(receiver, sender.offer(snapshot_of(weights(2), PolicyVersion(0, 2))))
         check(server, 2)
 
     run(main())
@@ -333,7 +338,7 @@ def test_a_keeper_that_freezes_holds_others_up_no_longer_than_its_deadline(spawn
     server = spawn()
 
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         frozen, start = await asyncio.open_connection(*_address(ref)), time.monotonic()
         await ask(*frozen, Want("frozen", PolicyVersion(0, 1), 1, 1.0))
         await push(Receiver(server, "engine 1", 1), ref)
@@ -349,7 +354,7 @@ def test_a_keeper_that_is_cancelled_frees_the_sender(spawn, sender):
     server.signal(SIGSTOP)
 
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         told = asyncio.Event()
         server.before = lambda name: told.set()
         task = asyncio.create_task(push(Receiver(server, "engine 0", 1), ref, seconds=LONG))
@@ -368,7 +373,7 @@ def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
     server = spawn()
 
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         with socket.create_connection(_address(ref)) as stranger:
             stranger.sendall(junk)
             await push(Receiver(server, "engine 0", 1), ref)
@@ -381,7 +386,7 @@ def test_junk_on_the_port_bothers_nobody(spawn, sender, junk):
 
 def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender, monkeypatch, caplog):
     monkeypatch.setattr(collective, "PAUSE", 0.1)
-    server, ref = spawn(), sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+    server, ref = spawn(), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
     server.look()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as keeper:
@@ -402,7 +407,7 @@ def test_keepers_are_heard_again_after_a_lack_of_file_descriptors(spawn, sender,
 
 def test_a_question_out_of_turn_ends_the_push(spawn, sender):
     async def main() -> None:
-        ref = sender.offer(whole(weights(1), PolicyVersion(0, 1)))
+        ref = sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
         reader, writer = await asyncio.open_connection(*_address(ref))
         await ask(reader, writer, Want("odd", PolicyVersion(0, 1), 1, 10.0))
         answer = await ask(reader, writer, Next(2))
@@ -418,7 +423,9 @@ def test_closing_the_sender_ends_its_pushes(spawn):
     async def main() -> None:
         start = time.monotonic()
         with pytest.raises(WeightsError):
-            await push(Receiver(server, "engine 0", 1), sender.offer(whole(weights(1), PolicyVersion(0, 1))))
+            await push(
+                Receiver(server, "engine 0", 1), sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1)))
+            )
         assert time.monotonic() - start < LONG / 2
         assert server.look()[0] == "default"
 
@@ -432,7 +439,7 @@ def test_the_groups_of_training_are_left_alone(spawn, sender):
 
     async def main() -> None:
         receiver = Receiver(server, "engine 0", 1)
-        await push(receiver, sender.offer(whole(weights(1), PolicyVersion(0, 1))))
+        await push(receiver, sender.offer(snapshot_of(weights(1), PolicyVersion(0, 1))))
         assert dict(dist.distributed_c10d._world.pg_map) == known
         await receiver.close()
 

@@ -16,7 +16,9 @@ from asyncrl.weights import codec, disk
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.delta import DeltaWriter, materialise
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.weights.snapshot import Read, Snapshot, Tensors, whole
+from asyncrl.weights.snapshot import Read, Snapshot, Tensors
+from tests.fakes import weights as fake_weights
+from tests.fakes.weights import snapshot_of
 
 FULL_EVERY = 4
 
@@ -43,7 +45,7 @@ class Training:
         copies = {name: tensor.clone() for name, tensor in self.tensors.items()}
         version = PolicyVersion(0, self.version)
         self.history[version] = copies
-        return whole(copies, version)
+        return snapshot_of(copies, version)
 
     def publish(self, versions: int = 1) -> WeightsRef:
         for _ in range(versions):
@@ -96,7 +98,9 @@ def test_versions_between_whole_ones_are_deltas(training: Training):
 
 def test_a_delta_has_the_checksum_of_the_whole(training: Training, tmp_path: Path):
     training.publish(2)
-    again = disk.publish(training.history[PolicyVersion(0, 1)], tmp_path / "again", PolicyVersion(0, 1))
+    again = fake_weights.publish(
+        training.history[PolicyVersion(0, 1)], tmp_path / "again", PolicyVersion(0, 1)
+    )
     assert disk.read_manifest(training.ref(1)).checksum == disk.read_manifest(again).checksum
 
 
@@ -215,7 +219,7 @@ def test_without_any_way_to_a_version_it_is_one_clear_line(training: Training, t
 def test_a_base_of_other_bytes_is_refused(training: Training, tmp_path: Path):
     training.publish(2)
     other = {name: tensor + 1 for name, tensor in training.history[0, 0].items()}
-    disk.publish(other, training.directory, PolicyVersion(0, 0))
+    fake_weights.publish(other, training.directory, PolicyVersion(0, 0))
     with pytest.raises(WeightsError, match="is not the version it builds upon"):
         materialise(training.ref(1), tmp_path / "cache")
 

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.weights.snapshot import whole
+from tests.fakes.weights import publish, snapshot_of
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_round_trip_and_manifest(tmp_path, tensors):
-    ref = disk.publish(tensors, tmp_path / "w", version=PolicyVersion(2, 7))
+    ref = publish(tensors, tmp_path / "w", version=PolicyVersion(2, 7))
     manifest, read = disk.read(ref)
     assert ref.version == (2, 7)
     assert read.keys() == tensors.keys()
@@ -51,20 +51,20 @@ def test_round_trip_and_manifest(tmp_path, tensors):
 
 
 def test_checksum_tells_versions_apart(tmp_path, tensors):
-    first = disk.read_manifest(disk.publish(tensors, tmp_path, PolicyVersion(0, 1))).checksum
-    same = disk.read_manifest(disk.publish(tensors, tmp_path, PolicyVersion(0, 2))).checksum
+    first = disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 1))).checksum
+    same = disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 2))).checksum
     tensors["a"][0, 0] += 1
-    assert first == same != disk.read_manifest(disk.publish(tensors, tmp_path, PolicyVersion(0, 3))).checksum
+    assert first == same != disk.read_manifest(publish(tensors, tmp_path, PolicyVersion(0, 3))).checksum
 
 
 def test_tied_tensors_are_written_once(tmp_path, tensors):
-    _, read = disk.read(disk.publish(tensors | {"z": tensors["a"]}, tmp_path, PolicyVersion(0, 1)))
+    _, read = disk.read(publish(tensors | {"z": tensors["a"]}, tmp_path, PolicyVersion(0, 1)))
     assert read.keys() == tensors.keys()
 
 
 def test_publishing_again_replaces(tmp_path, tensors):
-    disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
-    ref = disk.publish({"a": torch.ones(2)}, tmp_path, PolicyVersion(0, 1))
+    publish(tensors, tmp_path, PolicyVersion(0, 1))
+    ref = publish({"a": torch.ones(2)}, tmp_path, PolicyVersion(0, 1))
     assert disk.read(ref)[1]["a"].tolist() == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == [Path(ref.path).name]
 
@@ -72,7 +72,7 @@ def test_publishing_again_replaces(tmp_path, tensors):
 @pytest.mark.parametrize("name", [disk.PAYLOAD, disk.MANIFEST])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
 def test_damage_is_one_clear_line(tmp_path, tensors, name, damage):
-    ref = disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
+    ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
     path = Path(ref.path) / name
     data = bytearray(path.read_bytes())
     data[-10] ^= 1
@@ -86,7 +86,7 @@ def test_damage_is_one_clear_line(tmp_path, tensors, name, damage):
 
 
 def test_manifest_of_another_version_or_other_tensors(tmp_path, tensors):
-    ref = disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
+    ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
     with pytest.raises(WeightsError, match="expected e0-v2; found e0-v1"):
         disk.read(WeightsRef(PolicyVersion(0, 2), ref.path))
     payload = Path(ref.path) / disk.PAYLOAD
@@ -105,19 +105,19 @@ def test_a_crashed_publish_leaves_nothing_behind(tmp_path, tensors, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_manifest", full)
         with pytest.raises(OSError, match="no space"):
-            disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
+            publish(tensors, tmp_path, PolicyVersion(0, 1))
     assert list(tmp_path.iterdir()) == []
     killed = tmp_path / ".writing-of-a-killed-process"
     killed.mkdir()
     (killed / disk.PAYLOAD).write_bytes(b"half")
-    ref = disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
+    ref = publish(tensors, tmp_path, PolicyVersion(0, 1))
     assert disk.published(tmp_path) == [ref]
     assert not killed.exists()
 
 
 def test_prune_keeps_the_newest_and_those_that_are_held(tmp_path, tensors):
     versions = [(0, 8), (0, 9), (0, 10), (1, 2), (1, 3)]
-    refs = [disk.publish(tensors, tmp_path, PolicyVersion(*version)) for version in versions]
+    refs = [publish(tensors, tmp_path, PolicyVersion(*version)) for version in versions]
     assert disk.published(tmp_path) == refs
     with disk.hold(refs[1]), disk.hold(refs[1]):
         assert disk.prune(tmp_path, keep=2) == [refs[0], refs[2]]
@@ -129,7 +129,7 @@ def test_prune_keeps_the_newest_and_those_that_are_held(tmp_path, tensors):
 
 
 def test_a_reader_that_died_holds_nothing(tmp_path, tensors):
-    old, new = (disk.publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
+    old, new = (publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
     code = f"""
 from asyncrl import types
 from asyncrl.weights import disk, manifest
@@ -149,7 +149,7 @@ with disk.hold(manifest.WeightsRef(types.PolicyVersion(0, 1), {old.path!r})):
 
 
 def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monkeypatch):
-    old, _ = (disk.publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
+    old, _ = (publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
     found = []
 
     def read() -> None:
@@ -184,10 +184,10 @@ def _opened(path: Path) -> int:
 
 
 def test_a_version_that_is_replaced_before_it_is_locked_is_not_held(tmp_path, tensors, monkeypatch):
-    ref, lock = disk.publish(tensors, tmp_path, PolicyVersion(0, 1)), fcntl.flock
+    ref, lock = publish(tensors, tmp_path, PolicyVersion(0, 1)), fcntl.flock
 
     def late(descriptor: int, how: int) -> None:
-        disk.publish(tensors, tmp_path, PolicyVersion(0, 1))
+        publish(tensors, tmp_path, PolicyVersion(0, 1))
         lock(descriptor, how)
 
     monkeypatch.setattr(disk.fcntl, "flock", late)
@@ -196,7 +196,7 @@ def test_a_version_that_is_replaced_before_it_is_locked_is_not_held(tmp_path, te
 
 
 def test_exclusive_locks_are_taken_as_nfs_wants_them(tmp_path, tensors, monkeypatch):
-    old, _ = (disk.publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
+    old, _ = (publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
     lock = fcntl.flock
 
     def as_on_nfs(descriptor: int, how: int) -> None:
@@ -211,7 +211,7 @@ def test_exclusive_locks_are_taken_as_nfs_wants_them(tmp_path, tensors, monkeypa
 
 
 def test_where_nothing_can_be_locked_nothing_is_deleted(tmp_path, tensors, monkeypatch, caplog):
-    refs = [disk.publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2)]
+    refs = [publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2)]
 
     def without_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -224,7 +224,7 @@ def test_where_nothing_can_be_locked_nothing_is_deleted(tmp_path, tensors, monke
 
 
 def test_what_is_read_outlives_its_version(tmp_path, tensors):
-    old, _ = (disk.publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
+    old, _ = (publish(tensors, tmp_path, PolicyVersion(0, version)) for version in (1, 2))
     _, read = disk.read(old)
     assert disk.prune(tmp_path, keep=1) == [old]
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
@@ -239,7 +239,7 @@ def test_readers_do_without_torch():
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
 def test_the_file_is_safetensors_whatever_the_buckets(tmp_path, tensors, bucket_bytes):
-    ref = disk.write(whole(tensors, PolicyVersion(0, 1)), tmp_path, bucket_bytes)
+    ref = disk.write(snapshot_of(tensors, PolicyVersion(0, 1)), tmp_path, bucket_bytes)
     held = load_file(Path(ref.path) / disk.PAYLOAD)
     assert held.keys() == tensors.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())

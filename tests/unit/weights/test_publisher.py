@@ -11,13 +11,14 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.publisher import Publisher
-from asyncrl.weights.snapshot import Snapshot, whole
+from asyncrl.weights.snapshot import Snapshot
+from tests.fakes.weights import snapshot_of
 
 DEADLINE = 60.0
 
 
 def version(number: int) -> Snapshot:
-    return whole({"a": torch.ones(1)}, PolicyVersion(0, number))
+    return snapshot_of({"a": torch.ones(1)}, PolicyVersion(0, number))
 
 
 class Slow:
