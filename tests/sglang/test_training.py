@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import check_urls
+from asyncrl.launch.servers import check_urls
 from tests.integration.runs import ROOT, Run, trained_uids
 from tests.sglang.conftest import Pool, Start
 
