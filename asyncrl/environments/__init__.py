@@ -1,4 +1,4 @@
-"""Worlds that talk with the model: games, simulated users, other packages' environments."""
+"""Environments, which answer the model's turns: games, simulated users, those of other packages."""
 
 from asyncrl.environments.base import (
     Environment,

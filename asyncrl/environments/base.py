@@ -18,7 +18,7 @@ from asyncrl.types import Message, Observation, Sample
 
 
 class Environment(Protocol):
-    """The world of one episode; it is made anew for each, and always closed.
+    """What one episode takes place in; made anew for each, and always closed.
 
     Derive from it, or only look like it. Making one checks the options and does nothing else: no file is
     opened, nobody is connected to before `reset`. What `reset` and `step` raise, or do not end in
@@ -28,8 +28,8 @@ class Environment(Protocol):
 
     tools: Sequence[dict[str, Any]] = ()
     """OpenAI schemas of calls that it answers itself, known after `reset`. A turn with one of them goes to
-    `step` as a whole, as does every turn without any call; other calls are run as tools, and `step` is not
-    told of them."""
+    `step` as a whole, as does every turn without any call; other calls are run as tools, and do not reach
+    `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
     """What may be done after a crash. `reapply`: a new one is made, the recorded turns are stepped again, and
@@ -46,9 +46,9 @@ class Environment(Protocol):
     async def step(self, message: Message) -> Observation:
         """Answer a turn of the model (role `assistant`, with its parsed tool calls)."""
 
-    async def cut_short(self, unheard: Message | None) -> float:
-        """A limit ended the episode before it was done: what the last turn earns. `unheard`: that turn, where
-        `step` was not told of it. A `step` that was still going on was cancelled."""
+    async def cut_short(self, unanswered: Message | None) -> float:
+        """A limit ended the episode before it was done: what the last turn earns. `unanswered`: that turn, if
+        `step` was not called with it. A `step` that was still running was cancelled."""
         return 0.0
 
     async def close(self) -> None:

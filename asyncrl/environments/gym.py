@@ -31,7 +31,7 @@ class Gymnasium(Environment):
     in its place. A turn without an action is answered with a hint and earns `unreadable`. The
     seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. `thread`: the
     environment gets a thread for itself, so that a slow one holds up no other episode; off, it runs in the
-    worker's event loop, for worlds that all must share one thread.
+    worker's event loop, for environments that must all share one thread.
     """
 
     def __init__(

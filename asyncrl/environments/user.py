@@ -44,7 +44,7 @@ class ScriptedUser(Environment):
 class SimulatedUser(Environment):
     """A model behind an OpenAI-compatible URL that plays a user; `extra_info.user` says whom and to what end.
 
-    The prompt's user messages count as said by this user; where there are none it speaks first. A message
+    The prompt's user messages count as this user's own; where there are none it writes first. A message
     that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at `max_chars`
     characters. `timeout` is in seconds, per reply with its repetitions. Nobody can make it say the same
     again, so an interrupted episode starts anew.

@@ -83,11 +83,11 @@ class Verifiers(Environment):
         self._reply.set_result(message)
         return await self._next()
 
-    async def cut_short(self, unheard: Message | None) -> float:
+    async def cut_short(self, unanswered: Message | None) -> float:
         """Their environment learns of the limit when it next asks for a turn, and scores what there is."""
         self._over = True
         if self._reply is not None and not self._reply.done():
-            self._reply.set_result(unheard)
+            self._reply.set_result(unanswered)
         return await self._reward()
 
     async def close(self) -> None:

@@ -105,23 +105,23 @@ class Gateway:
         admitted = self._by_key(request)  # before the body is read
         async with asyncio.timeout(READ_SECONDS):
             body = await request.read()
-        asked = wire.request_of(body)
-        self._log_ignored(asked.ignored)
-        task = asyncio.ensure_future(admitted.host.answer(wire.ask_of(asked)))
+        chat = wire.read_request(body)
+        self._log_ignored(chat.ignored)
+        task = asyncio.ensure_future(admitted.host.answer(wire.agent_request(chat)))
         admitted.running.add(task)
         task.add_done_callback(admitted.running.discard)
         try:
-            return await self._send(request, asked, await _outcome(task))
+            return await self._send(request, chat, await _outcome(task))
         except (asyncio.CancelledError, ConnectionError):  # the client has left
             if not task.cancel() and (reply := _finished(task)) is not None:
                 admitted.host.lose(reply)
             raise
 
-    async def _send(self, request: web.Request, asked: ChatRequest, reply: AgentReply) -> web.StreamResponse:
-        texts = [self._decode((token,)) for token in reply.turn.ids] if asked.logprobs else []
-        if asked.stream:
-            return await _stream(request, wire.chunks(asked, reply, texts))
-        response = _json(wire.completion(asked, reply, texts))
+    async def _send(self, request: web.Request, chat: ChatRequest, reply: AgentReply) -> web.StreamResponse:
+        texts = [self._decode((token,)) for token in reply.turn.ids] if chat.logprobs else []
+        if chat.stream:
+            return await _stream(request, wire.chunks(chat, reply, texts))
+        response = _json(wire.completion(chat, reply, texts))
         await response.prepare(request)
         await response.write_eof()
         return response

@@ -121,33 +121,33 @@ class ChatRequest(msgspec.Struct, frozen=True):
 _decode = msgspec.json.Decoder(ChatRequest).decode
 
 
-def request_of(body: bytes) -> ChatRequest:
+def read_request(body: bytes) -> ChatRequest:
     """ApiError for what is no request, or uses what is not supported."""
     try:
-        asked = _decode(body)
+        request = _decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"the request cannot be read: {error}") from error
     unsupported = {
-        "n: ask several times instead; each answer becomes a row": asked.n not in (None, 1),
-        "stop: a turn ends with the model's own end of turn": bool(asked.stop),
+        "n: ask several times instead; each answer becomes a row": request.n not in (None, 1),
+        "stop: a turn ends with the model's own end of turn": bool(request.stop),
         "response_format: tokens are not constrained while the policy is trained": (
-            asked.response_format is not None and asked.response_format.get("type") != "text"
+            request.response_format is not None and request.response_format.get("type") != "text"
         ),
-        "tool_choice: the model decides; use auto or none": asked.tool_choice not in (None, "auto", "none"),
-        "functions: use tools": bool(asked.functions),
-        "top_logprobs: only the sampled token's log-prob is known": bool(asked.top_logprobs),
+        "tool_choice: the model decides; use auto or none": request.tool_choice not in (None, "auto", "none"),
+        "functions: use tools": bool(request.functions),
+        "top_logprobs: only the sampled token's log-prob is known": bool(request.top_logprobs),
     }
     for what, given in unsupported.items():
         if given:
             raise ApiError(400, f"not supported: {what}", "unsupported_parameter")
-    return asked
+    return request
 
 
-def ask_of(asked: ChatRequest) -> AgentRequest:
+def agent_request(request: ChatRequest) -> AgentRequest:
     """The request as the episode sees it. ApiError for a message or a tool that no template can write."""
-    tools = () if asked.tool_choice == "none" else tuple(map(_tool, asked.tools or ()))
-    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
-    return AgentRequest(_messages(asked.messages), tools, min(limits, default=None))
+    tools = () if request.tool_choice == "none" else tuple(map(_tool, request.tools or ()))
+    limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
+    return AgentRequest(_messages(request.messages), tools, min(limits, default=None))
 
 
 def _tool(schema: dict[str, Any]) -> str:
@@ -205,18 +205,18 @@ def _own_id(wire_id: str) -> str:
 # -- answers -----------------------------------------------------------------------------------------
 
 
-def completion(asked: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
+def completion(request: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
     """A whole answer. `texts`: one per id of the turn, for log-probs."""
     choice = {
         "index": 0,
         "message": {"role": "assistant", **_content(reply), "refusal": None},
         "finish_reason": _finish(reply),
-        "logprobs": _logprobs(reply, texts) if asked.logprobs else None,
+        "logprobs": _logprobs(reply, texts) if request.logprobs else None,
     }
     return {**_head("chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def chunks(asked: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def chunks(request: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The same as a stream: role, reasoning, content, one chunk per call, the end."""
     head = _head("chat.completion.chunk")
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -226,10 +226,10 @@ def chunks(asked: ChatRequest, reply: AgentReply, texts: Sequence[str]) -> Itera
     deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls)]
     for delta in deltas:
         yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    logprobs = _logprobs(reply, texts) if asked.logprobs else None
+    logprobs = _logprobs(reply, texts) if request.logprobs else None
     last = {"index": 0, "delta": {}, "finish_reason": _finish(reply), "logprobs": logprobs}
     yield {**head, "choices": [last]}
-    if asked.stream_options is not None and asked.stream_options.include_usage:
+    if request.stream_options is not None and request.stream_options.include_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
 

@@ -32,7 +32,7 @@ class RemoteError(AsyncrlError):
 
 
 class _Busy(Exception):
-    """Worth another try, after `pause` seconds if the server said so."""
+    """Worth another try, after `pause` seconds if the server asks for that."""
 
     def __init__(self, why: str, pause: float = 0.0) -> None:
         super().__init__(why)
@@ -40,7 +40,7 @@ class _Busy(Exception):
 
 
 def check_url(url: str) -> None:
-    """ConfigError unless it is one that can be asked."""
+    """ConfigError unless it is of HTTP."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"the URL {url!r} must begin with http:// or https://")
 
@@ -67,7 +67,7 @@ async def post(
 
 
 async def close_sessions() -> None:
-    """Close the connections of this event loop; they are opened again when asked for."""
+    """Close the connections of this event loop; they are opened again when needed."""
     session = _sessions.pop(asyncio.get_running_loop(), None)
     if session is not None:
         await session.close()

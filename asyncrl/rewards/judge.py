@@ -60,8 +60,8 @@ class LLMJudge:
         self._prompt, self._score, self._scale = _template(prompt), _pattern(score), scale
 
     async def __call__(self, given: RewardInput) -> float:
-        asked = self._prompt.render(variables(given), scale=f"{self._scale:g}")
-        answer = await self._model.chat([Message("user", asked)])
+        question = self._prompt.render(variables(given), scale=f"{self._scale:g}")
+        answer = await self._model.chat([Message("user", question)])
         found = self._score.findall(answer)
         if not found:
             raise ValueError(f"the judge gave no score: {answer[-200:]!r}")
@@ -71,9 +71,9 @@ class LLMJudge:
 
 def variables(given: RewardInput) -> dict[str, Any]:
     """What a prompt may name."""
-    asked = [message.content for message in given.sample.prompt if message.role == "user"]
+    questions = [message.content for message in given.sample.prompt if message.role == "user"]
     return {
-        "question": asked[-1] if asked else "",
+        "question": questions[-1] if questions else "",
         "answer": given.answer,
         "ground_truth": json.loads(given.sample.ground_truth),
         "transcript": given.transcript,

@@ -48,9 +48,9 @@ class EpisodeEnvironment:
         observation = await self._ask("step", lambda: self.inner.step(message), _observation)
         return msgspec.structs.replace(observation, seconds=clock() - started)
 
-    async def cut_short(self, unheard: Message | None) -> float:
+    async def cut_short(self, unanswered: Message | None) -> float:
         return await self._ask(
-            "cut_short", lambda: self.inner.cut_short(unheard), lambda given: finite("the reward", given)
+            "cut_short", lambda: self.inner.cut_short(unanswered), lambda given: finite("the reward", given)
         )
 
     async def close(self) -> str:

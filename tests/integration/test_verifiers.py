@@ -230,7 +230,7 @@ def test_what_fails_an_episode(tasksets: None, sample: Sample, complaint: str) -
 
 
 @pytest.mark.parametrize(
-    ("plugin", "sample", "turns", "unheard", "reward"),
+    ("plugin", "sample", "turns", "unanswered", "reward"),
     [
         (GAME, row({"secret": 7}), [said("5")], None, 0.375),  # the environment is told, and ends
         (GAME, row({"secret": 7}), [said("5")], said("6"), 0.25),
@@ -245,7 +245,7 @@ def test_an_episode_that_a_limit_ends_is_scored(
     plugin: dict[str, Options],
     sample: Sample,
     turns: list[Message],
-    unheard: Message | None,
+    unanswered: Message | None,
     reward: float,
 ) -> None:
     async def run() -> float:
@@ -253,7 +253,7 @@ def test_an_episode_that_a_limit_ends_is_scored(
         await world.reset(sample)
         for turn in turns:
             assert not (await world.step(turn)).done
-        earned = await world.cut_short(unheard)
+        earned = await world.cut_short(unanswered)
         await world.close()
         return earned
 
@@ -328,11 +328,11 @@ def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch
         run.append(asked)
         return await call(desk, asked)
 
-    async def cut(unheard: Message) -> None:
+    async def cut(unanswered: Message) -> None:
         world = load_environment(SUMS)()
         await world.reset(row(SUM, *ADD))
         await world.step(said("", CALL))
-        await world.cut_short(unheard)
+        await world.cut_short(unanswered)
         await world.close()
 
     monkeypatch.setattr(TaskTools, "call", noted)

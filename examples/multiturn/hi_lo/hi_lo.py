@@ -35,7 +35,7 @@ class HiLo(Environment):
         self.high = min(self.high, guess - 1)
         return self._go_on("Lower.", penalty)
 
-    async def cut_short(self, unheard: Message | None) -> float:
+    async def cut_short(self, unanswered: Message | None) -> float:
         return -self.hint * self.left  # else the model learns to talk until it is cut
 
     def _go_on(self, text: str, reward: float) -> Observation:

@@ -17,8 +17,8 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def ask(**body: Any) -> AgentRequest:
-    asked = wire.request_of(json.dumps({"messages": [USER], **body}).encode())
-    return wire.ask_of(asked)
+    asked = wire.read_request(json.dumps({"messages": [USER], **body}).encode())
+    return wire.agent_request(asked)
 
 
 def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
@@ -58,7 +58,7 @@ def test_what_a_client_sends_as_a_matter_of_course_is_fine() -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 3, "user": "me", "metadata": {}}
     assert ask(**common, response_format={"type": "text"}).max_new_tokens is None
     body = json.dumps({"messages": [USER], **common}).encode()
-    assert wire.request_of(body).ignored == ["temperature", "top_p", "seed"]
+    assert wire.read_request(body).ignored == ["temperature", "top_p", "seed"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -101,11 +101,11 @@ DEEP = b'{"messages": [{"role": "user"}], "stop": ' + b"[" * 100_000
 )
 def test_what_is_no_request_is_told(body: bytes) -> None:
     with pytest.raises(ApiError, match="cannot be read"):
-        wire.request_of(body)
+        wire.read_request(body)
 
 
 def completion(message: Message, stop: StopReason = StopReason.STOP, **body: Any) -> dict[str, Any]:
-    asked = wire.request_of(json.dumps({"messages": [USER], **body}).encode())
+    asked = wire.read_request(json.dumps({"messages": [USER], **body}).encode())
     return wire.completion(asked, reply(message, stop), ["x", "é"])
 
 
@@ -142,7 +142,7 @@ def test_a_stream_adds_up_to_the_answer() -> None:
     calls = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
     said = reply(Message("assistant", "let me", calls, reasoning="hm"))
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
-    asked = wire.request_of(json.dumps(body).encode())
+    asked = wire.read_request(json.dumps(body).encode())
     parts = list(wire.chunks(asked, said, []))
     deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}

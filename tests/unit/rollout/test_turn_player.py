@@ -101,8 +101,8 @@ def test_a_turn_that_was_not_answered_yet_is_stepped() -> None:
 
 
 class Generous(Game):
-    async def cut_short(self, unheard: Message | None) -> float:
-        self.log.append(f"cut short: {unheard.content if unheard else 'heard'}")
+    async def cut_short(self, unanswered: Message | None) -> float:
+        self.log.append(f"cut short: {unanswered.content if unanswered else 'heard'}")
         return 0.5
 
 
@@ -227,7 +227,7 @@ def answering(answer: Any, cut: Any = 0.0) -> type[Game]:
         async def step(self, message: Message) -> Any:
             return answer
 
-        async def cut_short(self, unheard: Message | None) -> Any:
+        async def cut_short(self, unanswered: Message | None) -> Any:
             return cut
 
     return Answering
