@@ -1,7 +1,7 @@
 """Policy losses that look at the whole batch first: each has a `prepare`, called behind the barrier.
 
-What `prepare` says is the same however the batch was cut and in whatever order: sums are exact or over sorted
-values, and tokens are chosen by a threshold, so equal ones share their fate.
+The result of `prepare` does not depend on the cut or the order of the batch: sums are exact or over sorted
+values, and tokens are chosen by a threshold, so equal ones are treated alike.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def partition_gap(traces: Sequence[BatchTrace], *, beta: float) -> list[np.ndarr
     """log Ẑ − R/β of each episode, on all its tokens.
 
     log Ẑ is the mean over the group's episodes of log ref − log prox + R/β, sequence sums over fresh tokens;
-    episodes without a fresh token tell nothing and are left out.
+    episodes without a fresh token are left out.
     """
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:

@@ -1,4 +1,4 @@
-"""Behaviour correction: what becomes of a token that an older policy, or another engine, sampled.
+"""Behaviour correction: weights and masks for tokens that an older policy, or another engine, sampled.
 
 rho = prox/mu, with mu the engine's log-prob and prox the policy at the start of the batch; with one
 optimizer step per batch prox is the current policy itself. Rules compose: masks say which tokens stay,
@@ -37,7 +37,7 @@ class CorrectionInput:
 
 @dataclass(frozen=True)
 class CorrectionMask:
-    """What one rule says, [N]. A mask rule sets `keep`; a weight rule `weight` and where it was `cut`."""
+    """The result of one rule, [N]. A mask rule sets `keep`; a weight rule `weight` and where it was `cut`."""
 
     keep: Tensor | None = None
     weight: Tensor | None = None
@@ -110,13 +110,13 @@ def correct(rules: Sequence[Rule], given: CorrectionInput) -> Correction:
     for rule in rules:
         if rule.kind == "scale":
             continue
-        verdict = rule.of(given)
-        if verdict.keep is not None:
-            masked = masked | ~verdict.keep
-        if verdict.weight is not None:
-            weight = verdict.weight
-        if verdict.cut is not None:
-            cut = verdict.cut
+        found = rule.of(given)
+        if found.keep is not None:
+            masked = masked | ~found.keep
+        if found.weight is not None:
+            weight = found.weight
+        if found.cut is not None:
+            cut = found.cut
     return Correction(weight.masked_fill(masked, 0.0), ratio, masked, cut & ~masked)
 
 

@@ -1,4 +1,4 @@
-"""What the tokens of one micro-batch say about off-policyness, as sums, and metrics of a batch's sums.
+"""How far the tokens of a micro-batch are off-policy, as sums, and the metrics of a batch's sums.
 
     micro-batch ──token_sums──► sums ──(+ over micro-batches and ranks)──► metrics_of
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.correction import LOG_RATIO_LIMIT, Correction
 
-SEQUENCE_LOG_LIMIT = 8.0  # a single episode may not rule the effective sample size
+SEQUENCE_LOG_LIMIT = 8.0  # so that one episode cannot dominate the effective sample size
 NOTHING = float("-inf")  # the maximum over no token
 LAG_EDGES = (0, 1, 2, 4, 8, 16)  # highest lag of each bucket; one more holds what is older
 LAGS = 1024  # kept tokens are counted by exact lag; older ones share the last place
@@ -96,7 +96,7 @@ RATIOS = {
     "rollout_corr/residual_drift": ("push", "push_size"),
 }
 TOTALS = {"rollout_corr/logprob_diff_tokens": "exact", "rollout_corr/nonfinite_tokens": "nonfinite"}
-# What is told of every lag bucket → its metric over all tokens.
+# Reported for every lag bucket → its metric over all tokens.
 OVERALL = {
     "kl": "rollout_corr/kl",
     "k3": "rollout_corr/k3_kl",

@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.algorithms.correction import ratio_of
 from asyncrl.errors import ConfigError
 
-VALUE_LIMIT = 10.0  # k3 grows like ref/pi: one token may not rule the sum
+VALUE_LIMIT = 10.0  # k3 grows like ref/pi: one token must not dominate the sum
 LARGEST_CHANGE = 0.2
 
 

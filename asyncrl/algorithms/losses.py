@@ -29,7 +29,7 @@ class LossInput:
     `prox` is log prox; with one optimizer step per batch it is `logp` without gradient. `row` is the episode
     each token belongs to, for losses over sequences; these count `fresh` tokens only (all log-probs are
     finite, and `logp`, `prox` and `mu` equal elsewhere). `reference`: log-probs of the reference policy;
-    `prepared`: what the loss's own `prepare` said of each token; None where the loss asked for neither.
+    `prepared`: what the loss's own `prepare` gave each token; None where the loss declares neither.
     """
 
     logp: Tensor

@@ -113,6 +113,6 @@ def add_value_head(model: PreTrainedModel, hidden_size: int) -> None:
 
 
 def values(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """What the value head says of hidden states [N, H], in float32 at least, [N]."""
+    """The value head's output for hidden states [N, H], in float32 at least, [N]."""
     head = cast(nn.Linear, model.value_head)
     return widened(hidden) @ widened(head.weight)[0] + widened(head.bias)

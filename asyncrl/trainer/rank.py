@@ -4,8 +4,9 @@ consumes: plans with their trajectories (bulk), welcome, committed, stop (contro
 waits for: ready trajectories, its fellow ranks (go, collectives), the ack of a commit -- each by name
 unblocks: the coordinator (commits), the engines (published versions)
 
-All ranks run the same sequence of collectives, because all are given the same kind of plan for the
-same (step, micro), and with several ranks nobody starts one before all hold theirs.
+The loop: `_take` a plan, `_train` its micro-batch or `_finish` the optimizer step (commit, then publish, then
+perhaps save), until a plan of kind end or stop. All ranks run the same sequence of collectives: all are given
+the same kind of plan for the same (step, micro), and none starts one before all hold theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,15 +59,22 @@ TIMED = (
     *("update_actor", "update_critic", "values", "ref", "adv"),
     *("update_weights", "save_checkpoint", "wait_data"),
 )
+# What answers a request, and the fields in which both must agree. A request without an entry has no answer.
+ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
+    TrainerHello: (Welcome, ()),
+    Take: (WorkPlan, ("step", "micro")),
+    Confirm: (Go, ("step", "micro")),
+    Commit: (Committed, ("step",)),
+}
 _turns = msgspec.msgpack.Decoder(Turn)
 
 
 class Stopped(Exception):
-    """The coordinator told this rank to leave."""
+    """The coordinator sent Stop."""
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
-    """Be a trainer rank until told to leave. Returns the exit code."""
+    """Be a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join(
@@ -104,7 +113,7 @@ class TrainerRank:
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.waiting = ""
-        self.work = 0  # micro-batches done, as the beats tell
+        self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
@@ -148,8 +157,8 @@ class TrainerRank:
 
     def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
         with self.timeline.span("train"), self.watch.phase("update_actor"):
-            self.learner.accumulate(list(decode_rows(plan.rows, frames)))
-        self._batch += [row.uid for row in plan.rows]
+            self.learner.accumulate(with_turns(plan.rows, frames))
+        self._batch += [planned.uid for planned in plan.rows]
 
     def _finish(self, plan: WorkPlan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""
@@ -175,50 +184,36 @@ class TrainerRank:
     # -- talking to the coordinator --------------------------------------------------------------------
 
     def _hello(self) -> Welcome:
-        hello = TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, pid=os.getpid())
-        name = "the coordinator's welcome"
         with self.watch.phase("wait_welcome", waiting=True):
-            welcome, _ = self._ask(self.control, hello, lambda m: isinstance(m, Welcome), name)
+            welcome, _ = self._ask(self.control, self._greeting(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
         return welcome
+
+    def _greeting(self) -> TrainerHello:
+        return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, os.getpid())
 
     def _take(self, micro: int) -> tuple[WorkPlan, list[bytes]]:
         """The next plan; with several ranks, only when all of them hold theirs."""
         step = self.learner.step
-        take = Take(self.trainer_epoch, step, micro, self.rank)
-
-        def mine(message: WireMessage) -> bool:
-            return isinstance(message, WorkPlan) and (message.step, message.micro) == (step, micro)
-
-        def go(message: WireMessage) -> bool:
-            return isinstance(message, Go) and (message.step, message.micro) == (step, micro)
-
         with self.watch.phase("wait_data", waiting=True):
-            plan, frames = self._ask(self.bulk, take, mine, f"trajectories of step {step}", patient=True)
+            take = Take(self.trainer_epoch, step, micro, self.rank)
+            plan, frames = self._ask(self.bulk, take, f"trajectories of step {step}", patient=True)
             if self.mesh.size > 1:
                 confirm = Confirm(self.trainer_epoch, step, micro, self.rank)
-                self._ask(self.bulk, confirm, go, "the other ranks' payloads")
+                self._ask(self.bulk, confirm, "the other ranks' payloads")
         return plan, frames
 
     def _commit(self, plan: WorkPlan, metrics: dict[str, float]) -> bool:
         """Rank 0: True when this version is to be published."""
         commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
-
-        def mine(message: WireMessage) -> bool:
-            return isinstance(message, Committed) and message.step == commit.step
-
-        answer, _ = self._ask(self.control, commit, mine, f"the commit of step {commit.step}")
-        return answer.publish
+        answer, _ = self._ask(self.control, commit, f"the commit of step {commit.step}")
+        return bool(answer.publish)
 
     def _ask(
-        self,
-        link: Link,
-        message: WireMessage,
-        wanted: Callable[[Any], bool],
-        name: str,
-        patient: bool = False,
+        self, link: Link, request: WireMessage, name: str, patient: bool = False
     ) -> tuple[Any, list[bytes]]:
-        """Send, and wait for the answer; sent again every RESEND_EVERY seconds (all are idempotent).
+        """Send a request and wait for its answer. It is sent again every RESEND_EVERY seconds: all are
+        idempotent.
 
         A patient wait is for data and ends with the coordinator's stop only; any other raises
         DeadlineError after launch.start_timeout.
@@ -229,14 +224,14 @@ class TrainerRank:
             now = time.monotonic()
             self.publishing.check()
             if now >= resend_at:
-                link.send(message)
+                link.send(request)
                 resend_at = now + RESEND_EVERY
             if now > deadline and not patient:
                 raise DeadlineError(f"waited {self.config.launch.start_timeout:g} s for {name}")
             self._beat(now)
             self._poller.wait(BEAT_EVERY)
             for received in self._received():
-                if wanted(received[0]):
+                if is_answer(received[0], request):
                     self.waiting = ""
                     return received
 
@@ -248,47 +243,44 @@ class TrainerRank:
                 if isinstance(received[0], Stop):
                     raise Stopped(received[0].reason)
                 if isinstance(received[0], Welcome) and self.publishing.announced is not None:
-                    self.control.send(self.publishing.announced)  # a restarted coordinator may not have heard
+                    self.control.send(self.publishing.announced)  # a restarted coordinator may not know it
                 yield received
 
     def _pulse(self) -> None:
-        """A micro-batch is done: told even while nobody asks, behind a barrier or in a long batch."""
+        """After every micro-batch: a beat is due in a long batch, too, where nothing is asked."""
         self.work += 1
-        self._tell(time.monotonic())
+        self._beat_if_due(time.monotonic())
 
-    def _tell(self, now: float) -> bool:
-        """Sign of life, unless the last one was just now."""
+    def _beat_if_due(self, now: float) -> bool:
+        """Send a beat, at most one in BEAT_EVERY seconds. Whether it was sent."""
         if now < self._beat_at:
             return False
         self._beat_at = now + BEAT_EVERY
-        self.control.send(self._sign())
+        self.control.send(self._status())
         return True
 
     def _beat(self, now: float) -> None:
-        """Sign of life; and a hello after silence, for a coordinator that was restarted."""
-        if not self._tell(now):
-            return
-        if now - self._heard_at > 2 * RESEND_EVERY:
+        """A beat while waiting; and a hello after silence, for a coordinator that was restarted."""
+        if self._beat_if_due(now) and now - self._heard_at > 2 * RESEND_EVERY:
             self._heard_at = now
-            self.control.send(
-                TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, os.getpid())
-            )
+            self.control.send(self._greeting())
 
     def _await_stop(self, kind: str) -> NoReturn:
-        """Tell of the checkpoint until told to leave: the coordinator may be another by then."""
-        name = f"the coordinator's stop after {kind}"
+        """Repeat where the checkpoint is until Stop comes: a restarted coordinator does not know it yet."""
         with self.watch.phase("wait_stop", waiting=True):
-            self._ask(self.control, self._checkpointed(), lambda _: False, name, patient=True)
+            self._ask(
+                self.control, self._checkpointed(), f"the coordinator's stop after {kind}", patient=True
+            )
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def _checkpointed(self) -> WireMessage:
-        """Rank 0 speaks for all; the others have only their sign of life to repeat."""
+        """Rank 0 reports for all; the others repeat their beat."""
         if not self.first:
-            return self._sign()
+            return self._status()
         path = self.checkpoints / f"step-{self.learner.step}"
         return Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
 
-    def _sign(self) -> TrainerBeat:
+    def _status(self) -> TrainerBeat:
         busy, idle = self.watch.busy_s, self.watch.idle_s
         return TrainerBeat(self.rank, self.learner.step, busy, idle, self.waiting, self.work)
 
@@ -325,16 +317,22 @@ class TrainerRank:
         self.bulk.close()
 
 
-def decode_rows(
-    rows: tuple[PlannedTrajectory, ...], frames: list[bytes]
-) -> Iterator[tuple[PlannedTrajectory, list[Turn]]]:
-    """Each row with its turns. Raises ProtocolError when the frames do not match the rows."""
-    if sum(row.frames for row in rows) != len(frames):
-        raise ProtocolError(f"plan names {sum(row.frames for row in rows)} turns, {len(frames)} came")
-    position = 0
-    for row in rows:
-        yield row, [_turns.decode(frame) for frame in frames[position : position + row.frames]]
-        position += row.frames
+def is_answer(message: WireMessage, request: WireMessage) -> bool:
+    """Whether it answers this request, and not an earlier one of its kind."""
+    if type(request) not in ANSWERS:
+        return False
+    kind, same = ANSWERS[type(request)]
+    return isinstance(message, kind) and all(getattr(message, f) == getattr(request, f) for f in same)
+
+
+def with_turns(
+    planned: Sequence[PlannedTrajectory], frames: list[bytes]
+) -> list[tuple[PlannedTrajectory, list[Turn]]]:
+    """Each trajectory of a plan with its turns. Raises ProtocolError when the frames are not as many."""
+    if sum(p.frames for p in planned) != len(frames):
+        raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
+    turns = map(_turns.decode, frames)
+    return [(p, list(islice(turns, p.frames))) for p in planned]
 
 
 def performance(seconds: float, phases: dict[str, float], tokens: float) -> dict[str, float]:

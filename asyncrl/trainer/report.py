@@ -1,4 +1,4 @@
-"""Metrics of a batch under the names dashboards know: what the tallies mean."""
+"""Metrics of a batch, from sums, under the names that dashboards know."""
 
 from __future__ import annotations
 

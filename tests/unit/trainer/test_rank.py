@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.trainer import rank as module
-from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, performance
+from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
-from asyncrl.wire.messages import TrainerBeat, WireMessage
+from asyncrl.wire.messages import Committed, Take, TrainerBeat, WireMessage, WorkPlan
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -77,6 +77,15 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
         clock.now += BEAT_EVERY / 2
         rank._beat(clock.now)
     assert beats(rank) == [1, 2, 2]
+
+
+def test_only_the_answer_to_this_request_is_taken() -> None:
+    """A plan may come again for an earlier take, which was sent twice."""
+    take = Take(1, 7, 2, 0)
+    assert is_answer(WorkPlan(1, 7, 2, "step"), take)
+    assert not is_answer(WorkPlan(1, 7, 1, "work"), take) and not is_answer(WorkPlan(1, 6, 2, "step"), take)
+    assert not is_answer(Committed(7, True), take)
+    assert not is_answer(WorkPlan(1, 7, 2, "step"), TrainerBeat(0, 7, 0.0, 0.0))  # it asks for nothing
 
 
 def test_only_what_happened_since_the_last_commit_is_timed() -> None:
