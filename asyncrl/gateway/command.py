@@ -25,7 +25,6 @@ from asyncrl.isolation.wrapper import KILL, KILL_SECONDS
 from asyncrl.types import Sample
 
 MAX_ERROR = 4096  # bytes of stderr that are read back
-CLOSE_SECONDS = 2.0  # for the pipes of a program that has ended
 
 Line = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -38,54 +37,51 @@ class CommandError(AsyncrlError):
 async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: str = "") -> Any:
     """Run `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
     where the run was started). CommandError on an exit code other than 0, with the last line of stderr."""
-    program = _Program()
-    transport = await _start(program, _split(line), directory or None, _environment(os.environ, endpoint))
+    words = _split(line)
+    pipe = asyncio.subprocess.PIPE
     try:
-        stdin: Any = transport.get_pipe_transport(0)
-        stdin.write(_written(sample))
-        stdin.close()  # when all of it is read, or the program has ended
-        await program.exited.wait()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(program.closed.wait(), CLOSE_SECONDS)
-    finally:
-        await _end(program, transport)
-    if code := transport.get_returncode():
-        raise CommandError(
-            f"{line.split()[0]} ended with code {code}: {program.err.last_line or 'no message'}"
+        process = await asyncio.create_subprocess_exec(
+            *wrapped(words),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            cwd=directory or None,
+            env=_environment(os.environ, endpoint),
+            start_new_session=True,
         )
-    return _result(program.out.last_line)
+    except OSError as error:
+        raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
+    talk = asyncio.ensure_future(_talk(process, _written(sample)))
+    try:
+        result, complaint = await asyncio.shield(talk)
+    finally:
+        if not talk.done():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, KILL)
+            await asyncio.wait([talk], timeout=2 * KILL_SECONDS)
+    if process.returncode:
+        raise CommandError(f"{words[0]} ended with code {process.returncode}: {complaint or 'no message'}")
+    return _result(result)
 
 
-class _Tail:
-    """The end of a stream of any length."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._kept = limit, b""
-
-    def add(self, data: bytes) -> None:
-        self._kept = (self._kept + data)[-self._limit :]
-
-    @property
-    def last_line(self) -> str:
-        lines = self._kept.decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
+async def _talk(process: asyncio.subprocess.Process, sample: bytes) -> tuple[str, str]:
+    """The last lines of its output and of its errors, when it and all that it started have ended."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write(sample)
+    process.stdin.close()  # when all of it is read, or the program has ended
+    tails = _last_line(process.stdout, MAX_RESULT), _last_line(process.stderr, MAX_ERROR)
+    out, err = await asyncio.gather(*tails)
+    await process.wait()
+    return out, err
 
 
-class _Program(asyncio.SubprocessProtocol):
-    """What asyncio tells of a process. `exited`: it has; `closed`: and nobody holds its pipes any more."""
-
-    def __init__(self) -> None:
-        self.out, self.err = _Tail(MAX_RESULT), _Tail(MAX_ERROR)
-        self.exited, self.closed = asyncio.Event(), asyncio.Event()
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        (self.out if fd == 1 else self.err).add(data)
-
-    def process_exited(self) -> None:
-        self.exited.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed.set()
+async def _last_line(stream: asyncio.StreamReader, limit: int) -> str:
+    """Of a stream of any length, of which the last `limit` bytes are kept."""
+    kept = b""
+    while data := await stream.read(1 << 16):
+        kept = (kept + data)[-limit:]
+    lines = kept.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 def _written(sample: Sample) -> bytes:
@@ -112,38 +108,6 @@ def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,
     }
-
-
-async def _start(
-    program: _Program, words: list[str], directory: str | None, environment: dict[str, str]
-) -> asyncio.SubprocessTransport:
-    starting = asyncio.ensure_future(
-        asyncio.get_running_loop().subprocess_exec(
-            lambda: program, *wrapped(words), cwd=directory, env=environment, start_new_session=True
-        )
-    )
-    try:
-        transport, _ = await asyncio.shield(starting)
-    except asyncio.CancelledError:  # asyncio would wait for the program
-        await asyncio.wait([starting])
-        if starting.exception() is None:
-            await _end(program, starting.result()[0])
-        raise
-    except OSError as error:
-        raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
-    return transport
-
-
-async def _end(program: _Program, transport: asyncio.SubprocessTransport) -> None:
-    """Kill what is left, and wait for that: closing the transport sooner would kill the wrapper alone."""
-    try:
-        if transport.get_returncode() is None:
-            with suppress(ProcessLookupError):
-                os.kill(transport.get_pid(), KILL)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(program.exited.wait(), 2 * KILL_SECONDS)
-    finally:
-        transport.close()
 
 
 def _result(line: str) -> Any:

@@ -95,9 +95,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("ending", ["wait", "exit 0"])
-def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     """Neither when it is cancelled nor when it leaves children that hold its pipes."""
-    monkeypatch.setattr(sys.modules[command.__module__], "CLOSE_SECONDS", 60.0)  # not waited for
     pids = tmp_path / "pids"
     os.mkfifo(pids)
     line = f"sh -c 'setsid sleep 600 & echo $$ $! > {pids}; {ending}'"
