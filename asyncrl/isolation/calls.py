@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -103,12 +104,18 @@ async def _without_exits(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def _live(function: Callable[[], Any], blocking: bool, live: set[object]) -> Any:
-    token = object()
-    live.add(token)
+    live.add(token := object())
     if blocking:
-        return await in_thread(function, "tool", lambda: live.discard(token))
+        return await in_thread(lambda: _ending(function, live, token), "tool")
     try:
         return await _inline(function)
+    finally:
+        live.discard(token)
+
+
+def _ending(function: Callable[[], Any], live: set[object], token: object) -> Any:
+    try:
+        return function()
     finally:
         live.discard(token)
 
@@ -128,13 +135,26 @@ async def _inline(function: Callable[[], Any]) -> Any:
 # -- threads -------------------------------------------------------------------------------------------
 
 
-async def in_thread(function: Callable[[], Any], name: str, ended: Callable[[], None] = lambda: None) -> Any:
+async def in_thread(function: Callable[[], Any], name: str) -> Any:
     """Call it in a daemon thread of its own: when it never returns it costs that thread, neither a place in a
-    pool nor the end of the process. `ended` is called in the loop when it has really returned, which may be
-    long after this coroutine was cancelled."""
-    one = _ThreadCall(function, ended)
-    threading.Thread(target=one.work, daemon=True, name=name).start()
-    return await one.future
+    pool nor the end of the process. Cancelled, it runs on."""
+    future: Future[Any] = Future()
+    threading.Thread(target=_fulfil, args=(function, future), daemon=True, name=name).start()
+    return await asyncio.wrap_future(future)
+
+
+def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
+    """Call it in this thread. A future carries Exceptions, but for StopIteration."""
+    error: BaseException | None = None
+    result = None
+    try:
+        result = function()
+    except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
+        carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
+        error = problem if carried else RuntimeError(one_line(problem))
+    if not future.set_running_or_notify_cancel():  # abandoned at the deadline
+        return
+    future.set_exception(error) if error else future.set_result(result)
 
 
 class OwnThread:
@@ -145,16 +165,16 @@ class OwnThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[_ThreadCall | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
         """What it returns, or raises; when this is cancelled it runs on. Late: there are too many strays."""
         thread = self._started()
-        one = _ThreadCall(function)
-        self._calls.put(one)
+        future: Future[Any] = Future()
+        self._calls.put(partial(_fulfil, function, future))
         try:
-            return await one.future
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             self._strays.add(thread)
             raise
@@ -179,7 +199,7 @@ class OwnThread:
 
     def _serve(self) -> None:
         while (one := self._calls.get()) is not None:
-            one.work()
+            one()
             if self._calls.empty():
                 self._strays.discard(threading.current_thread())
 
@@ -233,36 +253,6 @@ class LoopThread:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name).start()
         return self._loop
-
-
-class _ThreadCall:
-    """A function to be run in a thread, and the `future` that is awaited in the loop where it was made."""
-
-    def __init__(self, function: Callable[[], Any], ended: Callable[[], None] = lambda: None) -> None:
-        self._function, self._ended = function, ended
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self._loop.create_future()
-
-    def work(self) -> None:
-        """In the thread."""
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = self._function()
-        except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
-            carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
-            error = problem if carried else RuntimeError(one_line(problem))  # type: ignore[assignment]
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._settle, result, error)
-
-    def _settle(self, result: Any, error: Exception | None) -> None:
-        self._ended()
-        if self.future.done():  # abandoned at the deadline
-            return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
 
 
 def _innermost(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The inside of a launched process: log, run the role, end with a code.
+"""The main program of a role's process: set up logging, run the role, end with an exit code.
 
 python -m asyncrl.launch.role rollout --index 0 --run-dir runs/demo --incarnation 3f… --control tcp://…
 """

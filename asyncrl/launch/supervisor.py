@@ -43,7 +43,7 @@ class RunOutcome:
 
 @dataclass
 class Crew:
-    """A unit and its processes now."""
+    """A unit and its current processes."""
 
     unit: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Crew:
     def alive(self) -> list[ProcessHandle]:
         return [handle for handle in self.handles if handle.poll() is None]
 
-    def casualty(self, now: float) -> tuple[ProcessHandle, int] | None:
+    def dead(self, now: float) -> tuple[ProcessHandle, int] | None:
         """A process that ended otherwise than in order, with its exit code.
 
         One that left with 0 did so at the end of the run, unless the run then goes on without it.
@@ -70,7 +70,8 @@ class Crew:
 
 
 class Supervisor:
-    """`tick` often; it returns an Ending once. `stopping` suspends restarts: the run is being ended."""
+    """Call `tick` often; it returns the RunOutcome once. `stopping`: the run is being ended, so nothing is
+    restarted."""
 
     def __init__(
         self,
@@ -97,8 +98,8 @@ class Supervisor:
             ending = self._coordinator_ended(crew)
             if ending is None and crew.retry_at is not None:
                 self._retry(crew, now)
-            elif ending is None and (casualty := crew.casualty(now)):
-                ending = self._bury(crew, *casualty, now)
+            elif ending is None and (died := crew.dead(now)):
+                ending = self._died(crew, *died, now)
             if ending is not None:
                 return ending
         return None
@@ -132,7 +133,7 @@ class Supervisor:
         crew.retry_at = crew.left_at = None
 
     def _coordinator_ended(self, crew: Crew) -> RunOutcome | None:
-        """0 and 1 are the coordinator's verdict on the run; anything else is a crash of its process."""
+        """Exit codes 0 and 1 are the result of the run; with any other its process has crashed."""
         if crew.unit.role != COORDINATOR or not crew.handles or crew.retry_at is not None:
             return None
         code = crew.handles[0].poll()
@@ -140,8 +141,8 @@ class Supervisor:
             return RunOutcome(FAILED, self._tail(crew.handles[0].name))
         return RunOutcome(COMPLETED) if code == COMPLETED else None
 
-    def _bury(self, crew: Crew, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
-        """A process of the crew died: end the others too, and plan the restart if one is left."""
+    def _died(self, crew: Crew, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
+        """A process of the crew died: end the others too, and plan a restart while the budget lasts."""
         for handle in crew.alive:
             handle.kill()
         how = describe_exit(code)
@@ -164,7 +165,7 @@ class Supervisor:
         return None
 
     def _retry(self, crew: Crew, now: float) -> None:
-        """Start again once the back-off is over and nobody of the old crew is left."""
+        """Start again once the back-off is over and all processes of the last start have ended."""
         assert crew.retry_at is not None
         if now >= crew.retry_at and not crew.alive and not self.stopping:
             self._start(crew)
