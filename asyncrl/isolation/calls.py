@@ -154,7 +154,10 @@ def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
         error = problem if carried else RuntimeError(one_line(problem))
     if not future.set_running_or_notify_cancel():  # abandoned at the deadline
         return
-    future.set_exception(error) if error else future.set_result(result)
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class OwnThread:
