@@ -62,7 +62,7 @@ class EngineHandler:
         self.lost = 0
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.quarantined: set[str] = set()  # engines that hold something else than they say
-        self._leased: str | None = None
+        self._eval_server: str | None = None
         self._told: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
 
     # -- engines of both kinds -----------------------------------------------------------------------
@@ -74,8 +74,8 @@ class EngineHandler:
     def leave(self, engine: str) -> None:
         self.core.versions.leave(engine)
         self.quarantined.discard(engine)
-        if self._leased == engine:
-            self._leased = None
+        if self._eval_server == engine:
+            self._eval_server = None
 
     def quarantine(self, engine: str, now: float) -> None:
         """No more work for it until it has loaded the latest version anew."""
@@ -151,7 +151,7 @@ class EngineHandler:
         if not self.remote:
             return True
         keeper = self.keepers.get(engine.encode())
-        pinned = engine == self._leased and engine not in self.quarantined
+        pinned = engine == self._eval_server and engine not in self.quarantined
         return keeper is not None and bool(keeper.hello.url) and not pinned
 
     # -- keepers -------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class EngineHandler:
             incarnation=keeper.hello.incarnation,
             version=self.core.versions.engines[keeper.engine].acked,
             healthy=healthy,
-            lane="eval" if keeper.engine == self._leased else "train",
+            lane="eval" if keeper.engine == self._eval_server else "train",
         )
 
     def gauges(self, uses: Iterable[EngineUse]) -> dict[str, float]:
@@ -261,15 +261,15 @@ class EngineHandler:
             and keeper.beat.healthy
             and keeper.engine not in self.quarantined
             and self.core.versions.engines[keeper.engine].acked != NO_VERSION
-            and (lane is None or (lane == "eval") == (keeper.engine == self._leased))
+            and (lane is None or (lane == "eval") == (keeper.engine == self._eval_server))
         ]
 
     # -- validation ----------------------------------------------------------------------------------
 
     def pin(self, version: PolicyVersion) -> bool:
-        """True when validation may sample: one server is leased to it, with `version` or newer, and keeps
+        """True when validation may sample: one server is set aside for it, with `version` or newer, and keeps
         what it has. With a single server nothing is pinned: training goes on, on the same weights."""
-        if self._leased is None:
+        if self._eval_server is None:
             if sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
                 return self.ready
             held = self.core.versions.engines
@@ -279,10 +279,10 @@ class EngineHandler:
                 if held[keeper.engine].acked >= max(version, held[keeper.engine].pushed)
             ]
             if fit:
-                self._leased = fit[0].engine
-                log.info("%s is leased to validation", fit[0].name)
-        return self._leased is not None
+                self._eval_server = fit[0].engine
+                log.info("%s is set aside for validation", fit[0].name)
+        return self._eval_server is not None
 
     def release(self) -> None:
-        """The lease is over: the server gets the latest version and training requests again."""
-        self._leased = None
+        """Validation is over: the server gets the latest version and training requests again."""
+        self._eval_server = None

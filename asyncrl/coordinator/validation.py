@@ -1,6 +1,6 @@
 """Validation: held-out episodes at one pinned version, in their own ledger beside the training flow.
 
-An embedded engine has a second one for it in each worker; of several servers one is leased. With a single
+An embedded engine has a second one for it in each worker; of several servers one is set aside. With a single
 server the weights go on changing, and the versions that sampled are reported.
 
 consumes: validation episodes' records, from the worker desk

@@ -66,7 +66,7 @@ class LocalSampler:
     async def episode(self) -> AsyncIterator[None]:
         """The body is one episode. If `pinned`, it starts on the version offered last."""
         while self.pinned and (self.loads.pending or self.engine is None):
-            with self.waits.named(f"{self.name} lane: its weights are being loaded"):
+            with self.waits.named(f"{self.name} engine: its weights are being loaded"):
                 await self.changed.wait()
         self.running += 1
         try:
@@ -85,7 +85,7 @@ class LocalSampler:
     async def generate(self, request: Request) -> Generation:
         """Sample a turn. Raises EngineError."""
         if self.engine is None:
-            raise EngineError(f"the {self.name} lane has no engine")
+            raise EngineError(f"there is no {self.name} engine")
         try:
             with self.meter.turn():
                 generation = await self.engine.generate(request)

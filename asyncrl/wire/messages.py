@@ -134,7 +134,7 @@ class Cancel(WireMessage, frozen=True):
 
 class EngineEntry(msgspec.Struct, frozen=True):
     """A server as workers are to see it. `version` is what its keeper has confirmed last; only `healthy`
-    ones take requests. `lane` "eval": leased to validation, its weights do not change."""
+    ones take requests. `lane` "eval": set aside for validation, its weights do not change."""
 
     name: str
     url: str

@@ -251,12 +251,12 @@ def test_one_of_two_that_is_away_for_a_moment_does_not_leave_validation_unpinned
     assert desk.table() == [(4, True, "eval"), (4, False, "train")]
 
 
-def test_a_server_that_is_being_loaded_is_not_leased(desk: Desk) -> None:
+def test_a_server_that_is_being_loaded_is_not_set_aside(desk: Desk) -> None:
     old = desk.serve(4)
     desk.publish(5)
     (loading,) = desk.pushed(1.0)
     assert desk.desk.pin(old.version)
-    assert desk.desk._leased not in (None, loading.decode())
+    assert desk.desk._eval_server not in (None, loading.decode())
 
 
 def test_a_server_that_reloads_after_a_failure_still_holds_the_others_off(desk: Desk) -> None:
@@ -291,10 +291,10 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(d
     assert len(desk.sent.take(Engines)) == 1
 
 
-def test_a_leased_server_that_dies_is_replaced_by_another(desk: Desk) -> None:
+def test_a_server_of_validation_that_dies_is_replaced_by_another(desk: Desk) -> None:
     ref = desk.serve(4)
     assert desk.desk.pin(ref.version)
-    leased = next(peer for peer in (A, B) if desk.desk.keepers[peer].engine == desk.desk._leased)
+    leased = next(peer for peer in (A, B) if desk.desk.keepers[peer].engine == desk.desk._eval_server)
     other = B if leased == A else A
     desk.desk.beat(other, HEALTHY, 9.0)
     desk.desk.tick(10.1, 0.0)
