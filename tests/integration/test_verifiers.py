@@ -1,4 +1,4 @@
-"""Environments of verifiers, with the trained model in their agent's seat: the real package."""
+"""Environments of the real package verifiers, whose agent is the trained model."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_rewards_and_stops_of_a_task(tasksets: None, turns: list[Message], rewar
     assert heard[-1] == Observation(reward=reward, done=True)
 
 
-def test_a_task_may_say_the_prompt_itself(tasksets: None) -> None:
+def test_a_task_may_give_the_prompt_itself(tasksets: None) -> None:
     heard, _ = exchange(SUMS, row(SUM), [])
     assert heard[0].messages == ADD
     heard, _ = exchange(SUMS, row(SUM, ADD[0]), [])
@@ -260,7 +260,7 @@ def test_an_episode_that_a_limit_ends_is_scored(
     assert asyncio.run(run()) == reward
 
 
-def test_a_step_that_is_cancelled_was_heard(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_cancelled_was_received(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up while a tool of theirs runs: they score what there is, and are asked for no more."""
     from asyncrl.environments.verifiers_proxy import TaskTools
 
@@ -318,7 +318,9 @@ def test_one_that_does_not_end_is_left_behind(tasksets: None, monkeypatch: pytes
     asyncio.run(run())
 
 
-def test_tools_that_nobody_would_hear_of_are_not_run(tasksets: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tools_whose_replies_nobody_reads_are_not_run(
+    tasksets: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from asyncrl.environments.verifiers_proxy import TaskTools
 
     run: list[ToolCall] = []

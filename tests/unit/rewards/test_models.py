@@ -86,8 +86,8 @@ def test_sglangs_reward_model(tokenizer: Any) -> None:
             options = {"url": script.url, "tokenizer": str(DEMO), "of": "messages", "retries": 0}
             scorer = Scorer(load_rewards({"reward_model": options}), 60.0)
             try:
-                verdicts = await asyncio.gather(*(scorer.score(GIVEN) for _ in range(3)))
-                assert [verdict.score for verdict in verdicts] == [0.25] * 3
+                results = await asyncio.gather(*(scorer.score(GIVEN) for _ in range(3)))
+                assert [result.score for result in results] == [0.25] * 3
                 said = [{"role": message.role, "content": message.content} for message in GIVEN.messages]
                 ids = tokenizer.apply_chat_template(said, return_dict=False)
                 assert script.asked == [("/classify", {"input_ids": ids}, "")] * 3
