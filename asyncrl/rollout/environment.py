@@ -1,6 +1,6 @@
 """An environment as an episode uses it: one call at a time, with a deadline, and every answer is checked.
 
-TurnPlayer ──► EpisodeEnvironment.step ──► call_user ──► Environment.step ──► Observation | WorldError
+TurnPlayer ──► EpisodeEnvironment.step ──► call_user ──► Environment.step ──► Observation | EnvironmentFailed
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.environments import Environment
 from asyncrl.errors import one_line
 from asyncrl.isolation.calls import Late, call_user
-from asyncrl.rollout.episode_runner import WorldError
+from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Message, Observation, Sample
 from asyncrl.values import encodable, finite
@@ -29,13 +29,13 @@ LONGEST_NAME = 256  # characters of a role, a name or an id
 
 class EpisodeEnvironment:
     """The environment of one episode. `limit`: seconds for each answer, where the environment states none of
-    its own. What does not end by then is cancelled and left behind. Only WorldError is raised."""
+    its own. What does not end by then is cancelled and left behind. Only EnvironmentFailed is raised."""
 
     def __init__(self, make: Callable[[], Environment], limit: float, waits: Waits) -> None:
         try:
             self.inner = make()
         except (Exception, SystemExit) as error:
-            raise WorldError(f"the environment cannot be made: {one_line(error)}") from error
+            raise EnvironmentFailed(f"the environment cannot be made: {one_line(error)}") from error
         self._limit, self._waits = limit, waits
         self._turn = asyncio.Lock()  # a call that was cancelled may still be ending
 
@@ -67,9 +67,9 @@ class EpisodeEnvironment:
             try:
                 return read(await call_user(lambda: self._alone(function), limit))
             except Late:
-                raise WorldError(f"{what} of the environment did not end within {limit:g} s") from None
+                raise EnvironmentFailed(f"{what} of the environment did not end within {limit:g} s") from None
             except Exception as error:
-                raise WorldError(f"{what} of the environment failed: {one_line(error)}") from error
+                raise EnvironmentFailed(f"{what} of the environment failed: {one_line(error)}") from error
 
     async def _alone(self, function: Callable[[], Awaitable[Any]]) -> Any:
         async with self._turn:

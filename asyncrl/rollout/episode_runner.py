@@ -23,7 +23,7 @@ from asyncrl.wire.messages import Assign, Failed, Finished
 log = logging.getLogger("asyncrl.worker")
 
 
-class WorldError(AsyncrlError):
+class EnvironmentFailed(AsyncrlError):
     """The environment raised, or ran out of time."""
 
 
@@ -35,7 +35,7 @@ _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
     (EngineError, FailReason.ENGINE_ERROR),
     (RewardError, FailReason.REWARD_ERROR),
     (ToolError, FailReason.TOOL_ERROR),
-    (WorldError, FailReason.ENVIRONMENT_ERROR),
+    (EnvironmentFailed, FailReason.ENVIRONMENT_ERROR),
     (AgentError, FailReason.AGENT_ERROR),
     (DeadlineError, FailReason.DEADLINE),
     (Exception, FailReason.EPISODE_ERROR),

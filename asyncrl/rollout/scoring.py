@@ -3,7 +3,7 @@
     RewardInput ──┬─► in the loop (async, or quick) ─────┐
                   └─► RewardPool: child processes (sync) ┴──► combine ──► RewardResult
 
-Foreign code ends here: whatever it does becomes a RewardResult or a RewardError of one line.
+Whatever a reward function does becomes a RewardResult, or a RewardError of one line.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__ = ["RewardError", "Scorer"]
 
 
 class Scorer:
-    """Calls rewards, each within `timeout` s; `shapings` are applied to the episodes that train. It belongs
-    to one event loop."""
+    """Calls rewards, each within `timeout` s; `shapings` are for episodes that train. For one event loop."""
 
     def __init__(self, rewards: Sequence[Reward], timeout: float, shapings: Sequence[Shaping] = ()) -> None:
         self._rewards, self._timeout, self._shapings = list(rewards), timeout, shapings
         self._pools = [_pool(reward) for reward in rewards]
 
     async def score(self, given: RewardInput) -> RewardResult:
-        """The verdict on one episode. One part that fails fails it: RewardError, which names that part where
-        there are several."""
+        """The weighted sum of all rewards of one episode. RewardError if one fails, with its name where there
+        are several."""
         pairs = zip(self._rewards, self._pools, strict=True)
         parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
-        failed = [
-            f"{reward.name}: {part}" if len(parts) > 1 else part
-            for reward, part in zip(self._rewards, parts, strict=True)
-            if isinstance(part, str)
-        ]
+        results: list[tuple[str, float, RewardResult]] = []
+        failed: list[str] = []
+        for reward, part in zip(self._rewards, parts, strict=True):
+            if isinstance(part, str):
+                failed.append(f"{reward.name}: {part}" if len(parts) > 1 else part)
+            else:
+                results.append((reward.name, reward.weight, part))
         if failed:
             raise RewardError("; ".join(failed))
-        named = zip(self._rewards, parts, strict=True)
         try:
-            return combine([(r.name, r.weight, part) for r, part in named if isinstance(part, RewardResult)])
+            return combine(results)
         except ValueError as error:
             raise RewardError(one_line(error)) from error
 
@@ -71,12 +71,12 @@ class Scorer:
         await close_sessions()
 
     async def _part(self, reward: Reward, pool: RewardPool | None, given: RewardInput) -> RewardResult | str:
-        """One part's verdict, or why there is none."""
+        """The result of one reward, or why there is none."""
         seconds = self._timeout * (1 + PATIENCE if reward.own_deadline else 1)
         try:
             if pool is not None:
                 return await pool.call(given, seconds)
-            return await call_user(partial(_judged, reward, given), seconds)
+            return await call_user(partial(_in_loop, reward, given), seconds)
         except RewardError as error:
             return str(error)
         except Late:
@@ -85,8 +85,8 @@ class Scorer:
             return describe_error(error)
 
 
-async def _judged(reward: Reward, given: RewardInput) -> RewardResult | str:
-    """In the loop. Told here, while it is known where an error came from."""
+async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | str:
+    """The reward's errors are described here, so that they differ from those of `call_user`."""
     try:
         return await evaluate(reward.function, given)
     except RewardError as error:

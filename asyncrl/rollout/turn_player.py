@@ -24,7 +24,7 @@ from asyncrl.environments import Environment
 from asyncrl.errors import ProtocolError
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.environment import EpisodeEnvironment
-from asyncrl.rollout.episode_runner import WorldError
+from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.tools import Toolbox, ToolSession
 from asyncrl.types import Message, Observation, ToolCall, ToolReply, Turn
 
@@ -105,7 +105,7 @@ class TurnPlayer:
         self._environment = EpisodeEnvironment(self.make_environment, limit, self.run.context.waits)
         first = await self._environment.reset(self.run.assign.sample)
         if first.done:
-            raise WorldError("the environment was over before the first turn")
+            raise EnvironmentFailed("the environment was over before the first turn")
         own = self._environment.inner.tools
         schemas = (*self._tools.schemas, *(msgspec.json.encode(schema).decode() for schema in own))
         return commands.Opened(schemas, frozenset(tool["function"]["name"] for tool in own), first.messages)
@@ -148,7 +148,7 @@ class TurnPlayer:
             raise ProtocolError("the environment cannot be repeated, so the episode starts again")
         again = await self._step(turn.index + 1, self._message(episode, turn))
         if machine.shorten_observation(self._rules, again).messages != recorded.messages:
-            raise ProtocolError("the environment said something else when repeated")
+            raise ProtocolError("the environment answered differently when repeated")
 
     # -- records -------------------------------------------------------------------------------------
 

@@ -108,7 +108,9 @@ said = st.sampled_from(["", "y", "word " * 8, "x" * 100])
 def setups(draw: st.DrawFn) -> Rules:
     """Rules of a roomy episode, but for at most two tight limits."""
     limits = dict(ROOMY)
-    for name in draw(st.lists(st.sampled_from(sorted(TIGHT) + ["max_tokens"] * 4 + ["max_rows"] * 3), max_size=2)):
+    for name in draw(
+        st.lists(st.sampled_from(sorted(TIGHT) + ["max_tokens"] * 4 + ["max_rows"] * 3), max_size=2)
+    ):
         limits[name] = draw(st.sampled_from(TIGHT[name]))
     if limits["max_tokens"] < ROOMY["max_tokens"]:
         limits["max_tokens"] += draw(st.integers(0, 20))
