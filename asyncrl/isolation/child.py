@@ -115,10 +115,6 @@ class Child(Generic[S, Q, A]):
         return cls(service, name, largest, process, await asyncio.open_connection(sock=ours))
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def ended(self) -> bool:
         return self._process.poll() is not None
 

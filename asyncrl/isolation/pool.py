@@ -88,16 +88,21 @@ class ProcessPool(Generic[S, Q, A]):
     def _put(self, child: Child[S, Q, A]) -> None:
         if child.usable:
             self._idle.append(child)
+        else:
+            child.kill()
 
     async def _take(self) -> Child[S, Q, A]:
         """An idle child, or else one that starts."""
         while self._idle:
             if (child := self._idle.pop()).usable:
                 return child
+            child.kill()
         start = self._next_start()
         try:
             return await asyncio.shield(start)
         except asyncio.CancelledError:
+            if start.cancelled():
+                raise self._closed_error() from None
             self._spare.append(start)
             raise
 
@@ -115,7 +120,7 @@ class ProcessPool(Generic[S, Q, A]):
 
     async def _start(self) -> Child[S, Q, A]:
         if self._closed:
-            raise ChildError(f"{self._name} does not start any more: its pool is closed")
+            raise self._closed_error()
         child = await Child.start(self._service, self._name, self._largest)
         self.children = {child} | {other for other in self.children if not other.ended}
         try:
@@ -126,6 +131,9 @@ class ProcessPool(Generic[S, Q, A]):
             child.kill()
             raise ChildError(f"{self._name} cannot start: {error}") from None
         return child
+
+    def _closed_error(self) -> ChildError:
+        return ChildError(f"{self._name} does not start any more: its pool is closed")
 
     def _late(self) -> ChildError:
         return ChildError(f"{self._name} was not ready within {self._start_seconds:g} s")

@@ -327,6 +327,21 @@ def test_closing_ends_calls_and_starts_nothing(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_closing_ends_a_start_that_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(begun := tmp_path / "begun")
+    (tmp_path / "slow.py").write_text(f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(1000)\n")
+
+    async def main() -> None:
+        pool = RewardPool(RewardSource(f"{tmp_path}/slow.py:act"), size=1)
+        call = asyncio.create_task(pool.call(RewardInput(SAMPLE, "any"), 30.0))
+        await asyncio.to_thread(begun.read_text)
+        await pool.close()
+        with pytest.raises(RewardError, match="pool is closed"):
+            await call
+
+    asyncio.run(main())
+
+
 async def gone(pid: int) -> None:
     await until(lambda: not alive(pid), f"process {pid} lives")
 
