@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).resolve().parents[2] / "tools/bench/episodes.py"
 
 

@@ -24,6 +24,8 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def learner(world: World, model_path: str) -> Learner:

@@ -30,6 +30,8 @@ from tests.fakes.training import (
     tiny_config,
 )
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-9
 
 

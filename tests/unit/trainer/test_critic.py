@@ -17,6 +17,8 @@ from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import save_tiny_model, save_tiny_qwen, tiny_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["gpt2", "qwen2"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:

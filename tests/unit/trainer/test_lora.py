@@ -18,6 +18,8 @@ from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
 
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 3, 6.0
 
 

@@ -27,6 +27,8 @@ from tests.fakes.group_server import FakeServer, described
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen, tiny_config
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 60.0
 EPOCH = 3
 Entries = dict[str, TensorEntry]

@@ -35,6 +35,8 @@ from tests.fakes.group_sender import BUCKET_BYTES, BUCKETS, SenderProcess, weigh
 from tests.fakes.group_server import FakeServer, described
 from tests.fakes.weights import publish, snapshot_of
 
+pytestmark = pytest.mark.slow
+
 LONG = 60.0  # seconds in which everything is over that does not hang
 FEW = 5.0  # for what ends at its deadline only
 Spawn = Callable[..., FakeServer]

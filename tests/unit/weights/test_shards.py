@@ -24,6 +24,8 @@ from asyncrl.weights.snapshot import Snapshot, Tensors
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 60.0
 BUCKETS = (1, 1000, 1 << 20)  # each tensor alone, some together, all at once
 
