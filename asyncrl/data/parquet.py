@@ -16,7 +16,7 @@ REQUIRED = ("data_source", "prompt", "reward_model")
 
 
 def load_samples(path: str | Path) -> list[Sample]:
-    """All rows, in order. Memory: the whole file. ConfigError, in one line, for whatever is wrong."""
+    """All samples, in order; the whole file is in memory. Raises ConfigError for whatever is wrong."""
     columns = _read(Path(path))
     missing = [name for name in REQUIRED if name not in columns]
     if missing:
@@ -32,16 +32,16 @@ def load_samples(path: str | Path) -> list[Sample]:
 def _read(path: Path) -> dict[str, list[Any]]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; write one with tools/prepare_*.py, or correct the path")
-    import datasets  # pyarrow and pandas come with it: a second that `--help` should not pay
+    import datasets  # with pyarrow and pandas: a second that `--help` should not take
     import pyarrow.parquet
 
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        # The cache that `datasets` insists on is temporary: nothing is left in the user's home.
+        # `datasets` needs a cache: a temporary one leaves nothing in the user's home.
         with tempfile.TemporaryDirectory(prefix="asyncrl-data-") as cache:
             if not pyarrow.parquet.read_metadata(path).num_rows:
-                raise ConfigError(f"{path}: the data set is empty; it needs at least one row")
+                raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
             table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
             return table.to_dict()  # type: ignore[union-attr,return-value]
     except ConfigError:
@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, list[Any]]:
 
 
 def _sample(path: str | Path, index: int, row: dict[str, Any]) -> Sample:
-    where = f"{path}, row {index}"
+    where = f"{path}, sample {index}"
     reward_model = _object(where, "reward_model", row["reward_model"])
     if reward_model.get("ground_truth") is None:
         raise ConfigError(f"{where}: reward_model has no ground_truth; it needs {{style, ground_truth}}")

@@ -29,7 +29,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = "ASYNCRL_TEST_MARK"
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    [__name__, "hydra", "asyncrl.engines.sglang.server", "asyncrl.launch.start", "tests.fakes.training"]
+    [
+        *(__name__, "hydra", "datasets", "pyarrow.parquet", "transformers.models.auto.tokenization_auto"),
+        *("asyncrl.engines.sglang.server", "asyncrl.launch.start", "tests.fakes.training"),
+    ]
 )
 
 
@@ -77,24 +80,13 @@ def inputs(tmp_path: Path, model: Path) -> Inputs:
     return Inputs(tmp_path, model)
 
 
-def train(*arguments: str, cwd: Path | None = None) -> tuple[subprocess.CompletedProcess[str], list[int]]:
-    """`asyncrl train`, and what it left running."""
-    mark = uuid.uuid4().hex
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.cli", "train", *arguments],
-        cwd=cwd or ROOT,
-        env=os.environ | {MARK: mark},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done, left_by(mark)
-
-
-def train_forked(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[int]]:
-    """The same in a fork of a process that has the imports behind it: they are most of a refusal's time."""
+def train(
+    folder: Path, *arguments: str, cwd: Path = ROOT
+) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+    """`asyncrl train`, and what it left running; in a fork of a process that has the imports behind it, which
+    are most of a refusal's time."""
     mark, files = uuid.uuid4().hex, (folder / "stdout", folder / "stderr")
-    process = FORKED.Process(target=_train, args=(arguments, mark, files))
+    process = FORKED.Process(target=_train, args=(arguments, mark, files, cwd))
     process.start()
     process.join(240)
     assert process.exitcode is not None, "it did not end"
@@ -102,9 +94,9 @@ def train_forked(folder: Path, *arguments: str) -> tuple[subprocess.CompletedPro
     return subprocess.CompletedProcess(arguments, process.exitcode, out, err), left_by(mark)
 
 
-def _train(arguments: tuple[str, ...], mark: str, files: tuple[Path, Path]) -> NoReturn:
+def _train(arguments: tuple[str, ...], mark: str, files: tuple[Path, Path], cwd: Path) -> NoReturn:
     os.environ[MARK] = mark
-    os.chdir(ROOT)
+    os.chdir(cwd)
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.exit(cli.main(["train", *arguments]))
@@ -221,11 +213,11 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "no data": (setting("data.train=nowhere.parquet"), ("nowhere.parquet",)),
     "malformed data": (garbage, ("train.parquet", "not readable as parquet")),
     "missing column": (data([{"data_source": "d", "text": "q"}]), ("no column prompt, reward_model",)),
-    "plain prompt": (data(rows(40, prompt="1 + 1?")), ("row 0", "prompt")),
+    "plain prompt": (data(rows(40, prompt="1 + 1?")), ("sample 0", "prompt")),
     "empty data": (empty, ("empty",)),
     "a tool that is not there": (
         data(rows(40, extra_info={"tools": ["weather"]})),
-        ("row 0", "'weather'", "rollout.tools"),
+        ("sample 0", "'weather'", "rollout.tools"),
     ),
     "less than a batch": (data(rows(31)), ("31 samples", "groups_per_batch (32)")),
     "no test data": (setting("data.test=nowhere.parquet"), ("nowhere.parquet",)),
@@ -267,6 +259,18 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "unwritable run directory": (under_a_file, ("run_dir",)),
     "no such place": (setting("run_dir=/proc/asyncrl"), ("run_dir",)),
     "name with a slash": (setting("name=a/b"), ("$.name",)),
+    "no Ray cluster": (
+        setting("launch=ray", "launch.ray_address=auto"),
+        ("$.launch.ray_address 'auto': no Ray cluster",),
+    ),
+    "nobody at the Ray address": (
+        setting("launch=ray", "launch.ray_address='127.0.0.1:9'"),
+        ("$.launch.ray_address '127.0.0.1:9'",),
+    ),
+    "no Ray address": (
+        setting("launch=ray", "launch.ray_address=nonsense"),
+        ("$.launch.ray_address 'nonsense'",),
+    ),
     "no shared memory": (no_room, ("weights.directory=run",)),
     "no configuration directory": (setting("--config-dir=nowhere"), ("nowhere",)),
 }
@@ -277,7 +281,7 @@ def test_is_refused_in_one_line(inputs: Inputs, case: str) -> None:
     if case == "uninstalled tracker" and importlib.util.find_spec("swanlab"):
         pytest.skip("swanlab is installed here")
     spoil, says = CASES[case]
-    refused(*train_forked(inputs.folder, *inputs.overrides, *spoil(inputs)), *says)
+    refused(*train(inputs.folder, *inputs.overrides, *spoil(inputs)), *says)
     assert not (inputs.runs / "x" / "logs").exists()
 
 
@@ -286,7 +290,7 @@ def test_a_port_in_use(inputs: Inputs) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(*train(*inputs.overrides, f"launch.port={port}"), str(port), "launch.port=0")
+        refused(*train(inputs.folder, *inputs.overrides, f"launch.port={port}"), str(port), "launch.port=0")
 
 
 def test_a_run_in_use(inputs: Inputs) -> None:
@@ -296,11 +300,11 @@ def test_a_run_in_use(inputs: Inputs) -> None:
         lock.write("4711")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refused(*train(*inputs.overrides), "4711")
+        refused(*train(inputs.folder, *inputs.overrides), "4711")
 
 
 def test_a_dry_run_starts_nothing_and_writes_nothing(inputs: Inputs) -> None:
-    done, left = train(*inputs.overrides, "--dry-run", "rollout.workers=2", cwd=inputs.folder)
+    done, left = train(inputs.folder, *inputs.overrides, "--dry-run", "rollout.workers=2", cwd=inputs.folder)
     assert done.returncode == 0 and not left and not inputs.runs.exists()
     assert "max_staleness: 4" in done.stdout
     assert any(line.split()[:3] == ["rollout", "2", "1"] for line in done.stdout.splitlines())

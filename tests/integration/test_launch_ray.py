@@ -1,11 +1,10 @@
-"""Real runs as Ray actors: a lost actor, a signal, a cluster that is not there."""
+"""Real runs as Ray actors: a lost actor, a signal."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import socket
 from pathlib import Path
 
 import psutil
@@ -49,14 +48,3 @@ def test_a_signal_ends_a_ray_run_in_time(tmp_path: Path) -> None:
         assert run.wait() == 130  # who exceeds the stop timeout ends with another code
         assert run.summary()["outcome"] == "stopped" and run.summary()["conserved"]
         assert not psutil.wait_procs(processes, timeout=60)[1]
-
-
-def test_a_cluster_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
-        for address in ("auto", f"127.0.0.1:{port}", "nonsense"):
-            with Run(tmp_path, *RAY, f"launch.ray_address='{address}'") as run:
-                assert run.wait() == 2, run.text()
-                assert f"$.launch.ray_address '{address}'" in run.text()
-                assert len(run.text().strip().splitlines()) == 1

@@ -66,13 +66,13 @@ def test_messages_of_different_shapes(tmp_path: Path) -> None:
     ("changes", "complaint"),
     [
         ({"prompt": None}, "no column prompt .*verl's columns"),
-        ({"prompt": "just ask"}, "row 0: column prompt must be .*plain text"),
-        ({"prompt": []}, "row 0: column prompt must be"),
-        ({"prompt": [{"content": "no role"}]}, "row 0: column prompt must be .*role"),
-        ({"prompt": 3}, "row 0: column prompt must be"),
-        ({"reward_model": {"style": "rule"}}, "row 0: reward_model has no ground_truth"),
-        ({"reward_model": "{"}, "row 0: column reward_model is text, but not JSON"),
-        ({"extra_info": 5}, "row 0: column extra_info must be an object"),
+        ({"prompt": "just ask"}, "sample 0: column prompt must be .*plain text"),
+        ({"prompt": []}, "sample 0: column prompt must be"),
+        ({"prompt": [{"content": "no role"}]}, "sample 0: column prompt must be .*role"),
+        ({"prompt": 3}, "sample 0: column prompt must be"),
+        ({"reward_model": {"style": "rule"}}, "sample 0: reward_model has no ground_truth"),
+        ({"reward_model": "{"}, "sample 0: column reward_model is text, but not JSON"),
+        ({"extra_info": 5}, "sample 0: column extra_info must be an object"),
     ],
 )
 def test_wrong_shapes_are_one_line(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
