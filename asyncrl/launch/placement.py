@@ -18,7 +18,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class RolePlace:
-    """One process. `target` is the role function that it runs, `gpus` how many are its own."""
+    """One process. It runs the function `target`, and has `gpus` of its own."""
 
     role: str
     index: int

@@ -35,7 +35,7 @@ CONNECT = 5.0  # seconds
 
 
 class RoleActor:
-    """The inside: one role in an actor of its own."""
+    """One role in an actor of its own."""
 
     def run(self, order: Order, config: RunConfig, endpoints: Endpoints, cwd: str) -> int:
         """The role, in the launcher's directory and with its own log; returns its exit code."""
@@ -50,7 +50,7 @@ class RoleActor:
 
 
 class RayProcess:
-    """An actor and the one call that is its life."""
+    """An actor and its one call, which lasts as long as the role runs."""
 
     def __init__(self, name: str, actor: Any, call: Any) -> None:
         self.name = name

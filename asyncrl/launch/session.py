@@ -1,8 +1,8 @@
-"""One launch of a run, seen from the parent: processes, signals, and what the coordinator tells.
+"""One launch of a run, seen from the parent: its processes, signals, and the coordinator's messages.
 
-consumes: Status, StepReport, RunEnd of the coordinator; exits of processes; signals
-waits for: the coordinator's link, at most POLL seconds
-unblocks: the person at the terminal
+`run` starts the supervisor, then loops: `_listen` (messages of the coordinator, at most POLL seconds),
+signals, `Supervisor.tick` (exits and restarts), the deadline of a stop, `_watch` (a silent coordinator).
+At the end `_wind_down` lets the other processes follow, then terminates and kills them.
 
 The first Ctrl-C or SIGTERM asks the coordinator to stop, and everything ends within `launch.stop_timeout`
 with a checkpoint; the second kills at once.
@@ -28,13 +28,13 @@ from asyncrl.wire.messages import ObserverHello, RunEnd, Status, StepReport, Sto
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 POLL = 0.1
-HELLO_EVERY = 1.0  # a restarted coordinator does not know us
+HELLO_EVERY = 1.0
 KILL_RESERVE = 2.0  # of the stop timeout: one second from terminate to kill, one to be reaped
 LEAVE = 5.0  # for the other roles to follow a coordinator that has ended
 FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordinator"
 
 
-class View(Protocol):
+class SessionView(Protocol):
     """What a session shows."""
 
     def status(
@@ -55,7 +55,7 @@ class Session:
         run_dir: Path,
         endpoints: Endpoints,
         supervisor: Supervisor,
-        view: View,
+        view: SessionView,
         on_step: Callable[[int, dict[str, float]], None],
     ) -> None:
         self._config, self._run_dir = config, run_dir
@@ -67,7 +67,7 @@ class Session:
         self._signals = 0
         self._running = False  # the coordinator has left its start phase: there is something to save
         self._hello_at = 0.0
-        self._verdict: RunOutcome | None = None  # decided, while the coordinator may still write things down
+        self._outcome: RunOutcome | None = None  # decided, while the coordinator may still write things down
         self._stop_by: float | None = None
         self._end: RunEnd | None = None
 
@@ -101,9 +101,9 @@ class Session:
                 self._stop(RunOutcome(INTERRUPTED), "interrupted", now)
             ended = self._supervisor.tick(now)
             if ended is not None:
-                if self._verdict is None and ended.code != COMPLETED and self._coordinator_lives():
+                if self._outcome is None and ended.code != COMPLETED and self._coordinator_lives():
                     self._stop(ended, ended.error.partition("\n")[0], now)
-                elif self._verdict is None or not self._coordinator_lives():
+                elif self._outcome is None or not self._coordinator_lives():
                     return self._judge(ended)
             if self._stop_by is not None and now > self._stop_by:
                 return self._late()
@@ -111,7 +111,7 @@ class Session:
                 return overdue
 
     def _listen(self, seconds: float) -> None:
-        """Handle what the coordinator says within `seconds`; keep it knowing us."""
+        """Handle the messages of `seconds`. Hello is repeated: a restarted coordinator does not know us."""
         now = time.monotonic()
         if now >= self._hello_at:
             self._link.send(ObserverHello(self._incarnation))
@@ -147,9 +147,9 @@ class Session:
 
     # -- endings ---------------------------------------------------------------------------------------
 
-    def _stop(self, verdict: RunOutcome, reason: str, now: float) -> None:
+    def _stop(self, outcome: RunOutcome, reason: str, now: float) -> None:
         """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
-        self._verdict = verdict
+        self._outcome = outcome
         self._supervisor.stopping = True
         self._stop_by = now + (self._config.stop_timeout - KILL_RESERVE if self._running else 0.0)
         if self._running:
@@ -157,24 +157,24 @@ class Session:
             self._link.send(Stop(reason))
 
     def _judge(self, ended: RunOutcome) -> RunOutcome:
-        """The coordinator has ended: its word, unless we asked it to end for a reason of our own."""
+        """The coordinator has ended: its outcome counts, unless we had decided on another one before."""
         self._listen(0.2)  # its last message may be on the way
-        if self._verdict is None or ended.code not in (COMPLETED, FAILED):
+        if self._outcome is None or ended.code not in (COMPLETED, FAILED):
             return ended
-        if self._verdict.code == INTERRUPTED and ended.code != COMPLETED:
+        if self._outcome.code == INTERRUPTED and ended.code != COMPLETED:
             return ended
-        return self._verdict
+        return self._outcome
 
     def _late(self) -> RunOutcome:
-        assert self._verdict is not None
-        if not self._running or self._verdict.code != INTERRUPTED:
-            return self._verdict
+        assert self._outcome is not None
+        if not self._running or self._outcome.code != INTERRUPTED:
+            return self._outcome
         return RunOutcome(
             FAILED, f"not stopped within launch.stop_timeout ({self._config.stop_timeout:g} s); killed"
         )
 
     def _watch(self, now: float) -> RunOutcome | None:
-        """A coordinator that never came is the end; one that fell silent is replaced."""
+        """A coordinator that never sent a status ends the run; one that fell silent is replaced."""
         overdue = self._watchdog.verdict(now)
         if overdue is None:
             return None
@@ -190,7 +190,7 @@ class Session:
         return any(handle.name.startswith(COORDINATOR) for handle in self._supervisor.alive)
 
     def _wind_down(self, ending: RunOutcome) -> None:
-        """Let the others follow; then terminate, then kill, each with its own second."""
+        """Let the others end by themselves; then terminate, then kill, with a second for each."""
         self._supervisor.stopping = True
         followed = ending.code in (COMPLETED, INTERRUPTED) and self._running and self._signals < 2
         if followed and not self._coordinator_lives():

@@ -23,8 +23,8 @@ from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, identity_line
 LINE_EVERY = 5.0  # seconds between plain lines
 
 
-class Sturdy(Terminal):
-    """A reader that has gone away (`asyncrl train | head`) must not end a run: rich would exit."""
+class PipeSafeTerminal(Terminal):
+    """A terminal for `asyncrl train | head`: rich would end the program when the reader has gone."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
@@ -32,8 +32,8 @@ class Sturdy(Terminal):
 
 
 @dataclass
-class Picture:
-    """The newest of everything."""
+class ConsoleState:
+    """What was last reported of a run."""
 
     title: str
     total: int
@@ -53,20 +53,22 @@ class Picture:
 
 
 class Console:
-    """Shows a session. Never fails and never blocks it."""
+    """Shows a run; errors of the terminal do not reach the caller."""
 
-    def __init__(self, mode: Literal["live", "plain", "off"], picture: Picture, terminal: Terminal) -> None:
-        self.mode, self.picture, self.terminal = mode, picture, terminal
+    def __init__(
+        self, mode: Literal["live", "plain", "off"], state: ConsoleState, terminal: Terminal
+    ) -> None:
+        self.mode, self.state, self.terminal = mode, state, terminal
         self._line_at = 0.0
 
     def status(
         self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
     ) -> None:
         """The state of the run, a few times a second."""
-        picture = self.picture
-        changed = phase != picture.phase
-        picture.phase, picture.step, picture.total = phase, step, total
-        picture.gauges, picture.waits = gauges, waits
+        state = self.state
+        changed = phase != state.phase
+        state.phase, state.step, state.total = phase, step, total
+        state.gauges, state.waits = gauges, waits
         if changed:
             self._line(f"phase: {phase}")
         elif phase == "starting" or time.monotonic() - self._line_at > 6 * LINE_EVERY:
@@ -75,11 +77,11 @@ class Console:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics row of a committed step, or of a validation."""
         if SAMPLED in metrics or GREEDY in metrics:
-            self.picture.validation = metrics
+            self.state.validation = metrics
             self._line(f"validation at step {step}: {_validation(metrics)}")
             return
-        self.picture.step, self.picture.metrics = step, metrics
-        if step in (1, self.picture.total) or time.monotonic() - self._line_at > LINE_EVERY:
+        self.state.step, self.state.metrics = step, metrics
+        if step in (1, self.state.total) or time.monotonic() - self._line_at > LINE_EVERY:
             self._progress_line(force=True)
 
     def note(self, text: str) -> None:
@@ -93,7 +95,7 @@ class Console:
 
     def _progress_line(self, force: bool = False) -> None:
         if force or time.monotonic() - self._line_at > LINE_EVERY:
-            self._line(plain_line(self.picture))
+            self._line(plain_line(self.state))
 
     def _line(self, text: str) -> None:
         if self.mode == "plain":
@@ -107,11 +109,11 @@ class Console:
 @contextmanager
 def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, total: int) -> Iterator[Console]:
     """A console; a live one gives the terminal back at the end."""
-    terminal = Sturdy()
+    terminal = PipeSafeTerminal()
     chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
-    console = Console(chosen, Picture(title, total), terminal)
+    console = Console(chosen, ConsoleState(title, total), terminal)
     live = Live(
-        console=terminal, get_renderable=lambda: render(console.picture), refresh_per_second=4, transient=True
+        console=terminal, get_renderable=lambda: render(console.state), refresh_per_second=4, transient=True
     )
     with live if chosen == "live" else nullcontext():
         yield console
@@ -139,40 +141,40 @@ FIGURES = (
 )
 
 
-def render(picture: Picture) -> RenderableType:
+def render(state: ConsoleState) -> RenderableType:
     """The live view: progress, figures, who waits on whom."""
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        Text(f"{picture.title}  {picture.phase}", style="bold"),
-        ProgressBar(total=max(1, picture.total), completed=picture.step, width=40),
-        f"step {picture.step}/{picture.total}",
+        Text(f"{state.title}  {state.phase}", style="bold"),
+        ProgressBar(total=max(1, state.total), completed=state.step, width=40),
+        f"step {state.step}/{state.total}",
     )
     figures = Table.grid(padding=(0, 3))
-    cells = [f"[dim]{label}[/] {_shown(picture.get(name), form)}" for label, name, form in FIGURES]
+    cells = [f"[dim]{label}[/] {_shown(state.get(name), form)}" for label, name, form in FIGURES]
     for start in range(0, len(cells), 4):
         figures.add_row(*cells[start : start + 4])
-    waits = [Text(f"  {wait}", style="yellow") for wait in picture.waits[:6]]
+    waits = [Text(f"  {wait}", style="yellow") for wait in state.waits[:6]]
     return Group(bar, figures, *([Text("waiting:"), *waits] if waits else []))
 
 
-def plain_line(picture: Picture) -> str:
+def plain_line(state: ConsoleState) -> str:
     """The same on one line; figures that are unknown are left out."""
     known = [
         f"{label} {_shown(value, form)}"
         for label, name, form in FIGURES
-        if (value := picture.get(name)) is not None and not name.startswith("val-core/")
+        if (value := state.get(name)) is not None and not name.startswith("val-core/")
     ]
-    parts = [f"[{picture.phase}] step {picture.step}/{picture.total}"]
-    if known and picture.phase != "starting":
+    parts = [f"[{state.phase}] step {state.step}/{state.total}"]
+    if known and state.phase != "starting":
         parts.append(", ".join(known))
-    if picture.waits:
-        parts.append(f"waits: {'; '.join(picture.waits[:3])}")
+    if state.waits:
+        parts.append(f"waits: {'; '.join(state.waits[:3])}")
     return " | ".join(parts)
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
     """The table before and after, the conservation identity, and where the run is."""
-    terminal = terminal or Sturdy()
+    terminal = terminal or PipeSafeTerminal()
     table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
     table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
     table.add_row("success, sampled (held out)", *_pair(summary, "success_before", "success_after", ".1%"))

@@ -51,7 +51,7 @@ class Timeline:
             self.record(name, start, self._clock())
 
     def close(self) -> None:
-        """Write what is held back. Later records are ignored."""
+        """Write what is buffered. Later records are ignored."""
         with self._lock:
             self._file.close()
 

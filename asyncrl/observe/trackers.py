@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ log = logging.getLogger("asyncrl.trackers")
 
 
 class Tracker(Protocol):
-    """Somewhere metrics go."""
+    """Where metrics are sent."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -26,7 +26,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All of a run's. One that fails is reported once and left out: it never ends a run."""
+    """All trackers of a run. One that fails is logged once and left out: it does not end the run."""
 
     def __init__(self, trackers: dict[str, Tracker]) -> None:
         self._trackers = trackers
@@ -51,7 +51,7 @@ class Trackers:
                 del self._trackers[name]
 
 
-class _Run:
+class _RunTracker:
     """A tracker whose run object has `log(metrics, step=…)` and `finish()`: wandb and swanlab."""
 
     def __init__(self, run: Any) -> None:
@@ -64,7 +64,7 @@ class _Run:
         self._run.finish()
 
 
-class _TensorBoard:
+class _TensorBoardTracker:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
@@ -77,18 +77,18 @@ class _TensorBoard:
 
 
 def _wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
-    return _Run(module.init(**_described(config), dir=str(run_dir), resume="allow", id=config.name))
+    return _RunTracker(module.init(**_described(config), dir=str(run_dir), resume="allow", id=config.name))
 
 
 def _swanlab(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     described = _described(config)
     described["experiment_name"] = described.pop("name")
     module.init(**described, logdir=str(run_dir / "swanlab"))
-    return _Run(module)
+    return _RunTracker(module)
 
 
 def _tensorboard(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
-    return _TensorBoard(module.SummaryWriter(str(run_dir / "tensorboard")))
+    return _TensorBoardTracker(module.SummaryWriter(str(run_dir / "tensorboard")))
 
 
 def _described(config: RunConfig) -> dict[str, Any]:
@@ -101,10 +101,6 @@ OPEN: dict[str, Callable[[Any, RunConfig, Path], Tracker]] = {
     "tensorboard": _tensorboard,
 }
 MODULES = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard"}
-
-
-def names() -> Sequence[str]:
-    return sorted(OPEN)
 
 
 def _module(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Which named wait has lasted too long. Pure: marks in, verdict out; the caller owns the clock."""
+"""Which named wait has lasted too long. Pure: the caller passes the time in."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, start
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
-from asyncrl.observe.console import Console, Picture
+from asyncrl.observe.console import Console, ConsoleState
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.weights import disk
@@ -56,6 +56,6 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
     (run_dir / "timeline" / "rollout-0.jsonl").write_text('{"name": "decode", "start": 2, "end": 9}\n')
     write_summary(run_dir, summarize([], {}, True))
     out = io.StringIO()
-    console = Console("plain", Picture("x", 1), Terminal(file=out))
+    console = Console("plain", ConsoleState("x", 1), Terminal(file=out))
     assert start.conclude(config, run_dir, code, "", console) == code
     assert read_summary(run_dir).get("busy_at_once") == share

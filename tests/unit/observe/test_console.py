@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from asyncrl.observe.console import Console, Picture, open_console, plain_line, print_summary, render
+from asyncrl.observe.console import Console, ConsoleState, open_console, plain_line, print_summary, render
 from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, summarize
 
 GAUGES = {"async/ready": 12.0, "async/running": 64.0, "weights/pushed": 5.0, "weights/acked": 4.0}
@@ -19,7 +19,7 @@ METRICS = {REWARD: 0.5, "tool_call_counts/mean": 2.25, "staleness/lag/p95": 2.0}
 
 def console(mode: str = "plain") -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(mode, Picture("demo", 10), Terminal(file=out, width=120)), out  # type: ignore[arg-type]
+    return Console(mode, ConsoleState("demo", 10), Terminal(file=out, width=120)), out  # type: ignore[arg-type]
 
 
 def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
@@ -67,7 +67,7 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
 
 
 def test_the_live_view_has_a_bar_figures_and_waits() -> None:
-    picture = Picture("demo", 10, "running", 5, GAUGES, METRICS, {SAMPLED: 0.5}, ("x waits for [y]",))
+    picture = ConsoleState("demo", 10, "running", 5, GAUGES, METRICS, {SAMPLED: 0.5}, ("x waits for [y]",))
     out = io.StringIO()
     Terminal(file=out, width=120).print(render(picture))
     for part in ("step 5/10", "running", "0.500", "50.0%", "x waits for [y]"):
@@ -80,7 +80,7 @@ def test_a_stranger_to_terminals_gets_plain_lines() -> None:
 
 
 def test_unknown_figures_are_left_out() -> None:
-    assert plain_line(Picture("demo", 10)) == "[starting] step 0/10"
+    assert plain_line(ConsoleState("demo", 10)) == "[starting] step 0/10"
 
 
 def test_the_final_table(tmp_path: Path) -> None:
