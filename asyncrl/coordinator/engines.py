@@ -16,17 +16,9 @@ from dataclasses import dataclass, field
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.wire.messages import (
-    EngineEntry,
-    Engines,
-    EngineUse,
-    KeeperBeat,
-    KeeperHello,
-    Loaded,
-    LoadWeights,
-    Stop,
-    Welcome,
-)
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]

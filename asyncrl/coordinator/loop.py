@@ -30,33 +30,21 @@ from asyncrl.errors import AsyncrlError, ProtocolError, one_line
 from asyncrl.observe.files import write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.types import DropReason
-from asyncrl.wire.messages import (
+from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.shared import Loaded, Stop, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Confirm,
-    Failed,
-    Finished,
-    Generated,
-    Heartbeat,
-    KeeperBeat,
-    KeeperHello,
-    Loaded,
-    ObserverHello,
     Published,
-    Replied,
-    RunEnd,
-    Status,
-    StepReport,
-    Stop,
     Take,
-    ToCoordinatorBulk,
-    ToCoordinatorControl,
     TrainerBeat,
     TrainerHello,
-    Welcome,
-    WireMessage,
-    WorkerHello,
 )
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Hub, Poller
 
 TICK = 0.05

@@ -20,7 +20,7 @@ from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import WireMessage
+from asyncrl.wire.messages.shared import WireMessage
 from asyncrl.wire.sockets import Hub
 
 log = logging.getLogger("asyncrl.coordinator")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.wire.messages import (
+from asyncrl.wire.messages.shared import Stop, Welcome
+from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
@@ -20,11 +21,9 @@ from asyncrl.wire.messages import (
     Go,
     PlannedTrajectory,
     Published,
-    Stop,
     Take,
     TrainerBeat,
     TrainerHello,
-    Welcome,
     WorkPlan,
 )
 

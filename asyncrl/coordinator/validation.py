@@ -21,7 +21,9 @@ from asyncrl.coordinator.workers import EVAL, Record, WorkerHandler, WorkerRecor
 from asyncrl.types import Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.messages import Assign, Attempt, Cancel, Failed, Finished, Generated, LoadWeights
+from asyncrl.wire.messages.shared import Attempt, LoadWeights
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
+from asyncrl.wire.messages.worker_control import Assign, Cancel
 
 MODES = ("sampled", "greedy")
 MID_RUN_SHARE = 0.5  # of a worker's slots

@@ -16,23 +16,9 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason, PolicyVersion
-from asyncrl.wire.messages import (
-    Ack,
-    Assign,
-    Attempt,
-    Cancel,
-    Clock,
-    Failed,
-    Fenced,
-    Finished,
-    Generated,
-    Heartbeat,
-    Loaded,
-    Replied,
-    Stop,
-    Welcome,
-    WorkerHello,
-)
+from asyncrl.wire.messages.shared import Attempt, Loaded, Stop, Welcome
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
 EVAL = "val"  # uids of validation episodes begin with it
 

@@ -31,15 +31,9 @@ from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
 from asyncrl.runtime.weight_loader import WeightLoader
-from asyncrl.wire.messages import (
-    KeeperBeat,
-    KeeperHello,
-    Loaded,
-    LoadWeights,
-    Stop,
-    ToKeeper,
-    Welcome,
-)
+from asyncrl.wire.messages.channels import ToKeeper
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity, local_address
 
 T = TypeVar("T")

@@ -24,7 +24,9 @@ from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.observe.watchdog import Watchdog
-from asyncrl.wire.messages import ObserverHello, RunEnd, Status, StepReport, Stop, ToObserver, Welcome
+from asyncrl.wire.messages.channels import ToObserver
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.shared import Stop, Welcome
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
 POLL = 0.1

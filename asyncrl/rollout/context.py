@@ -21,7 +21,9 @@ from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
-from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Assign
 from asyncrl.wire.outbox import Outbox, Record
 
 NO_VERSION = 1 << 62  # Generated.oldest of a turn without model tokens

@@ -18,7 +18,8 @@ from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler
 from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
-from asyncrl.wire.messages import Assign, Failed, Finished
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker_control import Assign
 
 log = logging.getLogger("asyncrl.worker")
 

@@ -19,7 +19,7 @@ from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.runtime.weight_loader import WeightLoader
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import Loaded
+from asyncrl.wire.messages.shared import Loaded
 
 BROKEN = 8  # failed turns in a row that tell a broken engine from bad requests
 

@@ -32,7 +32,7 @@ from asyncrl.errors import EngineError
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.wire.messages import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
 log = logging.getLogger("asyncrl.worker")
 

@@ -19,7 +19,7 @@ from asyncrl.rollout.components import ENGINE_MODULES, chat_warnings, load_chat,
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.server_pool import Client, Connect
 from asyncrl.tools import Toolbox
-from asyncrl.wire.messages import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
 log = logging.getLogger("asyncrl.worker")
 

@@ -40,22 +40,10 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
-from asyncrl.wire.messages import (
-    Ack,
-    Assign,
-    Attempt,
-    Cancel,
-    Clock,
-    Engines,
-    Fenced,
-    Heartbeat,
-    LoadWeights,
-    Stop,
-    ToWorkerBulk,
-    ToWorkerControl,
-    Welcome,
-    WorkerHello,
-)
+from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
+from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.worker_bulk import Ack, Fenced
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
 from asyncrl.wire.outbox import Outbox
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
@@ -257,8 +245,9 @@ class RolloutWorker:
 
     async def _hello(self) -> None:
         self.outbox.pause()
-        slots, version = self.config.rollout.slots, self._sampler("train").version
-        hello = WorkerHello(self.index, self.incarnation, slots, version, os.getpid(), self.outbox.acked)
+        hello = WorkerHello(
+            self.index, self.incarnation, self.config.rollout.slots, os.getpid(), self.outbox.acked
+        )
         await self._control.send(hello)
 
     def _heartbeat(self) -> Heartbeat:

@@ -18,7 +18,7 @@ from asyncrl.runtime.busy_timer import Recorder
 from asyncrl.runtime.waits import Changed
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
-from asyncrl.wire.messages import Loaded
+from asyncrl.wire.messages.shared import Loaded
 
 
 class Loadable(Protocol):

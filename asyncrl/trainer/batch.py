@@ -22,7 +22,7 @@ from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
 from asyncrl.types import EpisodeResult, Turn
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.weights.publisher import Publisher
 from asyncrl.weights.shards import HostShards
 from asyncrl.weights.snapshot import Snapshot
-from asyncrl.wire.messages import Published, ToTrainerControl
+from asyncrl.wire.messages.channels import ToTrainerControl
+from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Link, identity, local_address
 
 PROBE_TOKENS = 65

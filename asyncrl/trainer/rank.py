@@ -30,21 +30,18 @@ from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.step import Learner
 from asyncrl.types import PolicyVersion, Turn
-from asyncrl.wire.messages import (
+from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
+from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
     Confirm,
     Go,
     PlannedTrajectory,
-    Stop,
     Take,
-    ToTrainerBulk,
-    ToTrainerControl,
     TrainerBeat,
     TrainerHello,
-    Welcome,
-    WireMessage,
     WorkPlan,
 )
 from asyncrl.wire.sockets import Endpoints, Link, Poller, identity
@@ -282,7 +279,7 @@ class TrainerRank:
 
     def _status(self) -> TrainerBeat:
         busy, idle = self.watch.busy_s, self.watch.idle_s
-        return TrainerBeat(self.rank, self.learner.step, busy, idle, self.waiting, self.work)
+        return TrainerBeat(self.rank, busy, idle, self.waiting, self.work)
 
     # -- publishing and saving -------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Work = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
 LEAST_ESS_FACTOR = 0.1

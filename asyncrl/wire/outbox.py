@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.errors import DeadlineError
-from asyncrl.wire.messages import Attempt, Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
 
 log = logging.getLogger("asyncrl.worker")
 

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
-from asyncrl.wire.messages import WireMessage
+from asyncrl.wire.messages.shared import WireMessage
 
 MAX_BYTES = 256 << 20
 HIGH_WATER = 4096

@@ -9,21 +9,10 @@ from typing import Any
 import zmq
 
 from asyncrl.types import Sample
-from asyncrl.wire.messages import (
-    Ack,
-    Assign,
-    Attempt,
-    Failed,
-    Finished,
-    Generated,
-    Heartbeat,
-    Replied,
-    ToCoordinatorBulk,
-    ToCoordinatorControl,
-    Welcome,
-    WireMessage,
-    WorkerHello,
-)
+from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
+from asyncrl.wire.messages.shared import Attempt, Welcome, WireMessage
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Assign, Heartbeat, WorkerHello
 from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
 
 Record = Generated | Replied | Finished | Failed

@@ -20,14 +20,9 @@ from asyncrl.launch import placement, session
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import Supervisor
-from asyncrl.wire.messages import (
-    ObserverHello,
-    RunEnd,
-    Status,
-    Stop,
-    ToCoordinatorControl,
-    Welcome,
-)
+from asyncrl.wire.messages.channels import ToCoordinatorControl
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status
+from asyncrl.wire.messages.shared import Stop, Welcome
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.wire.messages import WireMessage
+from asyncrl.wire.messages.shared import WireMessage
 
 
 class Sent:

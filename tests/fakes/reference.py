@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import RunConfig
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.training import Episode
 
 # The options' defaults, written out again.

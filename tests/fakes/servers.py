@@ -17,7 +17,7 @@ from asyncrl.rollout.server_pool import ServerPool
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import NO_VERSION, Generation, PolicyVersion, StopReason, VersionSpan
-from asyncrl.wire.messages import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 
 SECONDS = 0.25  # that each part of a turn says it took

@@ -19,7 +19,7 @@ from asyncrl.trainer.model import Policy, whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 VOCABULARY = 40
 Episode = tuple[PlannedTrajectory, list[Turn]]

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
 from asyncrl.types import EpisodeEnd, FailReason, Sample
-from asyncrl.wire.messages import Failed, Finished
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
 

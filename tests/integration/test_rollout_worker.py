@@ -18,19 +18,9 @@ from asyncrl.config import RunConfig
 from asyncrl.data.parquet import load_samples
 from asyncrl.types import EpisodeEnd, PolicyVersion, StopReason, Turn
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import (
-    Ack,
-    Cancel,
-    Clock,
-    Failed,
-    Fenced,
-    Finished,
-    Generated,
-    Loaded,
-    LoadWeights,
-    Replied,
-    Stop,
-)
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Cancel, Clock
 from tests.fakes import worker as fake
 from tests.fakes.chatml import save_tiny_chat_model
 from tests.fakes.coordinator import FakeCoordinator

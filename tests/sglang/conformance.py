@@ -28,7 +28,7 @@ from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
-from asyncrl.wire.messages import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 from tests.fakes import weights as fake_weights
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config

@@ -21,7 +21,7 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.trainer.world import World
 from asyncrl.types import Generation, PolicyVersion, StopReason
-from asyncrl.wire.messages import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config
 from tests.sglang.conformance import DEADLINE, MAX_LEN, VOCABULARY, Versions, ask, prompt

@@ -41,7 +41,7 @@ from asyncrl.trainer.model import whole_tensors
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
 from asyncrl.types import EpisodeResult, Sample
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Weights = dict[str, Tensor]
 

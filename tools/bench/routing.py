@@ -37,7 +37,7 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.rollout.server_pool import PooledServer, choose
-from asyncrl.wire.messages import EngineEntry, EngineUse
+from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
 VOCABULARY = 512
 TURNS, PROMPT, NEW, REPLY = 8, 256, 48, 128  # tokens

@@ -13,15 +13,9 @@ from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import (
-    EngineEntry,
-    Engines,
-    EngineUse,
-    KeeperBeat,
-    KeeperHello,
-    Loaded,
-    LoadWeights,
-)
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.shared import Loaded, LoadWeights
+from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import make
 

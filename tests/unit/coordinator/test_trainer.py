@@ -16,7 +16,8 @@ from asyncrl.errors import ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import (
+from asyncrl.wire.messages.shared import Welcome
+from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
     Confirm,
@@ -25,7 +26,6 @@ from asyncrl.wire.messages import (
     Take,
     TrainerBeat,
     TrainerHello,
-    Welcome,
     WorkPlan,
 )
 from tests.fakes.mail import Sent
@@ -152,18 +152,18 @@ def test_a_beat_is_progress_only_if_more_was_done_than_the_one_before_told(world
     """Two ranks behind a barrier. Each row: when, which rank, its micro-batches so far, newest progress."""
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
     for now, rank, work, moved in rows:
-        world.desk.beat(PEERS[rank], TrainerBeat(rank, 0, 0.0, 0.0, work=work), float(now))
+        world.desk.beat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
         assert world.core.progress_at == moved
 
 
 def test_a_restarted_trainer_counts_from_the_start(world: Desk) -> None:
-    world.desk.beat(PEERS[0], TrainerBeat(0, 0, 0.0, 0.0, work=9), 1.0)
+    world.desk.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
     world.hello("y")
-    world.desk.beat(PEERS[0], TrainerBeat(0, 0, 0.0, 0.0, work=1), 2.0)
+    world.desk.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
     assert world.core.progress_at == 2.0
 
 
 def test_a_trainer_that_was_replaced_makes_no_progress(world: Desk) -> None:
     """It would hide that its successor hangs."""
-    world.desk.beat(b"trainer/0/gone", TrainerBeat(0, 0, 0.0, 0.0, work=9), 1.0)
+    world.desk.beat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
     assert world.core.progress_at == 0.0

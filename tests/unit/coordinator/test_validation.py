@@ -8,7 +8,8 @@ from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.weights import disk
-from asyncrl.wire.messages import Assign, Failed, Finished
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker_control import Assign
 from tests.unit.coordinator.test_workers import SAMPLE, A, Desk
 from tests.unit.weights.test_delta import Training
 

@@ -15,20 +15,9 @@ from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, PolicyVersion, Sample
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import (
-    Ack,
-    Assign,
-    Attempt,
-    Cancel,
-    Failed,
-    Fenced,
-    Finished,
-    Generated,
-    Heartbeat,
-    Loaded,
-    LoadWeights,
-    WorkerHello,
-)
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Heartbeat, WorkerHello
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, make
 
@@ -65,7 +54,7 @@ class Desk:
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
         incarnation = peer.decode().rpartition("/")[2]
-        self.desk.hello(peer, WorkerHello(index, incarnation, slots, 0, pid=1), 0.0)
+        self.desk.hello(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
 
     def tick(self, now: float = 0.0, gap: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""

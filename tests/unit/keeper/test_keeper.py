@@ -16,7 +16,8 @@ from asyncrl.keeper import keeper as engine_keeper
 from asyncrl.keeper.keeper import LOAD_TRIES, Keeper
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages import KeeperBeat, Loaded, WireMessage
+from asyncrl.wire.messages.keeper import KeeperBeat
+from asyncrl.wire.messages.shared import Loaded, WireMessage
 from asyncrl.wire.sockets import Endpoints
 
 REF = WeightsRef(PolicyVersion(1, 1), "somewhere")

@@ -15,14 +15,9 @@ from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import Order
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
-from asyncrl.wire.messages import (
-    ObserverHello,
-    RunEnd,
-    Status,
-    StepReport,
-    Stop,
-    ToCoordinatorControl,
-)
+from asyncrl.wire.messages.channels import ToCoordinatorControl
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0

@@ -12,7 +12,8 @@ from asyncrl.rewards import in_loop, select_shapings
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from asyncrl.wire.messages import Assign, Failed, Finished
+from asyncrl.wire.messages.worker_bulk import Failed, Finished
+from asyncrl.wire.messages.worker_control import Assign
 from tests.unit.coordinator.test_workers import A, Desk
 from tests.unit.rollout.test_episode_runner import Bench, look, recorded
 

@@ -21,7 +21,9 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
-from asyncrl.wire.messages import Assign, Attempt, Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Assign
 from asyncrl.wire.outbox import Outbox, Record
 from tests.fakes.chat import call, rules, sample
 from tests.fakes.engine import ScriptedEngine

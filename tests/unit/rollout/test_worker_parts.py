@@ -17,7 +17,7 @@ from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Changed, Waits
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages import Loaded
+from asyncrl.wire.messages.shared import Loaded
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
 from tests.fakes.weights import publish

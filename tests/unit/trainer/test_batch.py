@@ -9,7 +9,7 @@ from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.errors import ProtocolError
 from asyncrl.trainer.batch import Example, collate, example, token_rewards, with_values
 from asyncrl.types import EpisodeEnd, EpisodeResult, StopReason, Turn, VersionSpan
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 OWN = EpisodeResult(1.0, 5, (0.25, 0.75), end=EpisodeEnd.MAX_TURNS)
 ROW = PlannedTrajectory(

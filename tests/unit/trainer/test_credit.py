@@ -11,7 +11,7 @@ from asyncrl.trainer.batch import Example, example
 from asyncrl.trainer.credit import Packed, share, share_traces
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
-from asyncrl.wire.messages import PlannedTrajectory
+from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.ranks import run_ranks
 
 THIRD = 1 / 3  # no float32

@@ -21,7 +21,8 @@ from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
-from asyncrl.wire.messages import Published, ToCoordinatorControl
+from asyncrl.wire.messages.channels import ToCoordinatorControl
+from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
 from tests.fakes.group_server import FakeServer, described
 from tests.fakes.ranks import run_ranks

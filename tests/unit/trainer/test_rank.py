@@ -12,7 +12,8 @@ from asyncrl.config import parse
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
-from asyncrl.wire.messages import Committed, Take, TrainerBeat, WireMessage, WorkPlan
+from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.messages.trainer import Committed, Take, TrainerBeat, WorkPlan
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -85,7 +86,7 @@ def test_only_the_answer_to_this_request_is_taken() -> None:
     assert is_answer(WorkPlan(1, 7, 2, "step"), take)
     assert not is_answer(WorkPlan(1, 7, 1, "work"), take) and not is_answer(WorkPlan(1, 6, 2, "step"), take)
     assert not is_answer(Committed(7, True), take)
-    assert not is_answer(WorkPlan(1, 7, 2, "step"), TrainerBeat(0, 7, 0.0, 0.0))  # it asks for nothing
+    assert not is_answer(WorkPlan(1, 7, 2, "step"), TrainerBeat(0, 0.0, 0.0))  # it asks for nothing
 
 
 def test_only_what_happened_since_the_last_commit_is_timed() -> None:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from asyncrl.errors import DeadlineError
-from asyncrl.wire.messages import Attempt, Replied
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.worker_bulk import Replied
 from asyncrl.wire.outbox import RESEND, Outbox, Record
 from tests.fakes.loop import settle
 

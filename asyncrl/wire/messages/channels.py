@@ -1,0 +1,34 @@
+"""Which messages a channel carries: one tagged union a direction, with one typed decoder each.
+
+A message is a header (one of these structs, msgpack) and zero or more opaque frames.
+"""
+
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    Commit,
+    Committed,
+    Confirm,
+    Go,
+    Published,
+    Take,
+    TrainerBeat,
+    TrainerHello,
+    WorkPlan,
+)
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
+
+ToCoordinatorControl = (
+    WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Published
+    | Checkpointed | TrainerBeat | ObserverHello | Stop
+)  # fmt: skip
+ToCoordinatorBulk = Generated | Replied | Finished | Failed | Take | Confirm
+ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
+ToKeeper = Welcome | LoadWeights | Stop
+ToWorkerBulk = Ack | Fenced
+ToTrainerControl = Welcome | Committed | Stop
+ToTrainerBulk = WorkPlan | Go
+ToObserver = Welcome | Status | StepReport | RunEnd | Stop

@@ -1,0 +1,24 @@
+"""Keeper of a server to coordinator, control channel."""
+
+from __future__ import annotations
+
+from asyncrl.wire.messages.shared import WireMessage
+
+
+class KeeperHello(WireMessage, frozen=True):
+    """First message of a keeper, repeated until welcomed, after silence and when its server is up.
+    `url` is empty while the server starts; `engine` says what it is ("sglang 0.5.23")."""
+
+    index: int
+    incarnation: str
+    url: str
+    pid: int
+    engine: str = ""
+
+
+class KeeperBeat(WireMessage, frozen=True):
+    """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed."""
+
+    healthy: bool
+    starting: bool
+    waiting: str = ""

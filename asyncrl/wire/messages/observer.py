@@ -1,0 +1,35 @@
+"""Coordinator and the launcher's console, control channel."""
+
+from __future__ import annotations
+
+from asyncrl.wire.messages.shared import WireMessage
+
+
+class ObserverHello(WireMessage, frozen=True):
+    """The launcher's console wants status."""
+
+    incarnation: str
+
+
+class Status(WireMessage, frozen=True):
+    """The state of the run, a few times a second. `gauges` use the names of metrics.jsonl."""
+
+    phase: str
+    step: int
+    total_steps: int
+    gauges: dict[str, float]
+    waits: tuple[str, ...]  # who waits on whom, by name
+
+
+class StepReport(WireMessage, frozen=True):
+    """The metrics row of one committed step, or of a validation."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class RunEnd(WireMessage, frozen=True):
+    """Last message: how the run ended. `error` is empty for a completed or stopped run."""
+
+    outcome: str  # completed | stopped | failed
+    error: str = ""

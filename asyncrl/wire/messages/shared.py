@@ -1,0 +1,54 @@
+"""The base of all messages, and the messages that more than one kind of peer sends or gets."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.weights.manifest import WeightsRef
+
+
+class WireMessage(msgspec.Struct, frozen=True, tag=True):
+    """Base: the class name is the tag on the wire."""
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """One try at one episode. Records of a try that is not current are fenced."""
+
+    uid: str
+    attempt: int
+
+
+class Welcome(WireMessage, frozen=True):
+    """The coordinator knows the peer. `step` is the number of committed batches."""
+
+    coordinator_epoch: int
+    trainer_epoch: int
+    step: int
+
+
+class LoadWeights(WireMessage, frozen=True):
+    """Load a version into a lane and answer Loaded."""
+
+    ref: WeightsRef
+    lane: str
+
+
+class Loaded(WireMessage, frozen=True):
+    """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
+    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens. `superseded`: the trainer
+    has a newer version by now, and only that."""
+
+    ref: WeightsRef
+    lane: str
+    checksum: str
+    seconds: float
+    error: str = ""
+    probe_gap: float = 0.0
+    probe_tokens: int = 0
+    superseded: bool = False
+
+
+class Stop(WireMessage, frozen=True):
+    """To the coordinator: end the run, leave a checkpoint. To a worker or rank: leave now."""
+
+    reason: str

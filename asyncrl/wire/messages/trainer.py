@@ -1,0 +1,127 @@
+"""Trainer ranks and coordinator: commits, versions, checkpoints (control); plans of micro-batches (bulk)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.types import EpisodeResult
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages.shared import WireMessage
+
+
+class TrainerHello(WireMessage, frozen=True):
+    """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation."""
+
+    rank: int
+    ranks: int
+    incarnation: str
+    step: int
+    pid: int
+
+
+class TrainerBeat(WireMessage, frozen=True):
+    """Sign of life of a rank. Seconds and `work`, the micro-batches scored or trained, are totals since the
+    start: a rank that goes on sending the same `work` is alive, but makes no progress."""
+
+    rank: int
+    busy_s: float
+    idle_s: float
+    waiting: str = ""
+    work: int = 0
+
+
+class Commit(WireMessage, frozen=True):
+    """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes)."""
+
+    trainer_epoch: int
+    step: int
+    plan_hash: str
+    metrics: dict[str, float]
+
+
+class Committed(WireMessage, frozen=True):
+    """The commit of `step` is durable. `publish`: False while a restarted trainer repeats older steps."""
+
+    step: int
+    publish: bool
+
+
+class Published(WireMessage, frozen=True):
+    """Rank 0 wrote a version that engines may load."""
+
+    ref: WeightsRef
+    snapshot_s: float  # what the trainer waited
+    write_s: float  # in the background; a broadcast is only offered here, keepers tell what each took
+
+
+class Checkpointed(WireMessage, frozen=True):
+    """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories."""
+
+    trainer_epoch: int
+    step: int
+    path: str
+    trained_total: int
+
+
+class Take(WireMessage, frozen=True):
+    """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
+
+    trainer_epoch: int
+    step: int
+    micro: int
+    rank: int
+
+
+class PlannedTrajectory(msgspec.Struct, frozen=True):
+    """One trajectory of a plan. Its turns are the next `frames` frames of the message.
+
+    `siblings` are the results that the baseline is made of. `place` is the index of `own` among them; -1: it
+    landed after the deadline of a partial group. `greedy`: reward of the group's greedy episode, where the
+    advantage wants one.
+    """
+
+    uid: str
+    group: str
+    frames: int
+    own: EpisodeResult
+    siblings: tuple[EpisodeResult, ...]
+    place: int
+    temperature: float
+    tokens: int
+    greedy: float | None = None
+
+    @property
+    def group_tokens(self) -> int:
+        """Model tokens of the group's usable members."""
+        return sum(result.tokens for result in self.siblings)
+
+
+class WorkPlan(WireMessage, frozen=True):
+    """What a rank does next; all ranks get the same kind for the same (step, micro).
+
+    work: train the rows (none: a dummy of weight zero). step: the batch is complete, take the optimizer
+    step. end: no more batches, leave a checkpoint. stop: leave a checkpoint now, mid-batch.
+    """
+
+    trainer_epoch: int
+    step: int
+    micro: int
+    kind: str
+    rows: tuple[PlannedTrajectory, ...] = ()
+    plan_hash: str = ""  # with kind "step"
+
+
+class Confirm(WireMessage, frozen=True):
+    """The rank holds the payloads of a plan."""
+
+    trainer_epoch: int
+    step: int
+    micro: int
+    rank: int
+
+
+class Go(WireMessage, frozen=True):
+    """All ranks hold the payloads: run the forward."""
+
+    step: int
+    micro: int

@@ -1,0 +1,60 @@
+"""Rollout worker and coordinator, bulk channel: the records of episodes, numbered and acknowledged.
+
+The coordinator reads headers only. Frames hold a `Turn` or a `TurnReply`, decoded by whoever trains on them.
+"""
+
+from __future__ import annotations
+
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
+from asyncrl.wire.messages.shared import Attempt, WireMessage
+
+
+class Generated(WireMessage, frozen=True):
+    """A model turn, durable before its tools run. Frame: the Turn without replies."""
+
+    seq: int
+    attempt: Attempt
+    turn: int
+    tokens: int  # context + model tokens of this turn
+    model_tokens: int
+    oldest: int  # lowest version of a span; a large number when there are no model tokens
+    newest: int
+
+
+class Replied(WireMessage, frozen=True):
+    """What tools and the environment said to a turn. Frame: TurnReply."""
+
+    seq: int
+    attempt: Attempt
+    turn: int
+
+
+class Finished(WireMessage, frozen=True):
+    """The episode is over and has a reward. Its tokens are the turns sent before."""
+
+    seq: int
+    attempt: Attempt
+    result: EpisodeResult
+    stats: EpisodeStats
+    text: str = ""  # transcript of a validation episode
+
+
+class Failed(WireMessage, frozen=True):
+    """The episode has no trajectory, for a reason that is not the policy's."""
+
+    seq: int
+    attempt: Attempt
+    reason: FailReason
+    detail: str
+
+
+class Ack(WireMessage, frozen=True):
+    """Every bulk message up to `seq` of this incarnation is durable."""
+
+    seq: int
+
+
+class Fenced(WireMessage, frozen=True):
+    """The attempt is not current: drop it."""
+
+    attempt: Attempt

@@ -1,0 +1,90 @@
+"""Rollout worker and coordinator, control channel: presence, assignments, servers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.types import PolicyVersion, Sample
+from asyncrl.wire.messages.shared import Attempt, WireMessage
+
+
+class WorkerHello(WireMessage, frozen=True):
+    """First message of a worker process, repeated until welcomed, and after silence. `acked` is its highest
+    acknowledged bulk record: the next one to be sent follows it."""
+
+    index: int
+    incarnation: str
+    slots: int
+    pid: int
+    acked: int = 0
+
+
+class EngineUse(msgspec.Struct, array_like=True):
+    """What one server has done for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
+    computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: requests that it did
+    not finish. `moved`: turns that it took over from another."""
+
+    name: str
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    busy: int = 0
+    lost: int = 0
+    moved: int = 0
+
+
+class Heartbeat(WireMessage, frozen=True):
+    """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
+    absent from `held` is lost. Seconds and counts are totals since the incarnation began."""
+
+    seq: int
+    assigned: int
+    held: tuple[Attempt, ...]
+    busy_s: float
+    idle_s: float
+    tokens: int
+    waiting: str = ""  # the named wait the worker is in, if any
+    engines: tuple[EngineUse, ...] = ()
+
+
+class Assign(WireMessage, frozen=True):
+    """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from."""
+
+    seq: int
+    attempt: Attempt
+    sample: Sample
+    lane: str  # "train" or "eval": which weights sample it
+    temperature: float  # 0 is greedy
+    key: int
+
+
+class Cancel(WireMessage, frozen=True):
+    """Stop an episode and say nothing more about it."""
+
+    attempt: Attempt
+
+
+class EngineEntry(msgspec.Struct, frozen=True):
+    """A server as workers are to see it. `version` is what its keeper has confirmed last; only `healthy`
+    ones take requests. `lane` "eval": set aside for validation, its weights do not change."""
+
+    name: str
+    url: str
+    incarnation: str
+    version: PolicyVersion
+    healthy: bool
+    lane: str = "train"
+
+
+class Engines(WireMessage, frozen=True):
+    """All servers, whenever something about one changes."""
+
+    entries: tuple[EngineEntry, ...]
+
+
+class Clock(WireMessage, frozen=True):
+    """A batch was committed. A turn may start only on weights with version >= oldest."""
+
+    step: int
+    oldest: int
