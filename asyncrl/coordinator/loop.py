@@ -4,8 +4,9 @@ consumes: everything the other roles send (two ROUTER sockets)
 waits for: the sockets, at most TICK seconds
 unblocks: everyone
 
-Each turn of the loop: drain the sockets into the state, tick the deadlines, write what changed in one
-transaction, and only then let the answers out. No answer ever speaks of what a kill -9 could undo.
+Each turn of the loop calls, in order: `Poller.wait`, `_drain` (messages into the state), `_tick` (admission,
+deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies). Replies go out
+only after the transaction commits, so a kill -9 cannot undo what a peer was told.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
 
 
 class Coordinator:
-    """Owner of the sockets, the phase and the loop; the desks own the rest."""
+    """Owner of the sockets, the phase and the loop; the handlers own the rest."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
@@ -318,7 +319,7 @@ class Coordinator:
         summary["reasons"] = dict(self.core.buffer.reasons)
         write_summary(self.run_dir, summary)
 
-    # -- events of the desks ---------------------------------------------------------------------------
+    # -- events of the handlers -----------------------------------------------------------------------
 
     def _committed(self, message: Commit) -> None:
         self.workers.clock()

@@ -1,4 +1,4 @@
-"""What the coordinator's desks share: the pure state, the store, and the outbox behind the commit."""
+"""What the coordinator's handlers share: the pure state, the store, and the outbox behind the commit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("asyncrl.coordinator")
 
 @dataclass
 class Answers:
-    """Messages that may leave only after the store's commit: nobody hears of what could still be lost."""
+    """Messages that are sent only after the store's commit, as what they say must not be lost any more."""
 
     control: Hub
     bulk: Hub

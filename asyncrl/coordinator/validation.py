@@ -3,7 +3,7 @@
 An embedded engine has a second one for it in each worker; of several servers one is set aside. With a single
 server the weights go on changing, and the versions that sampled are reported.
 
-consumes: validation episodes' records, from the worker desk
+consumes: validation episodes' records, from the worker handler
 waits for: a free share of slots, engines that hold the pinned version -- with a deadline
 unblocks: the end of the run (the last validation)
 """
