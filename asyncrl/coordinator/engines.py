@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
@@ -47,24 +47,23 @@ class KeeperRecord:
 class EngineHandler:
     """Which engine has which version, and who may use it."""
 
-    def __init__(self, core: RunState, now: float) -> None:
-        self.core, self._began = core, now
-        self.remote = core.config.engine.remote
+    def __init__(self, state: RunState, now: float) -> None:
+        self.state, self._began = state, now
+        self.remote = state.config.engine.remote
         self.keepers: dict[bytes, KeeperRecord] = {}
-        self.lost = 0
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.quarantined: set[str] = set()  # engines that hold something else than they say
         self._eval_server: str | None = None
-        self._told: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
+        self._sent: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
 
     # -- engines of both kinds -----------------------------------------------------------------------
 
     def join(self, engine: str) -> None:
         """An engine reports in; it is sent the latest version whatever it has."""
-        self.core.versions.join(engine)
+        self.state.versions.join(engine)
 
     def leave(self, engine: str) -> None:
-        self.core.versions.leave(engine)
+        self.state.versions.leave(engine)
         self.quarantined.discard(engine)
         if self._eval_server == engine:
             self._eval_server = None
@@ -72,11 +71,11 @@ class EngineHandler:
     def quarantine(self, engine: str, now: float) -> None:
         """No more work for it until it has loaded the latest version anew."""
         self.quarantined.add(engine)
-        self.core.versions.resend(engine, now)
+        self.state.versions.resend(engine, now)
 
     def loaded(self, engine: str, name: str, message: Loaded, now: float) -> None:
         """An engine confirmed a version, or could not load it."""
-        versions, version = self.core.versions, message.ref.version
+        versions, version = self.state.versions, message.ref.version
         if message.superseded:
             versions.resend(engine, now)
             return
@@ -91,7 +90,7 @@ class EngineHandler:
         self.note_probe(message)
         self.quarantined.discard(engine)
         if versions.ack(engine, version):
-            self.core.progress(now)
+            self.state.progress(now)
 
     def note_probe(self, message: Loaded) -> None:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
@@ -101,15 +100,15 @@ class EngineHandler:
         """Policy version that new episodes of a worker start on, at least: its own engine's, or that of the
         slowest server that training may use; -1 without any."""
         if not self.remote:
-            return self.core.versions.step(engine)
-        steps = [self.core.versions.step(keeper.engine) for keeper in self._serving("train")]
-        usable = self.core.batches.committed - self.core.config.buffer.max_staleness
+            return self.state.versions.step(engine)
+        steps = [self.state.versions.step(keeper.engine) for keeper in self._serving("train")]
+        usable = self.state.batches.committed - self.state.config.buffer.max_staleness
         fresh = [step for step in steps if step >= usable]  # others get no turns anyway
         return min(fresh, default=max(steps, default=-1))
 
     def tick(self, now: float, gap: float) -> None:
         """Expire leases, push versions. `gap`: how long the coordinator's own loop was away."""
-        lease = self.core.config.launch.lease
+        lease = self.state.config.launch.lease
         for keeper in list(self.keepers.values()):
             if gap > lease / 4:
                 keeper.seen = now
@@ -118,20 +117,20 @@ class EngineHandler:
         self._push(now)
 
     def _push(self, now: float) -> None:
-        versions = self.core.versions
+        versions = self.state.versions
         if versions.ref is not None:
             for engine in self._due(now):
-                self.core.outbox.to_control(engine.encode(), LoadWeights(versions.ref, "train"))
+                self.state.outbox.to_control(engine.encode(), LoadWeights(versions.ref, "train"))
                 versions.push(engine, now)
-        for engine in versions.overdue(now, self.core.config.weights.deadline):
+        for engine in versions.overdue(now, self.state.config.weights.deadline):
             log.warning("%s has not loaded v%d in time; it is sent again", engine, versions.newest.step)
 
     def _due(self, now: float) -> list[str]:
         """Engines to send the newest version to. Servers that serve are updated one after another, in turn:
         while one is paused, the others generate."""
-        versions, held = self.core.versions, self.core.versions.engines
+        versions, held = self.state.versions, self.state.versions.engines
         due = [engine for engine in held if versions.behind(engine, now) and self._may_load(engine)]
-        if not self.remote or not self.core.config.weights.rolling:
+        if not self.remote or not self.state.config.weights.rolling:
             return due
         served = {engine for engine in held if held[engine].acked != NO_VERSION}  # healthy now or not
         idle = [engine for engine in due if engine not in served]
@@ -157,15 +156,12 @@ class EngineHandler:
             log.info("engine %d: keeper joined, pid %d", message.index, message.pid)
             known = self.keepers[peer] = KeeperRecord(peer, message, now)
             self.join(known.engine)
-            self.core.progress(now)
+            self.state.progress(now)
         elif message.url and not known.hello.url:
             log.info("engine %d: %s at %s", message.index, message.engine, message.url)
-            self.core.progress(now)
+            self.state.progress(now)
         known.hello, known.seen = message, now
-        core = self.core
-        core.outbox.to_control(
-            peer, Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
-        )
+        self.state.welcome(peer)
 
     def beat(self, peer: bytes, message: KeeperBeat, now: float) -> None:
         keeper = self.keepers.get(peer)
@@ -173,7 +169,7 @@ class EngineHandler:
             return  # it will say hello
         keeper.seen, keeper.beat = now, message
         if message.starting:  # the keeper has a deadline for that, and ends when it is over
-            self.core.progress(now)
+            self.state.progress(now)
 
     def confirmed(self, peer: bytes, message: Loaded, now: float) -> None:
         """A keeper's answer to LoadWeights."""
@@ -185,11 +181,10 @@ class EngineHandler:
 
     def stop(self, reason: str) -> None:
         for keeper in self.keepers.values():
-            self.core.outbox.to_control(keeper.peer, Stop(reason))
+            self.state.outbox.to_control(keeper.peer, Stop(reason))
 
     def _lose(self, keeper: KeeperRecord, why: str) -> None:
         log.warning("%s lost (%s)", keeper.name, why)
-        self.lost += 1
         del self.keepers[keeper.peer]
         self.leave(keeper.engine)
 
@@ -200,21 +195,21 @@ class EngineHandler:
         """Episodes can be sampled: with servers, one of them holds a published version."""
         return not self.remote or bool(self._serving(None))
 
-    def tell(self, workers: Iterable[bytes], now: float) -> None:
+    def send_table(self, workers: Iterable[bytes], now: float) -> None:
         """Send the table to each worker that has not got it. A restarted coordinator first gives the keepers
         a lease's time to report: workers take back turns from servers that a table leaves out."""
-        complete = len(self.keepers) >= self.core.config.engine.keepers
-        if not self.remote or not (complete or now > self._began + self.core.config.launch.lease):
+        complete = len(self.keepers) >= self.state.config.engine.keepers
+        if not self.remote or not (complete or now > self._began + self.state.config.launch.lease):
             return
-        table, before = self.table(), self._told
-        self._told = dict.fromkeys(workers, table)
-        for peer in self._told:
+        table, before = self.table(), self._sent
+        self._sent = dict.fromkeys(workers, table)
+        for peer in self._sent:
             if before.get(peer) != table:
-                self.core.outbox.to_control(peer, Engines(table))
+                self.state.outbox.to_control(peer, Engines(table))
 
-    def forget(self, peer: bytes) -> None:
+    def forget_table(self, peer: bytes) -> None:
         """A worker said hello: it may have missed the table."""
-        self._told.pop(peer, None)
+        self._sent.pop(peer, None)
 
     def table(self) -> tuple[EngineEntry, ...]:
         serving = {keeper.engine for keeper in self._serving(None)}
@@ -225,7 +220,7 @@ class EngineHandler:
             name=keeper.name,
             url=keeper.hello.url,
             incarnation=keeper.hello.incarnation,
-            version=self.core.versions.engines[keeper.engine].acked,
+            version=self.state.versions.engines[keeper.engine].acked,
             healthy=healthy,
             lane="eval" if keeper.engine == self._eval_server else "train",
         )
@@ -236,7 +231,7 @@ class EngineHandler:
         for keeper in self.keepers.values():
             mine = [use for use in uses if use.name == keeper.name]
             totals = {name: float(sum(getattr(use, name) for use in mine)) for name in COUNTS}
-            totals["version"] = float(self.core.versions.step(keeper.engine))
+            totals["version"] = float(self.state.versions.step(keeper.engine))
             totals["push_s"] = keeper.push_s
             totals["cache_hit"] = totals["cached_tokens"] / max(1.0, totals["prompt_tokens"])
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
@@ -252,7 +247,7 @@ class EngineHandler:
             if keeper.hello.url
             and keeper.beat.healthy
             and keeper.engine not in self.quarantined
-            and self.core.versions.engines[keeper.engine].acked != NO_VERSION
+            and self.state.versions.engines[keeper.engine].acked != NO_VERSION
             and (lane is None or (lane == "eval") == (keeper.engine == self._eval_server))
         ]
 
@@ -264,7 +259,7 @@ class EngineHandler:
         if self._eval_server is None:
             if sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
                 return self.ready
-            held = self.core.versions.engines
+            held = self.state.versions.engines
             fit = [
                 keeper
                 for keeper in self._serving("train")

@@ -22,7 +22,7 @@ from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.reporting import Reporter
-from asyncrl.coordinator.state import Answers, build_core, log
+from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
@@ -34,7 +34,7 @@ from asyncrl.types import DropReason
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Loaded, Stop, Welcome, WireMessage
+from asyncrl.wire.messages.shared import Loaded, Stop, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -84,20 +84,20 @@ class Coordinator:
         self.run_dir = Path(config.run_dir) / config.name
         self.control = Hub(endpoints.control, ToCoordinatorControl)
         self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
-        self.core = build_core(config, self.run_dir, Answers(self.control, self.bulk))
-        self.engines = EngineHandler(self.core, time.monotonic())
+        self.state = load_state(config, self.run_dir, TransactionalOutbox(self.control, self.bulk))
+        self.engines = EngineHandler(self.state, time.monotonic())
         self.validation: Validation
         self.workers = WorkerHandler(
-            self.core,
+            self.state,
             self.engines,
             on_landed=lambda episode: self.reporter.on_landed(episode),
             on_eval=lambda worker, message: self.validation.record(worker, message),
             eval_wanted=lambda attempt: self.validation.wanted(attempt),
         )
-        self.trainer = TrainerHandler(self.core, self._committed)
+        self.trainer = TrainerHandler(self.state, self._committed)
         test = load_samples(config.data.test) if config.data.test else []
-        self.validation = Validation(self.core, self.workers, self.engines, test)
-        self.reporter = Reporter(self.core, self.workers, self.engines, self.trainer)
+        self.validation = Validation(self.state, self.workers, self.engines, test)
+        self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.phase, self.error, self.outcome = Phase.STARTING, "", ""
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
@@ -107,13 +107,13 @@ class Coordinator:
 
     def _adopt(self, incarnation: str) -> None:
         """Go on from the store. Workers of another launch are gone; ours may still be there."""
-        core = self.core
-        if core.store.read.meta("launch") != incarnation:
+        state = self.state
+        if state.store.read.meta("launch") != incarnation:
             self.workers.orphans(time.monotonic())
-            core.store.put_meta("launch", incarnation)
+            state.store.put_meta("launch", incarnation)
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
-        core.store.put_meta("coordinator_epoch", str(core.coordinator_epoch))
-        core.persist()
+        state.store.put_meta("coordinator_epoch", str(state.coordinator_epoch))
+        state.persist()
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -124,11 +124,11 @@ class Coordinator:
             poller.wait(TICK)
             now = time.monotonic()
             try:
-                self.core.waits = []
+                self.state.waits = []
                 self._drain(now)
                 self._tick(now, gap=now - before - TICK)
                 self.workers.queue_acks()
-                self.core.persist()
+                self.state.persist()
             except AsyncrlError as error:
                 log.exception("the run cannot go on")
                 self._fail(one_line(error))
@@ -149,8 +149,8 @@ class Coordinator:
             case WorkerHello():
                 self.workers.hello(peer, message, now)
             case Loaded():
-                desk = self.engines.confirmed if self.engines.remote else self.workers.loaded
-                desk(peer, message, now)
+                confirm = self.engines.confirmed if self.engines.remote else self.workers.loaded
+                confirm(peer, message, now)
             case KeeperHello():
                 self.engines.hello(peer, message, now)
             case KeeperBeat():
@@ -167,12 +167,7 @@ class Coordinator:
                 self.trainer.checkpointed(message, now)
             case ObserverHello():
                 self.observers.add(peer)
-                self.core.outbox.to_control(
-                    peer,
-                    Welcome(
-                        self.core.coordinator_epoch, self.core.trainer_epoch, self.core.batches.committed
-                    ),
-                )
+                self.state.welcome(peer)
             case Stop():
                 self._stop(message.reason, now)
 
@@ -188,14 +183,14 @@ class Coordinator:
     # -- time ------------------------------------------------------------------------------------------
 
     def _tick(self, now: float, gap: float) -> None:
-        core = self.core
+        state = self.state
         self._advance(now)
         if self._orphans_at is not None and now > self._orphans_at:
             self._orphans_at = None
             self.workers.orphans(now)
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             self._admit(now)
-            core.buffer.tick(now)
+            state.buffer.tick(now)
             self._check_barren()
         if self.phase is not Phase.STOPPING:
             self.engines.tick(now, gap)
@@ -206,27 +201,27 @@ class Coordinator:
         self._watch(now)
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
-            self._tell(self._status())
+            self._to_observers(self._status())
 
     def _admit(self, now: float) -> None:
-        buffer, free = self.core.buffer, self.workers.free_slots
+        buffer, free = self.state.buffer, self.workers.free_slots
         free -= sum(1 for _ in buffer.pending()) if free else 0
         while buffer.can_admit(free, self.workers.total_slots):
-            free -= len(buffer.admit(self.core.batches.committed, now).members)
+            free -= len(buffer.admit(self.state.batches.committed, now).members)
         if buffer.data_over and self.config.data.at_end == "drop":
             self._drop_remainder()
 
     def _drop_remainder(self) -> None:
         """Data exhausted: what cannot fill a batch any more is dropped, by name."""
-        live = list(self.core.buffer.live.values())
+        live = list(self.state.buffer.live.values())
         untaken = [group for group in live if group.step < 0]
         room = self.config.buffer.groups_per_batch
-        batch = self.core.batches.batches.get(self.core.batches.committed)
+        batch = self.state.batches.batches.get(self.state.batches.committed)
         if len(untaken) + (len(batch.groups) if batch else 0) < room and (batch is None or not batch.micros):
-            self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
+            self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
 
     def _check_barren(self) -> None:
-        config, buffer = self.config.buffer, self.core.buffer
+        config, buffer = self.config.buffer, self.state.buffer
         if buffer.barren > MAX_BARREN_BATCHES * config.groups_per_batch:
             raise ProtocolError(
                 f"{buffer.barren} groups in a row could not be trained; the last one: "
@@ -237,16 +232,16 @@ class Coordinator:
 
     def _advance(self, now: float) -> None:
         match self.phase:
-            case Phase.STARTING if self.core.versions.ref and self.workers.workers and self.engines.ready:
+            case Phase.STARTING if self.state.versions.ref and self.workers.workers and self.engines.ready:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
-                if self.core.batches.committed == 0:
+                if self.state.batches.committed == 0:
                     self.validation.begin(0, self.config.validation.samples, True, now)
             case Phase.RUNNING if self._trained_out():
-                self.workers.cancel(self.core.buffer.drop_all(DropReason.END_OF_DATA))
+                self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.config.weights.deadline)
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
-                step = self.core.batches.committed
+                step = self.state.batches.committed
                 self.validation.begin(step, self.config.validation.samples, True, now)
                 self._enter(Phase.EVALUATING, now)
             case Phase.EVALUATING if not self.validation.busy:
@@ -255,32 +250,32 @@ class Coordinator:
             case Phase.STOPPING if self.trainer.finished or now > self.deadline:
                 self._end("stopped")
             case Phase.STARTING if now > max(
-                self.deadline, self.core.progress_at + self.config.launch.start_timeout
+                self.deadline, self.state.progress_at + self.config.launch.start_timeout
             ):  # a trainer that repeats steps after a crash is making progress
                 raise ProtocolError(f"not started within launch.start_timeout: {self._missing()}")
 
     def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
         log.info("phase %s", phase)
         self.phase, self.deadline = phase, now + seconds
-        self.core.progress(now)
+        self.state.progress(now)
 
     def _trained_out(self) -> bool:
         """No batch is left to train."""
-        batches = self.core.batches
+        batches = self.state.batches
         return batches.committed >= self.config.total_steps or batches.over
 
     def _drained(self, now: float) -> bool:
         """The last checkpoint is in place, and the last version acked by all, or its time is up."""
-        if self.trainer.checkpoint_step < self.core.batches.committed:
+        if self.trainer.checkpoint_step < self.state.batches.committed:
             return False
         pushed = (
-            self.core.versions.newest.step >= self.core.batches.committed and self.core.versions.all_acked
+            self.state.versions.newest.step >= self.state.batches.committed and self.state.versions.all_acked
         )
         return pushed or now > self.deadline
 
     def _missing(self) -> str:
         waits = [] if self.workers.workers else ["no rollout worker has reported in"]
-        waits += [] if self.core.versions.ref else ["the trainer has not published the first version"]
+        waits += [] if self.state.versions.ref else ["the trainer has not published the first version"]
         waits += [] if self.engines.ready else ["no server holds a published version"]
         return "; ".join(waits) or "unknown"
 
@@ -300,23 +295,23 @@ class Coordinator:
     def _end(self, outcome: str) -> None:
         """Write the summary, tell everyone, close."""
         self.outcome, self.phase = outcome, Phase.CLOSED
-        self.core.persist()
-        now = {"training/step": float(self.core.batches.committed), "time_s": self.reporter.seconds}
+        self.state.persist()
+        now = {"training/step": float(self.state.batches.committed), "time_s": self.reporter.seconds}
         self.reporter.write(now | self.reporter.gauges())
         flow, conserved = self.reporter.audit()
         self._write_summary(flow, conserved)
         self.workers.stop(outcome)
         self.engines.stop(outcome)
         self.trainer.stop(outcome)
-        self._tell(self._status())
-        self._tell(RunEnd(outcome, self.error))
-        self.core.outbox.flush()
+        self._to_observers(self._status())
+        self._to_observers(RunEnd(outcome, self.error))
+        self.state.outbox.flush()
 
     def _write_summary(self, flow: Flow, conserved: bool) -> None:
         summary = summarize(self.reporter.close(), msgspec.structs.asdict(flow), conserved)
         summary["outcome"] = self.outcome
         summary["error"] = self.error
-        summary["reasons"] = dict(self.core.buffer.reasons)
+        summary["reasons"] = dict(self.state.buffer.reasons)
         write_summary(self.run_dir, summary)
 
     # -- events of the handlers -----------------------------------------------------------------------
@@ -324,7 +319,7 @@ class Coordinator:
     def _committed(self, message: Commit) -> None:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
-        self._tell(StepReport(message.step, row))
+        self._to_observers(StepReport(message.step, row))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:
             self.validation.begin(message.step, self.config.validation.samples, False, time.monotonic())
@@ -333,34 +328,34 @@ class Coordinator:
         for step, metrics in self.validation.results:
             row = {"training/step": float(step), "time_s": self.reporter.seconds} | metrics
             self.reporter.write(row)
-            self._tell(StepReport(step, row))
-            self.core.progress(time.monotonic())
+            self._to_observers(StepReport(step, row))
+            self.state.progress(time.monotonic())
         self.validation.results = []
 
-    # -- telling ---------------------------------------------------------------------------------------
+    # -- observers -------------------------------------------------------------------------------------
 
     def _status(self) -> Status:
-        waits = list(dict.fromkeys(self.core.waits))
+        waits = list(dict.fromkeys(self.state.waits))
         waits += [
             f"{w.name}: {w.beat.waiting}" for w in self.workers.workers.values() if w.beat and w.beat.waiting
         ]
         waits += [f"{k.name}: {k.beat.waiting}" for k in self.engines.keepers.values() if k.beat.waiting]
         waits += [f"trainer {r}: {b.waiting}" for r, b in self.trainer.ranks.beats.items() if b.waiting]
-        step = self.core.batches.committed
+        step = self.state.batches.committed
         return Status(self.phase, step, self.config.total_steps, self.reporter.gauges(), tuple(waits))
 
-    def _tell(self, message: WireMessage) -> None:
+    def _to_observers(self, message: WireMessage) -> None:
         for peer in self.observers:
-            self.core.outbox.to_control(peer, message)
+            self.state.outbox.to_control(peer, message)
 
     def _watch(self, now: float) -> None:
         """Nothing hangs silently: a run in which nothing moves ends, and says who waited on whom."""
         limit = self.config.launch.stall_timeout
-        if now - self.core.progress_at > limit:
+        if now - self.state.progress_at > limit:
             waits = "; ".join(self._status().waits) or "no wait is known"
             raise ProtocolError(f"nothing has moved for {limit:g} s: {waits}")
 
     def close(self) -> None:
-        self.core.store.close()
+        self.state.store.close()
         self.control.close()
         self.bulk.close()

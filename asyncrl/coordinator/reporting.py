@@ -40,15 +40,15 @@ class Reporter:
     """Collects, and writes `metrics.jsonl`. Totals survive a restart through the file."""
 
     def __init__(
-        self, core: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
+        self, state: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
     ) -> None:
-        self.core, self.workers, self.engines, self.trainer = core, workers, engines, trainer
-        self.landed, self.last = Landed(), Landed()
+        self.state, self.workers, self.engines, self.trainer = state, workers, engines, trainer
+        self.landed = Landed()
         self.started = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.tokens = 0  # totals of this process
-        earlier = read_rows(core.run_dir)
+        earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
-        self._file = (core.run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._file = (state.run_dir / "metrics.jsonl").open("a", buffering=1)
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
 
@@ -83,7 +83,7 @@ class Reporter:
             trained | self.gauges() | self._episodes() | self._groups(step) | self._shares(now - self.row_at)
         )
         self.row_at = now
-        self.last, self.landed = self.landed, Landed()
+        self.landed = Landed()
         self.write(row)
         return row
 
@@ -98,30 +98,30 @@ class Reporter:
 
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""
-        core, counts = self.core, self.core.buffer.counts()
+        state, counts = self.state, self.state.buffer.counts()
         trainer = self.trainer
-        flow = msgspec.structs.asdict(core.buffer.flow())
-        files = core.config.weights.transport == "disk"  # broadcasts are measured per engine
+        flow = msgspec.structs.asdict(state.buffer.flow())
+        files = state.config.weights.transport == "disk"  # broadcasts are measured per engine
         return (
             {f"flow/{name}": float(value) for name, value in flow.items()}
             | {
                 "async/ready": float(counts[State.READY]),
                 "async/running": float(counts[State.RUNNING]),
                 "async/credits": float(self.workers.free_slots),
-                "async/live_groups": float(len(core.buffer.live)),
+                "async/live_groups": float(len(state.buffer.live)),
                 "async/workers": float(len(self.workers.workers)),
-                "weights/pushed": float(core.versions.newest.step),
-                "weights/acked": float(core.versions.acked_step),
-                "weights/acked_lag": float(core.versions.newest.step - core.versions.acked_step),
+                "weights/pushed": float(state.versions.newest.step),
+                "weights/acked": float(state.versions.acked_step),
+                "weights/acked_lag": float(state.versions.newest.step - state.versions.acked_step),
                 "weights/stall_s": trainer.snapshot_s,
                 "weights/probe_logprob_diff_max": self.engines.probe_gap,
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
-                "data/retired_samples": float(len(core.buffer.retired)),
+                "data/retired_samples": float(len(state.buffer.retired)),
                 "rollout/turns_checked": float(self.workers.turns),
             }
             | {
-                f"rollout/attempts_failed/{reason}": float(core.buffer.reasons[f"attempt_failed/{reason}"])
+                f"rollout/attempts_failed/{reason}": float(state.buffer.reasons[f"attempt_failed/{reason}"])
                 for reason in FailReason
             }
             | ({"weights/push_s": trainer.write_s} if files else {})
@@ -159,15 +159,15 @@ class Reporter:
 
     def _groups(self, step: int) -> dict[str, float]:
         """What became of the groups settled since the last row, and of cohorts that are over."""
-        core = self.core
-        now = Counter(core.buffer.settled)
+        state = self.state
+        now = Counter(state.buffer.settled)
         before, self._settled = self._settled, now
-        settled, row = (now - before).total(), core.buffer.cohorts.take(before=step)
+        settled, row = (now - before).total(), state.buffer.cohorts.take(before=step)
         if settled:
             filtered, usable = now[State.FILTERED] - before[State.FILTERED], now[USABLE] - before[USABLE]
             row["flow/filtered_frac"] = filtered / settled
             row["rollout/discarded_group_frac"] = (settled - usable) / settled
-        trained = len(core.batches.batches[step - 1].groups)
+        trained = len(state.batches.batches[step - 1].groups)
         if trained:
             row["rollout/groups_per_trained_group"] = settled / trained
         return row
@@ -207,15 +207,15 @@ class Reporter:
         `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
         batches and, if it is of the last step, the checkpoint's own count of the lineage must agree.
         """
-        core = self.core
-        flow, counts = core.buffer.flow(), core.buffer.counts()
-        store = core.store.read.counts()
-        agree = all(counts[state] == store.get(state, 0) for state in State)
-        planned = core.store.read.trained_in_plans() == flow.trained
+        state = self.state
+        flow, counts = state.buffer.flow(), state.buffer.counts()
+        store = state.store.read.counts()
+        agree = all(counts[one] == store.get(one, 0) for one in State)
+        planned = state.store.read.trained_in_plans() == flow.trained
         counted = self.trainer.checkpoint_trained in (None, flow.trained)
         return flow, flow.conserved and agree and planned and counted
 
     def close(self) -> list[dict[str, float]]:
         """All rows of the run, for the summary."""
         self._file.close()
-        return read_rows(self.core.run_dir)
+        return read_rows(self.state.run_dir)

@@ -1,4 +1,4 @@
-"""What the coordinator's handlers share: the pure state, the store, and the outbox behind the commit."""
+"""What the coordinator's handlers share: buffer, batches, versions, store and outbox."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.messages.shared import Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
 log = logging.getLogger("asyncrl.coordinator")
 
 
 @dataclass
-class Answers:
-    """Messages that are sent only after the store's commit, as what they say must not be lost any more."""
+class TransactionalOutbox:
+    """Messages of one turn of the loop. They are sent after the store's commit: what a peer has been sent
+    cannot be undone by a kill -9."""
 
     control: Hub
     bulk: Hub
@@ -41,7 +42,7 @@ class Answers:
         self._queue.append((self.bulk, peer, message, frames))
 
     def flush(self) -> None:
-        """Send everything. What a slow or absent peer misses, its protocol asks for again."""
+        """Send everything. A peer that misses a message asks for it again, as its protocol says."""
         queue, self._queue = self._queue, []
         for hub, peer, message, frames in queue:
             if not hub.send(peer, message, frames):
@@ -50,7 +51,7 @@ class Answers:
 
 @dataclass
 class RunState:
-    """The run's state, in the coordinator's hands only."""
+    """The state of the run. Only the coordinator's thread reads and writes it."""
 
     config: RunConfig
     run_dir: Path
@@ -59,7 +60,7 @@ class RunState:
     batches: Batches
     versions: VersionLedger
     store: RunStore
-    outbox: Answers
+    outbox: TransactionalOutbox
     coordinator_epoch: int
     trainer_epoch: int = 0
     progress_at: float = field(default_factory=time.monotonic)
@@ -69,8 +70,13 @@ class RunState:
         """Something moved: the watchdog starts anew."""
         self.progress_at = now
 
+    def welcome(self, peer: bytes) -> None:
+        """Answer a hello."""
+        message = Welcome(self.coordinator_epoch, self.trainer_epoch, self.batches.committed)
+        self.outbox.to_control(peer, message)
+
     def persist(self) -> None:
-        """Write what changed in one transaction, then let the answers out."""
+        """Write what changed in one transaction, then send the messages of this turn."""
         groups, episodes = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes)
@@ -82,29 +88,18 @@ class RunState:
         self.outbox.flush()
 
 
-def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
-    """Samples, buffer and store, as the store says they were."""
-    samples = load_samples(config.data.train)
-    data, buffer = config.data, config.buffer
-    store = RunStore(run_dir)
-    credit = advantages.load(config.algorithm.advantage)
-    replay = ReplayBuffer(
-        buffer,
-        Prompts(len(samples), config.seed, data.shuffle, data.epochs),
-        total_groups=config.total_steps * buffer.groups_per_batch,
-        retries=config.rollout.retries,
-        group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
-        greedy=credit.greedy,
-        reads=Reads(turns=credit.turns, components=credit.components),
-    )
-    batches = Batches(replay, config.trainer.micro_batch_tokens, data.at_end == "flush")
+def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
+    """The state of a run, restored from the store in its directory; a new one where there is none."""
+    samples, store = load_samples(config.data.train), RunStore(run_dir)
+    buffer = _new_buffer(config, len(samples))
+    batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")
     held = store.read.load()
     for group in held.groups:  # the clock of the process that set the deadline is gone
-        group.deadline = time.monotonic() + buffer.group_deadline
-    replay.restore(held.groups, held.episodes, held.left)
-    replay.next_group, replay.cursor = held.next_group, held.cursor
-    replay.retired = held.retired if buffer.retire_pass_rate < 1 else set()
-    replay.committed = held.committed
+        group.deadline = time.monotonic() + config.buffer.group_deadline
+    buffer.restore(held.groups, held.episodes, held.left)
+    buffer.next_group, buffer.cursor = held.next_group, held.cursor
+    buffer.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
+    buffer.committed = held.committed
     batches.restore(held.batches, held.taken, held.baselines)
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
@@ -112,11 +107,25 @@ def build_core(config: RunConfig, run_dir: Path, outbox: Answers) -> RunState:
         config=config,
         run_dir=run_dir,
         samples=samples,
-        buffer=replay,
+        buffer=buffer,
         batches=batches,
         versions=VersionLedger(version, ref),
         store=store,
         outbox=outbox,
         coordinator_epoch=int(store.read.meta("coordinator_epoch", "0")) + 1,
         trainer_epoch=int(store.read.meta("trainer_epoch", "0")),
+    )
+
+
+def _new_buffer(config: RunConfig, samples: int) -> ReplayBuffer:
+    data, buffer = config.data, config.buffer
+    credit = advantages.load(config.algorithm.advantage)
+    return ReplayBuffer(
+        buffer,
+        Prompts(samples, config.seed, data.shuffle, data.epochs),
+        total_groups=config.total_steps * buffer.groups_per_batch,
+        retries=config.rollout.retries,
+        group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
+        greedy=credit.greedy,
+        reads=Reads(turns=credit.turns, components=credit.components),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.wire.messages.shared import Stop, Welcome
+from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -34,7 +34,6 @@ class Ranks:
 
     incarnation: str = ""
     size: int = 0
-    step: int = 0
     control: dict[int, bytes] = field(default_factory=dict)
     takes: dict[int, tuple[bytes, Take]] = field(default_factory=dict)
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
@@ -45,13 +44,13 @@ class Ranks:
 class TrainerHandler:
     """Plans out, commits in. `on_commit(step, metrics)` is told of each new committed batch."""
 
-    def __init__(self, core: RunState, on_commit: Callable[[Commit], None]) -> None:
-        self.core, self.on_commit = core, on_commit
-        self.ranks = Ranks(incarnation=core.store.read.meta("trainer_incarnation"))
-        epoch, step, micro = map(int, core.store.read.meta("gone", "0 0 0").split())
-        self.gone = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
+    def __init__(self, state: RunState, on_commit: Callable[[Commit], None]) -> None:
+        self.state, self.on_commit = state, on_commit
+        self.ranks = Ranks(incarnation=state.store.read.meta("trainer_incarnation"))
+        epoch, step, micro = map(int, state.store.read.meta("last_go", "0 0 0").split())
+        self.last_go = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
-        self.checkpoint_step = max(core.store.read.checkpoints(), default=-1)  # of the newest one
+        self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
 
@@ -59,28 +58,26 @@ class TrainerHandler:
 
     def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
         """A rank reports in. A new incarnation is a new trainer epoch: the ones before are fenced."""
-        core = self.core
+        state = self.state
         if message.incarnation != self.ranks.incarnation or not self.ranks.size:
             if message.incarnation != self.ranks.incarnation:
-                core.trainer_epoch += 1
-                core.store.put_meta("trainer_epoch", str(core.trainer_epoch))
-                core.store.put_meta("trainer_incarnation", message.incarnation)
-            self.ranks = Ranks(message.incarnation, message.ranks, message.step)
-            log.info("trainer epoch %d begins at step %d", core.trainer_epoch, message.step)
+                state.trainer_epoch += 1
+                state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
+                state.store.put_meta("trainer_incarnation", message.incarnation)
+            self.ranks = Ranks(message.incarnation, message.ranks)
+            log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
             self._check_position(message.step)
-            core.progress(now)  # a hello repeated out of silence is none
+            state.progress(now)  # a hello repeated out of silence is none
         self.ranks.control[message.rank] = peer
-        core.outbox.to_control(
-            peer, Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
-        )
+        state.welcome(peer)
 
     def _check_position(self, step: int) -> None:
-        kept = self.core.batches.batches
-        missing = [n for n in range(step, self.core.batches.committed) if n not in kept]
-        if step > self.core.batches.committed or missing:
+        kept = self.state.batches.batches
+        missing = [n for n in range(step, self.state.batches.committed) if n not in kept]
+        if step > self.state.batches.committed or missing:
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
-                f"{min(kept, default=self.core.batches.committed)} to {self.core.batches.committed}: "
+                f"{min(kept, default=self.state.batches.committed)} to {self.state.batches.committed}: "
                 "checkpoint and store are not of one run; restore both from the same copy"
             )
 
@@ -92,57 +89,58 @@ class TrainerHandler:
         before = self.ranks.beats.get(message.rank)
         self.ranks.beats[message.rank] = message
         if message.work > (before.work if before else 0):
-            self.core.progress(now)
+            self.state.progress(now)
 
     def commit(self, peer: bytes, message: Commit, now: float) -> None:
         """Idempotent on the step: a repeat is answered alike, another plan under that step is fatal."""
-        core = self.core
-        if message.trainer_epoch != core.trainer_epoch:
-            core.outbox.to_control(peer, Stop("a newer trainer has taken over"))
+        state = self.state
+        if message.trainer_epoch != state.trainer_epoch:
+            state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
             return
-        recorded = core.store.read.plan_hash(message.step)
-        batch = core.batches.batches.get(message.step - 1)
+        recorded = state.store.read.plan_hash(message.step)
+        batch = state.batches.batches.get(message.step - 1)
         expected = batch.plan_hash if batch is not None else recorded
         if message.plan_hash != expected:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
         if recorded is None:
-            core.batches.commit(message.step)
-            core.store.put_commit(message.step, core.trainer_epoch, message.plan_hash)
+            state.batches.commit(message.step)
+            state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
             self.on_commit(message)
-        self.ranks.step = message.step
-        core.progress(now)
+        state.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
-        core.outbox.to_control(peer, Committed(message.step, publish=message.step >= core.batches.committed))
+        state.outbox.to_control(
+            peer, Committed(message.step, publish=message.step >= state.batches.committed)
+        )
 
     def publish(self, message: Published, now: float) -> None:
-        core = self.core
+        state = self.state
         ref = message.ref
-        if ref.version.epoch == core.trainer_epoch and core.versions.publish(ref):
+        if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
             self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
-            core.store.put_version(ref.version, ref.path)
-            core.progress(now)
+            state.store.put_version(ref.version, ref.path)
+            state.progress(now)
 
     def checkpointed(self, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: what the oldest retained one covers may be forgotten."""
-        core = self.core
-        self.finished = self.stopping and message.step >= core.batches.committed
+        state = self.state
+        self.finished = self.stopping and message.step >= state.batches.committed
         if message.step == self.checkpoint_step:
             return  # told again, for a coordinator that may not have heard
-        core.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
+        state.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
         self.checkpoint_step = message.step
-        at_end = message.step == core.batches.committed
+        at_end = message.step == state.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None
-        keep = core.config.trainer.keep_checkpoints
-        kept = sorted({*core.store.read.checkpoints(), message.step})[-keep:]
+        keep = state.config.trainer.keep_checkpoints
+        kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
         oldest = kept[0] if len(kept) == keep else 0
-        covered = core.batches.retain(oldest)
+        covered = state.batches.retain(oldest)
         for uid in covered:
-            core.store.forget_frames(uid)
-        core.store.forget_plans(oldest, len(covered))
-        core.store.sync()
-        core.store.remove_unused_segments()
-        core.progress(now)
+            state.store.forget_frames(uid)
+        state.store.forget_plans(oldest, len(covered))
+        state.store.sync()
+        state.store.remove_unused_segments()
+        state.progress(now)
 
     def finish(self) -> None:
         """Let the ranks leave a checkpoint at the next micro-batch, and nothing more."""
@@ -151,13 +149,13 @@ class TrainerHandler:
     def stop(self, reason: str) -> None:
         """The ranks leave now."""
         for peer in self.ranks.control.values():
-            self.core.outbox.to_control(peer, Stop(reason))
+            self.state.outbox.to_control(peer, Stop(reason))
 
     # -- bulk ----------------------------------------------------------------------------------------
 
     def take(self, peer: bytes, message: Take) -> None:
         """Remember who asks for what; `serve` answers when there is something."""
-        if message.trainer_epoch == self.core.trainer_epoch and message.rank < self.ranks.size:
+        if message.trainer_epoch == self.state.trainer_epoch and message.rank < self.ranks.size:
             self.ranks.takes[message.rank] = (peer, message)
 
     def confirm(self, peer: bytes, message: Confirm) -> None:
@@ -166,26 +164,26 @@ class TrainerHandler:
         The word is stored before it is given: after a restart in between, the rank that missed it is told
         again, while the others are already waiting for it in a collective.
         """
-        if message.trainer_epoch != self.core.trainer_epoch:
+        if message.trainer_epoch != self.state.trainer_epoch:
             return
         place = (message.trainer_epoch, message.step, message.micro)
-        if place <= self.gone:
-            self.core.outbox.to_bulk(peer, Go(message.step, message.micro))
+        if place <= self.last_go:
+            self.state.outbox.to_bulk(peer, Go(message.step, message.micro))
             return
         self.ranks.confirmed.setdefault(place, set()).add(message.rank)
         if len(self.ranks.confirmed[place]) == self.ranks.size:
             self.ranks.confirmed.clear()
-            self.gone = place
-            self.core.store.put_meta("gone", " ".join(map(str, place)))
+            self.last_go = place
+            self.state.store.put_meta("last_go", " ".join(map(str, place)))
             for rank in self.ranks.control.values():  # one identity on both channels
-                self.core.outbox.to_bulk(rank, Go(message.step, message.micro))
+                self.state.outbox.to_bulk(rank, Go(message.step, message.micro))
 
     def serve(self) -> None:
         """Answer the waiting takes that can be answered."""
         for rank, (peer, take) in list(self.ranks.takes.items()):
             plan, frames = self._answer(take, rank)
             if plan is None:
-                self.core.waits.append(
+                self.state.waits.append(
                     f"trainer rank {rank} waits for ready trajectories of step {take.step}"
                 )
                 continue
@@ -193,23 +191,23 @@ class TrainerHandler:
             key = (take.step, take.micro)
             if plan.kind != "stop":  # the other ranks are to be given the same
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
-            self.core.outbox.to_bulk(peer, plan, frames)
+            self.state.outbox.to_bulk(peer, plan, frames)
 
     def _answer(self, take: Take, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
-        core, size = self.core, self.ranks.size
-        if take.step > core.batches.committed:
+        state, size = self.state, self.ranks.size
+        if take.step > state.batches.committed:
             raise ProtocolError(f"the trainer asks for step {take.step} before committing {take.step - 1}")
         if self.stopping and (take.step, take.micro) not in self.ranks.answered:
             return WorkPlan(take.trainer_epoch, take.step, take.micro, "stop"), []
-        if take.step >= core.config.total_steps:
+        if take.step >= state.config.total_steps:
             return self._end(take), []
-        uids = core.batches.plan(take.step, take.micro, size)
+        uids = state.batches.plan(take.step, take.micro, size)
         if uids is None:
-            return (self._end(take), []) if core.batches.over and take.micro == 0 else (None, [])
+            return (self._end(take), []) if state.batches.over and take.micro == 0 else (None, [])
         if not uids:
-            plan_hash = core.batches.batches[take.step].plan_hash
+            plan_hash = state.batches.batches[take.step].plan_hash
             return WorkPlan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
-        rows, frames = self._rows(core.batches.deal(uids, size)[rank])
+        rows, frames = self._rows(state.batches.deal(uids, size)[rank])
         return WorkPlan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
 
     def _end(self, take: Take) -> WorkPlan:
@@ -217,13 +215,15 @@ class TrainerHandler:
 
     def _rows(self, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
         """Rows of a recorded plan and their turns' payloads."""
-        core = self.core
+        state = self.state
         rows: list[PlannedTrajectory] = []
         frames: list[bytes] = []
         for uid in uids:
-            episode = core.batches.taken[uid]
-            turns = core.store.read.frames(uid, episode.turns)[::2]  # what the tools said is in the next turn
-            baseline = core.batches.baselines[episode.group]
+            episode = state.batches.taken[uid]
+            turns = state.store.read.frames(uid, episode.turns)[
+                ::2
+            ]  # what the tools said is in the next turn
+            baseline = state.batches.baselines[episode.group]
             rows.append(
                 PlannedTrajectory(
                     uid=uid,
@@ -232,7 +232,7 @@ class TrainerHandler:
                     own=episode.result,
                     siblings=baseline.results,
                     place=baseline.place(episode),
-                    temperature=core.config.rollout.temperature,
+                    temperature=state.config.rollout.temperature,
                     tokens=episode.tokens,
                     greedy=baseline.greedy,
                 )

@@ -51,9 +51,9 @@ class Validation:
     """Runs at most one session at a time; a session that cannot end in time is abandoned, with its name."""
 
     def __init__(
-        self, core: RunState, desk: WorkerHandler, engines: EngineHandler, samples: list[Sample]
+        self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: list[Sample]
     ) -> None:
-        self.core, self.desk, self.engines, self.samples = core, desk, engines, samples
+        self.state, self.workers, self.engines, self.samples = state, workers, engines, samples
         self.session: ValidationSession | None = None
         self.results: list[tuple[int, dict[str, float]]] = []
         self._held = ExitStack()
@@ -65,17 +65,17 @@ class Validation:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
             )
-        if self.session is not None or self.core.versions.ref is None or count == 0:
+        if self.session is not None or self.state.versions.ref is None or count == 0:
             return False
         queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
         queue.reverse()
         try:
-            self._hold(self.core.versions.ref)
+            self._hold(self.state.versions.ref)
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", step, error)
             return False
-        deadline = now + self.core.config.rollout.episode_timeout * (2 if final else 1)
-        self.session = ValidationSession(step, self.core.versions.ref, final, queue, deadline)
+        deadline = now + self.state.config.rollout.episode_timeout * (2 if final else 1)
+        self.session = ValidationSession(step, self.state.versions.ref, final, queue, deadline)
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:
@@ -90,7 +90,7 @@ class Validation:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
             self._end(session)
             return
-        for worker in self.desk.workers.values():
+        for worker in self.workers.workers.values():
             if not self._ready(session, worker, now):
                 continue
             share = 1.0 if exclusive else MID_RUN_SHARE
@@ -120,7 +120,7 @@ class Validation:
     def _again(self, session: ValidationSession, uid: str) -> None:
         """An attempt failed: try again as often as in training."""
         session.failures[uid] += 1
-        if session.failures[uid] > self.core.config.rollout.retries:
+        if session.failures[uid] > self.state.config.rollout.retries:
             session.failed.append(uid)
         else:
             session.attempts[uid] += 1
@@ -149,13 +149,13 @@ class Validation:
         silence."""
         if self.engines.remote:
             ready = self.engines.pin(session.ref.version)
-            self.engines.tell(self.desk.workers, now)  # of the lease, ahead of the episodes
+            self.engines.send_table(self.workers.workers, now)  # of the lease, ahead of the episodes
             return ready
         if worker.eval_version == session.ref.version:
             return True
-        if now - worker.eval_asked > self.core.config.weights.deadline:
+        if now - worker.eval_asked > self.state.config.weights.deadline:
             worker.eval_asked = now
-            self.core.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
+            self.state.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
         return False
 
     def _give(self, session: ValidationSession, worker: WorkerRecord) -> None:
@@ -163,25 +163,25 @@ class Validation:
         _, mode, row = uid.split("/")
         attempt = session.attempts[uid]
         worker.eval_running += 1
-        self.desk.assign_seq += 1
-        session.running[uid] = worker.peer, self.desk.assign_seq
-        temperature = self.core.config.rollout.temperature if mode == "sampled" else 0.0
-        self.core.outbox.to_control(
+        self.workers.assign_seq += 1
+        session.running[uid] = worker.peer, self.workers.assign_seq
+        temperature = self.state.config.rollout.temperature if mode == "sampled" else 0.0
+        self.state.outbox.to_control(
             worker.peer,
             Assign(
-                seq=self.desk.assign_seq,
+                seq=self.workers.assign_seq,
                 attempt=Attempt(uid, attempt),
                 sample=self.samples[int(row)],
                 lane="eval",
                 temperature=temperature,
-                key=sampling_key(self.core.config.seed, uid, attempt),
+                key=sampling_key(self.state.config.seed, uid, attempt),
             ),
         )
 
     def _recover(self, session: ValidationSession) -> None:
         """Episodes of workers that are gone, or no longer hold them, are issued again."""
         for uid, (peer, seq) in list(session.running.items()):
-            worker = self.desk.workers.get(peer)
+            worker = self.workers.workers.get(peer)
             beat = worker.beat if worker is not None else None
             dropped = (
                 beat is not None
@@ -201,10 +201,10 @@ class Validation:
             session.queue.remove(uid)
             session.failed.append(uid)
         for uid, (peer, _) in session.running.items():  # an abandoned session's
-            if (worker := self.desk.workers.get(peer)) is not None:
+            if (worker := self.workers.workers.get(peer)) is not None:
                 worker.eval_running -= 1
-                self.core.outbox.to_control(peer, Cancel(Attempt(uid, session.attempts[uid])))
-        for worker in self.desk.workers.values():
+                self.state.outbox.to_control(peer, Cancel(Attempt(uid, session.attempts[uid])))
+        for worker in self.workers.workers.values():
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session)))
         self._save(session)
@@ -237,7 +237,7 @@ class Validation:
         }
 
     def _save(self, session: ValidationSession) -> None:
-        directory = self.core.run_dir / "validation"
+        directory = self.state.run_dir / "validation"
         directory.mkdir(exist_ok=True)
         kept = list(session.scores.items())[: 2 * TRANSCRIPTS]
         lines = [

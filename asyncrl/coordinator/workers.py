@@ -16,7 +16,7 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason, PolicyVersion
-from asyncrl.wire.messages.shared import Attempt, Loaded, Stop, Welcome
+from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
@@ -54,17 +54,16 @@ class WorkerHandler:
 
     def __init__(
         self,
-        core: RunState,
+        state: RunState,
         engines: EngineHandler,
         on_landed: Callable[[EpisodeRecord], None],
         on_eval: Callable[[WorkerRecord, Record], None],
         eval_wanted: Callable[[Attempt], bool],
     ) -> None:
-        self.core, self.engines = core, engines
+        self.state, self.engines = state, engines
         self.on_landed, self.on_eval, self.eval_wanted = on_landed, on_eval, eval_wanted
         self.workers: dict[bytes, WorkerRecord] = {}
-        self.assign_seq = core.coordinator_epoch << 32  # grows across restarts of the coordinator
-        self.lost = 0
+        self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.tokens = 0  # model tokens of durable turns
         self.turns = 0  # of these turns: the prompt of each was seen to extend the tokens of its row
         self._acks: set[bytes] = set()
@@ -82,18 +81,17 @@ class WorkerHandler:
                 self.engines.join(peer.decode())
             self._adopt(self.workers[peer], now)
         self.workers[peer].seen = now
-        core = self.core
-        welcome = Welcome(core.coordinator_epoch, core.trainer_epoch, core.batches.committed)
-        core.outbox.to_control(peer, welcome)
-        core.outbox.to_control(peer, self._clock())
+        state = self.state
+        state.welcome(peer)
+        state.outbox.to_control(peer, self._clock())
         if self.engines.remote:
-            self.engines.forget(peer)
+            self.engines.forget_table(peer)
         else:
-            core.versions.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
+            state.versions.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
 
     def _adopt(self, worker: WorkerRecord, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
-        for episode in self.core.buffer.episodes.values():
+        for episode in self.state.buffer.episodes.values():
             if episode.worker == worker.hello.incarnation and episode.state == "running":
                 worker.running[episode.uid] = (episode.assign_seq, now)
 
@@ -105,18 +103,18 @@ class WorkerHandler:
         held = {attempt.uid for attempt in message.held}
         for uid, (seq, sent) in list(worker.running.items()):
             arrived = seq <= message.assigned
-            overdue = now - sent > self.core.config.launch.lease
+            overdue = now - sent > self.state.config.launch.lease
             if uid not in held and (arrived or overdue):
                 self._lose_episode(worker, uid, now)
         for attempt in message.held:
             if not self._wanted(worker, attempt):
-                self.core.outbox.to_control(peer, Cancel(attempt))
+                self.state.outbox.to_control(peer, Cancel(attempt))
 
     def _wanted(self, worker: WorkerRecord, attempt: Attempt) -> bool:
         """False for an attempt that was given to somebody else, or given up, in the worker's absence."""
         if attempt.uid.startswith(EVAL):
             return self.eval_wanted(attempt)
-        episode = self.core.buffer.episodes.get(attempt.uid)
+        episode = self.state.buffer.episodes.get(attempt.uid)
         return (
             episode is not None
             and episode.attempt == attempt.attempt
@@ -140,15 +138,15 @@ class WorkerHandler:
     def clock(self) -> None:
         """Tell all workers the committed step, and the oldest version a turn may start on."""
         for worker in self.workers.values():
-            self.core.outbox.to_control(worker.peer, self._clock())
+            self.state.outbox.to_control(worker.peer, self._clock())
 
     def _clock(self) -> Clock:
-        step = self.core.batches.committed
-        return Clock(step, max(0, step - self.core.config.buffer.max_staleness))
+        step = self.state.batches.committed
+        return Clock(step, max(0, step - self.state.config.buffer.max_staleness))
 
     def stop(self, reason: str) -> None:
         for worker in self.workers.values():
-            self.core.outbox.to_control(worker.peer, Stop(reason))
+            self.state.outbox.to_control(worker.peer, Stop(reason))
 
     # -- bulk ----------------------------------------------------------------------------------------
 
@@ -164,13 +162,13 @@ class WorkerHandler:
         if message.seq <= worker.seq:
             return
         worker.seq = message.seq
-        self.core.progress(now)
+        self.state.progress(now)
         if message.attempt.uid.startswith(EVAL):
             self.on_eval(worker, message)
             return
-        episode = self.core.buffer.current(message.attempt.uid, message.attempt.attempt)
+        episode = self.state.buffer.current(message.attempt.uid, message.attempt.attempt)
         if episode is None or episode.worker != worker.hello.incarnation:
-            self.core.outbox.to_bulk(peer, Fenced(message.attempt))
+            self.state.outbox.to_bulk(peer, Fenced(message.attempt))
             return
         try:
             self._apply(worker, episode, message, frames, now)
@@ -181,18 +179,18 @@ class WorkerHandler:
     def _apply(
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
     ) -> None:
-        core = self.core
+        state = self.state
         match message:
             case Generated():
                 self._generated(worker, episode, message, frames, now)
             case Replied():
-                core.store.put_frame(episode.uid, message.turn, "replied", _only(frames))
+                state.store.put_frame(episode.uid, message.turn, "replied", _only(frames))
             case Finished():
                 if message.stats.turns != episode.turns:
                     known = f"{episode.turns} of its turns are durable"
                     raise ProtocolError(f"episode {episode.uid}: ends after {message.stats.turns}, {known}")
                 del worker.running[episode.uid]
-                core.buffer.finish(episode, message.result, message.stats, now)
+                state.buffer.finish(episode, message.result, message.stats, now)
                 self.on_landed(episode)
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
@@ -211,34 +209,33 @@ class WorkerHandler:
             return  # sent again to a restarted coordinator
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
-        if message.newest > self.core.versions.newest.step:
+        if message.newest > self.state.versions.newest.step:
             log.error("%s names v%d, which was never pushed", worker.name, message.newest)
             if not self.engines.remote:
                 self.engines.quarantine(worker.peer.decode(), now)
             self._give_up(worker, episode, FailReason.ENGINE_ERROR, now)
             return
-        self.core.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
+        self.state.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
         self.tokens += message.model_tokens
         self.turns += 1
-        self.core.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
+        self.state.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
 
     # -- losing --------------------------------------------------------------------------------------
 
     def tick(self, now: float, gap: float) -> None:
         """Expire leases, assign. `gap`: how long this loop itself was away."""
-        lease = self.core.config.launch.lease
+        lease = self.state.config.launch.lease
         if gap > lease / 4:
             log.warning("the coordinator was away for %.1f s: all leases are extended", gap)
             for worker in self.workers.values():
                 worker.seen = now
         for worker in [w for w in self.workers.values() if now - w.seen > lease]:
             self.lose(worker, f"silent for {lease:g} s", now)
-        self.engines.tell(self.workers, now)
+        self.engines.send_table(self.workers, now)
         self._assign(now)
 
     def lose(self, worker: WorkerRecord, why: str, now: float) -> None:
         log.warning("%s lost (%s): %d episodes go back", worker.name, why, len(worker.running))
-        self.lost += 1
         for uid in list(worker.running):
             self._lose_episode(worker, uid, now)
         del self.workers[worker.peer]
@@ -248,26 +245,26 @@ class WorkerHandler:
     def orphans(self, now: float) -> None:
         """Episodes assigned to a process that is not connected (after a coordinator's restart)."""
         here = {worker.hello.incarnation for worker in self.workers.values()}
-        for episode in list(self.core.buffer.episodes.values()):
+        for episode in list(self.state.buffer.episodes.values()):
             if episode.state == "running" and episode.worker not in here:
                 self._fail(episode, FailReason.WORKER_LOST, now)
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
-        episode = self.core.buffer.episodes.get(uid)
+        episode = self.state.buffer.episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
             self._fail(episode, FailReason.WORKER_LOST, now)
 
     def _give_up(self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         worker.running.pop(episode.uid, None)
-        self.core.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
+        self.state.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
         self._fail(episode, reason, now)
 
     def _fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
-        self.cancel(self.core.buffer.fail(episode, reason, now))
+        self.cancel(self.state.buffer.fail(episode, reason, now))
         if episode.turns == 0:
-            self.core.store.forget_frames(episode.uid)
+            self.state.store.forget_frames(episode.uid)
 
     def cancel(self, episodes: list[EpisodeRecord]) -> None:
         """These running episodes are not wanted any more."""
@@ -275,7 +272,7 @@ class WorkerHandler:
         for worker in self.workers.values():
             for uid in uids.keys() & worker.running.keys():
                 del worker.running[uid]
-                self.core.outbox.to_control(worker.peer, Cancel(Attempt(uid, uids[uid].attempt)))
+                self.state.outbox.to_control(worker.peer, Cancel(Attempt(uid, uids[uid].attempt)))
 
     # -- giving out ----------------------------------------------------------------------------------
 
@@ -292,13 +289,13 @@ class WorkerHandler:
 
     def _assign(self, now: float) -> None:
         """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough."""
-        core, open_slots = self.core, self.free_slots
+        state, open_slots = self.state, self.free_slots
         if not open_slots:
             return
         if not self.engines.ready:
-            core.waits.append("new episodes wait for a server that holds a published version")
+            state.waits.append("new episodes wait for a server that holds a published version")
             return
-        for rank, episode in list(core.buffer.pending()):
+        for rank, episode in list(state.buffer.pending()):
             if not open_slots:
                 return
             fit = [
@@ -306,38 +303,38 @@ class WorkerHandler:
                 for worker in self.workers.values()
                 if worker.free
                 and self._usable(worker)
-                and core.buffer.fresh_enough(self._acked(worker), core.batches.committed, rank)
+                and state.buffer.fresh_enough(self._acked(worker), state.batches.committed, rank)
             ]
             if not fit:
-                core.waits.append(self._named_wait(rank))
+                state.waits.append(self._named_wait(rank))
                 return  # younger groups need fresher weights still
             self._give(max(fit, key=lambda worker: worker.free), episode, now)
             open_slots -= 1
 
     def _give(self, worker: WorkerRecord, episode: EpisodeRecord, now: float) -> None:
         self.assign_seq += 1
-        self.core.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, self._acked(worker))
+        self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, self._acked(worker))
         worker.running[episode.uid] = (self.assign_seq, now)
-        group = self.core.buffer.live[episode.group]
+        group = self.state.buffer.live[episode.group]
         message = Assign(
             seq=self.assign_seq,
             attempt=Attempt(episode.uid, episode.attempt),
-            sample=self.core.samples[group.row],
+            sample=self.state.samples[group.row],
             lane="train",
-            temperature=0.0 if episode.greedy else self.core.config.rollout.temperature,
-            key=sampling_key(self.core.config.seed, episode.uid, episode.attempt),
+            temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
+            key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
         )
-        frames = self.core.store.read.frames(episode.uid, episode.turns)
-        self.core.outbox.to_control(worker.peer, message, frames)
+        frames = self.state.store.read.frames(episode.uid, episode.turns)
+        self.state.outbox.to_control(worker.peer, message, frames)
 
     def _acked(self, worker: WorkerRecord) -> int:
         return self.engines.version(worker.peer.decode())
 
     def _named_wait(self, rank: int) -> str:
-        core = self.core
-        needed = core.batches.committed + rank // core.config.buffer.groups_per_batch
-        needed -= core.config.buffer.max_staleness
-        held = [held.acked.step for held in core.versions.engines.values()]
+        state = self.state
+        needed = state.batches.committed + rank // state.config.buffer.groups_per_batch
+        needed -= state.config.buffer.max_staleness
+        held = [held.acked.step for held in state.versions.engines.values()]
         fresh = sum(step >= needed for step in held)
         return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 
@@ -348,7 +345,7 @@ class WorkerHandler:
         for peer in self._acks:
             worker = self.workers.get(peer)
             if worker is not None:
-                self.core.outbox.to_bulk(peer, Ack(worker.seq))
+                self.state.outbox.to_bulk(peer, Ack(worker.seq))
         self._acks = set()
 
 

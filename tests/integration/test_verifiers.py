@@ -268,10 +268,10 @@ def test_a_step_that_is_cancelled_was_received(tasksets: None, monkeypatch: pyte
         busy, go_on = asyncio.Event(), asyncio.Event()
         call = TaskTools.call
 
-        async def slow(desk: TaskTools, asked: Any) -> Any:
+        async def slow(tools: TaskTools, asked: Any) -> Any:
             busy.set()
             await go_on.wait()
-            return await call(desk, asked)
+            return await call(tools, asked)
 
         monkeypatch.setattr(TaskTools, "call", slow)
         world = load_environment(SUMS)()
@@ -326,9 +326,9 @@ def test_tools_whose_replies_nobody_reads_are_not_run(
     run: list[ToolCall] = []
     call = TaskTools.call
 
-    async def noted(desk: TaskTools, asked: Any) -> Any:
+    async def noted(tools: TaskTools, asked: Any) -> Any:
         run.append(asked)
-        return await call(desk, asked)
+        return await call(tools, asked)
 
     async def cut(unanswered: Message) -> None:
         world = load_environment(SUMS)()

@@ -12,18 +12,20 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.types import EpisodeResult
-from tests.unit.coordinator.test_workers import Desk
+from tests.unit.coordinator.test_workers import WorkerSetup
 
 
 @pytest.fixture
 def reporter(tmp_path: Path) -> Reporter:
-    desk = Desk(tmp_path)
-    return Reporter(desk.core, desk.desk, desk.engines, TrainerHandler(desk.core, lambda commit: None))
+    setup = WorkerSetup(tmp_path)
+    return Reporter(
+        setup.state, setup.handler, setup.engines, TrainerHandler(setup.state, lambda commit: None)
+    )
 
 
 def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
     """The row of a batch of so many groups."""
-    reporter.core.batches.batches[step - 1] = Batch(step - 1, groups=set(range(groups)))
+    reporter.state.batches.batches[step - 1] = Batch(step - 1, groups=set(range(groups)))
     return reporter.step_row(step, {})
 
 
@@ -33,7 +35,7 @@ def landed(reporter: Reporter, reward: float, greedy: bool = False, **earned: An
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
-    settled = reporter.core.buffer.settled
+    settled = reporter.state.buffer.settled
     settled.update({"usable": 3, State.FILTERED: 5, State.DROPPED: 2})
     first = row(reporter, 1, groups=2)
     assert first["flow/filtered_frac"] == 0.5
@@ -59,7 +61,7 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
 
 
 def test_cohorts_and_retired_samples_are_told(reporter: Reporter) -> None:
-    buffer = reporter.core.buffer
+    buffer = reporter.state.buffer
     buffer.retired = {3, 4}
     episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
     buffer.cohorts.issued(5)

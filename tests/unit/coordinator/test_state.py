@@ -13,7 +13,7 @@ from asyncrl.algorithms.advantages import Advantage
 from asyncrl.buffer.zero_variance import Reads
 from asyncrl.config import parse
 from asyncrl.coordinator import state as module
-from asyncrl.coordinator.state import RunState, build_core
+from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.types import Message, Sample
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import land_group, run, train
@@ -39,17 +39,17 @@ def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> RunState:
             "algorithm": {"advantage": advantage},
         }
     )
-    return build_core(config, run_dir, Sent())  # type: ignore[arg-type]
+    return load_state(config, run_dir, Sent())  # type: ignore[arg-type]
 
 
-def play(core: RunState, groups: int) -> list[int]:
+def play(state: RunState, groups: int) -> list[int]:
     """Admit groups; every other one is solved by all of its members. The rows they got."""
     rows = []
     for _ in range(groups):
-        group = core.buffer.admit(0, 0.0)
+        group = state.buffer.admit(0, 0.0)
         rows.append(group.row)
-        land_group(core.buffer, group.id, 1.0, float(group.id % 2 == 0))
-        core.persist()
+        land_group(state.buffer, group.id, 1.0, float(group.id % 2 == 0))
+        state.persist()
     return rows
 
 
@@ -72,8 +72,8 @@ def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> None:
-    core = build(tmp_path, advantage=f"{__name__}:GREEDY")
-    assert len(core.buffer.admit(0, 0.0).members) == 3
+    state = build(tmp_path, advantage=f"{__name__}:GREEDY")
+    assert len(state.buffer.admit(0, 0.0).members) == 3
     plain = build(tmp_path / "plain")
     assert len(plain.buffer.admit(0, 0.0).members) == 2
 
@@ -93,21 +93,21 @@ def test_the_buffer_is_told_what_the_advantage_reads(tmp_path: Path, advantage: 
 
 def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) -> None:
     """Also of a group that is over, and of one whose other members are still there."""
-    core = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
+    state = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
     for group in range(2):
-        core.buffer.admit(0, 0.0)
-        land_group(core.buffer, group, 1.0, 0.25, *([0.5] if group else []))
-    run(core.buffer, "0.2")
-    core.buffer.tick(2.0)
+        state.buffer.admit(0, 0.0)
+        land_group(state.buffer, group, 1.0, 0.25, *([0.5] if group else []))
+    run(state.buffer, "0.2")
+    state.buffer.tick(2.0)
     for step in range(2):
-        assert len(train(core.batches, step)) == 2 + step
-    core.persist()
+        assert len(train(state.batches, step)) == 2 + step
+    state.persist()
     again = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
-    assert list(core.buffer.live) == list(again.buffer.live) == [0]
-    assert again.batches.baselines == core.batches.baselines
+    assert list(state.buffer.live) == list(again.buffer.live) == [0]
+    assert again.batches.baselines == state.batches.baselines
     assert [len(baseline.members) for baseline in again.batches.baselines.values()] == [2, 3]
-    core.batches.retain(1)
-    assert list(core.batches.baselines) == [1]
+    state.batches.retain(1)
+    assert list(state.batches.baselines) == [1]
 
 
 def test_the_coordinator_imports_no_torch() -> None:

@@ -34,11 +34,11 @@ from tests.unit.buffer.machine import admit, land, make
 PEERS = [b"trainer/0/x", b"trainer/1/x"]
 
 
-class Desk:
+class TrainerSetup:
     def __init__(self, run_dir: Path, buffer: ReplayBuffer, batches: Batches) -> None:
         config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 3})
         self.sent = Sent()
-        self.core = RunState(
+        self.state = RunState(
             config,
             run_dir,
             [],
@@ -50,120 +50,120 @@ class Desk:
             1,  # type: ignore[arg-type]
         )
         self.commits: list[Commit] = []
-        self.desk = TrainerHandler(self.core, self.commits.append)
+        self.handler = TrainerHandler(self.state, self.commits.append)
 
     def hello(self, incarnation: str = "x", step: int = 0) -> None:
         for rank, peer in enumerate(PEERS):
-            self.desk.hello(peer, TrainerHello(rank, 2, incarnation, step, pid=1), 0.0)
-        self.core.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
+            self.handler.hello(peer, TrainerHello(rank, 2, incarnation, step, pid=1), 0.0)
+        self.state.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
     def take(self, rank: int, step: int, micro: int) -> WorkPlan | None:
-        self.desk.take(PEERS[rank], Take(self.core.trainer_epoch, step, micro, rank))
-        self.desk.serve()
+        self.handler.take(PEERS[rank], Take(self.state.trainer_epoch, step, micro, rank))
+        self.handler.serve()
         answers = [plan for peer, plan in self.sent.take(WorkPlan) if peer == PEERS[rank]]
         return answers[0] if answers else None
 
     def confirm(self, rank: int, step: int, micro: int) -> list[bytes]:
         """Who is told to go."""
-        self.desk.confirm(PEERS[rank], Confirm(self.core.trainer_epoch, step, micro, rank))
+        self.handler.confirm(PEERS[rank], Confirm(self.state.trainer_epoch, step, micro, rank))
         return [peer for peer, _ in self.sent.take(Go)]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Desk:
+def setup(tmp_path: Path) -> TrainerSetup:
     buffer, batches = make()
     admit(buffer, 2)
     for uid in ("0.0", "0.1", "1.0", "1.1"):
         land(buffer, uid)
-    desk = Desk(tmp_path, buffer, batches)
-    desk.hello()
-    return desk
+    setup = TrainerSetup(tmp_path, buffer, batches)
+    setup.hello()
+    return setup
 
 
-def test_ranks_share_a_plan_and_retries_repeat_it(world: Desk) -> None:
-    first, second = world.take(0, 0, 0), world.take(1, 0, 0)
+def test_ranks_share_a_plan_and_retries_repeat_it(setup: TrainerSetup) -> None:
+    first, second = setup.take(0, 0, 0), setup.take(1, 0, 0)
     assert first is not None and second is not None
     assert {row.uid for row in first.rows} | {row.uid for row in second.rows} == {"0.0", "0.1", "1.0", "1.1"}
     assert not {row.uid for row in first.rows} & {row.uid for row in second.rows}
-    assert world.take(0, 0, 0) == first
+    assert setup.take(0, 0, 0) == first
 
 
-def test_nobody_goes_before_all_hold_their_plan_and_a_missed_word_is_repeated(world: Desk) -> None:
-    assert world.confirm(0, 0, 0) == []
-    assert world.confirm(1, 0, 0) == PEERS
-    world.core.store.commit()
-    restarted = TrainerHandler(world.core, world.commits.append)  # a coordinator that was killed right then
-    restarted.ranks = world.desk.ranks
-    world.desk = restarted
-    assert world.confirm(1, 0, 0) == [PEERS[1]]
+def test_nobody_goes_before_all_hold_their_plan_and_a_missed_word_is_repeated(setup: TrainerSetup) -> None:
+    assert setup.confirm(0, 0, 0) == []
+    assert setup.confirm(1, 0, 0) == PEERS
+    setup.state.store.commit()
+    restarted = TrainerHandler(setup.state, setup.commits.append)  # a coordinator that was killed right then
+    restarted.ranks = setup.handler.ranks
+    setup.handler = restarted
+    assert setup.confirm(1, 0, 0) == [PEERS[1]]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_stop_reaches_all_ranks_at_the_same_place(world: Desk, first: int) -> None:
-    assert world.take(first, 0, 0) is not None
-    world.desk.finish()
-    other = world.take(1 - first, 0, 0)
+def test_a_stop_reaches_all_ranks_at_the_same_place(setup: TrainerSetup, first: int) -> None:
+    assert setup.take(first, 0, 0) is not None
+    setup.handler.finish()
+    other = setup.take(1 - first, 0, 0)
     assert other is not None and other.kind == "work"  # somebody has this plan already
-    kinds = [plan.kind if (plan := world.take(rank, 0, 1)) else None for rank in (first, 1 - first, first)]
+    kinds = [plan.kind if (plan := setup.take(rank, 0, 1)) else None for rank in (first, 1 - first, first)]
     assert kinds == ["stop", "stop", "stop"]
 
 
-def test_a_commit_is_idempotent_and_another_plan_is_fatal(world: Desk) -> None:
-    world.take(0, 0, 0)
-    done = world.take(0, 0, 1)
+def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:
+    setup.take(0, 0, 0)
+    done = setup.take(0, 0, 1)
     assert done is not None and done.kind == "step"
-    commit = Commit(world.core.trainer_epoch, 1, done.plan_hash, {})
+    commit = Commit(setup.state.trainer_epoch, 1, done.plan_hash, {})
     for _ in range(2):
-        world.desk.commit(PEERS[0], commit, 0.0)
-    assert [message.step for _, message in world.sent.take(Committed)] == [1, 1]
-    assert len(world.commits) == 1 and world.core.buffer.flow().trained == 4
+        setup.handler.commit(PEERS[0], commit, 0.0)
+    assert [message.step for _, message in setup.sent.take(Committed)] == [1, 1]
+    assert len(setup.commits) == 1 and setup.state.buffer.flow().trained == 4
     with pytest.raises(ProtocolError, match="never issued"):
-        world.desk.commit(PEERS[0], Commit(world.core.trainer_epoch, 1, "other", {}), 0.0)
+        setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, "other", {}), 0.0)
 
 
-def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(world: Desk) -> None:
-    plan, old_epoch = world.take(0, 0, 0), world.core.trainer_epoch
-    world.hello("y")
-    assert world.core.trainer_epoch == old_epoch + 1
-    world.desk.take(PEERS[0], Take(old_epoch, 0, 0, 0))
-    world.desk.serve()
-    assert world.sent.take(WorkPlan) == []
-    again = world.take(0, 0, 0)
+def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSetup) -> None:
+    plan, old_epoch = setup.take(0, 0, 0), setup.state.trainer_epoch
+    setup.hello("y")
+    assert setup.state.trainer_epoch == old_epoch + 1
+    setup.handler.take(PEERS[0], Take(old_epoch, 0, 0, 0))
+    setup.handler.serve()
+    assert setup.sent.take(WorkPlan) == []
+    again = setup.take(0, 0, 0)
     assert plan is not None and again is not None and again.rows == plan.rows
 
 
-def test_a_checkpoint_of_another_run_is_refused(world: Desk) -> None:
+def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
     with pytest.raises(ProtocolError, match="not of one run"):
-        world.hello("z", step=2)
+        setup.hello("z", step=2)
 
 
-def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(world: Desk) -> None:
+def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(setup: TrainerSetup) -> None:
     """Its store has the version, but an address is no directory that could be looked into."""
-    epoch = world.core.trainer_epoch
+    epoch = setup.state.trainer_epoch
     published = Published(WeightsRef(PolicyVersion(epoch, 3), "tcp://host:1"), 0.0, 0.0)
-    world.core.versions = VersionLedger(newest=PolicyVersion(epoch, 3))
-    world.desk.publish(Published(WeightsRef(PolicyVersion(epoch, 2), "tcp://host:1"), 0.0, 0.0), 0.0)
-    assert world.core.versions.ref is None
-    world.desk.publish(published, 0.0)
-    assert world.core.versions.ref == published.ref
+    setup.state.versions = VersionLedger(newest=PolicyVersion(epoch, 3))
+    setup.handler.publish(Published(WeightsRef(PolicyVersion(epoch, 2), "tcp://host:1"), 0.0, 0.0), 0.0)
+    assert setup.state.versions.ref is None
+    setup.handler.publish(published, 0.0)
+    assert setup.state.versions.ref == published.ref
 
 
-def test_a_beat_is_progress_only_if_more_was_done_than_the_one_before_told(world: Desk) -> None:
+def test_a_beat_is_progress_only_if_more_was_done_than_the_one_before_told(setup: TrainerSetup) -> None:
     """Two ranks behind a barrier. Each row: when, which rank, its micro-batches so far, newest progress."""
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
     for now, rank, work, moved in rows:
-        world.desk.beat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
-        assert world.core.progress_at == moved
+        setup.handler.beat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
+        assert setup.state.progress_at == moved
 
 
-def test_a_restarted_trainer_counts_from_the_start(world: Desk) -> None:
-    world.desk.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
-    world.hello("y")
-    world.desk.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
-    assert world.core.progress_at == 2.0
+def test_a_restarted_trainer_counts_from_the_start(setup: TrainerSetup) -> None:
+    setup.handler.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
+    setup.hello("y")
+    setup.handler.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
+    assert setup.state.progress_at == 2.0
 
 
-def test_a_trainer_that_was_replaced_makes_no_progress(world: Desk) -> None:
+def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> None:
     """It would hide that its successor hangs."""
-    world.desk.beat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
-    assert world.core.progress_at == 0.0
+    setup.handler.beat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
+    assert setup.state.progress_at == 0.0

@@ -25,13 +25,13 @@ A, B = b"rollout/0/a", b"rollout/1/b"
 SAMPLE = Sample(0, "s", (Message("user", "?"),), "1")
 
 
-class Desk:
+class WorkerSetup:
     def __init__(self, run_dir: Path, greedy: bool = False) -> None:
         config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
         buffer, batches = make(rows=1, greedy=greedy)
         admit(buffer, 1)
         self.sent = Sent()
-        self.core = RunState(
+        self.state = RunState(
             config,
             run_dir,
             [SAMPLE],
@@ -43,9 +43,9 @@ class Desk:
             coordinator_epoch=1,
         )
         self.landed: list[EpisodeRecord] = []
-        self.engines = EngineHandler(self.core, 0.0)
-        self.desk = WorkerHandler(
-            self.core,
+        self.engines = EngineHandler(self.state, 0.0)
+        self.handler = WorkerHandler(
+            self.state,
             self.engines,
             lambda episode: self.landed.append(episode),
             lambda *_: None,
@@ -54,130 +54,130 @@ class Desk:
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
         incarnation = peer.decode().rpartition("/")[2]
-        self.desk.hello(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
+        self.handler.hello(peer, WorkerHello(index, incarnation, slots, pid=1), 0.0)
 
     def tick(self, now: float = 0.0, gap: float = 0.0) -> list[tuple[bytes, Attempt]]:
         """What is assigned to whom."""
         self.engines.tick(now, gap)
-        self.desk.tick(now, gap)
+        self.handler.tick(now, gap)
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
     def turn(self, peer: bytes, seq: int, attempt: Attempt, turn: int = 0) -> None:
-        self.desk.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [b"frame"], 0.0)
+        self.handler.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [b"frame"], 0.0)
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
         end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
-        self.desk.record(peer, end, [], 0.0)
+        self.handler.record(peer, end, [], 0.0)
 
     def acks(self) -> list[int]:
-        self.desk.queue_acks()
+        self.handler.queue_acks()
         return [ack.seq for _, ack in self.sent.take(Ack)]
 
-    def state(self, uid: str) -> tuple[State, int]:
-        episode = self.core.buffer.episodes[uid]
+    def state_of(self, uid: str) -> tuple[State, int]:
+        episode = self.state.buffer.episodes[uid]
         return episode.state, episode.attempt
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    desk = Desk(tmp_path)
-    desk.join(A)
-    return desk
+def setup(tmp_path: Path) -> WorkerSetup:
+    setup = WorkerSetup(tmp_path)
+    setup.join(A)
+    return setup
 
 
-def test_records_are_processed_once_and_acknowledged_in_order(desk: Desk) -> None:
-    (_, first), _ = desk.tick()
-    desk.turn(A, 2, first)  # something before it was lost
-    assert desk.acks() == []
+def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 2, first)  # something before it was lost
+    assert setup.acks() == []
     for _ in range(2):  # sent again after a lost ack
-        desk.turn(A, 1, first)
-        assert desk.acks() == [1]
-    desk.finish(A, 2, first)
-    assert desk.acks() == [2] and [episode.uid for episode in desk.landed] == [first.uid]
-    assert desk.core.store.read.frames(first.uid, 1) == [b"frame", b""]
+        setup.turn(A, 1, first)
+        assert setup.acks() == [1]
+    setup.finish(A, 2, first)
+    assert setup.acks() == [2] and [episode.uid for episode in setup.landed] == [first.uid]
+    assert setup.state.store.read.frames(first.uid, 1) == [b"frame", b""]
 
 
-def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(desk: Desk) -> None:
-    (_, first), _ = desk.tick()
-    desk.turn(A, 1, first)
-    desk.join(B, index=1)
-    desk.desk.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=11.0)
-    again = dict(desk.tick(now=11.0))
-    assert desk.state(first.uid) == (State.RUNNING, 1)
+def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    setup.join(B, index=1)
+    setup.handler.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=11.0)
+    again = dict(setup.tick(now=11.0))
+    assert setup.state_of(first.uid) == (State.RUNNING, 1)
     assert again.keys() == {B}
-    assert desk.core.buffer.episodes[first.uid].turns == 1  # goes on from the durable turn
-    desk.join(A)
-    desk.finish(A, 1, first)
-    assert desk.sent.take(Fenced) == [(A, Fenced(first))] and desk.landed == []
+    assert setup.state.buffer.episodes[first.uid].turns == 1  # goes on from the durable turn
+    setup.join(A)
+    setup.finish(A, 1, first)
+    assert setup.sent.take(Fenced) == [(A, Fenced(first))] and setup.landed == []
 
 
-def test_the_coordinators_own_absence_is_held_against_nobody(desk: Desk) -> None:
-    desk.tick()
-    desk.desk.tick(now=60.0, gap=59.0)
-    assert A in desk.desk.workers
+def test_the_coordinators_own_absence_is_held_against_nobody(setup: WorkerSetup) -> None:
+    setup.tick()
+    setup.handler.tick(now=60.0, gap=59.0)
+    assert A in setup.handler.workers
 
 
-def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(desk: Desk) -> None:
-    (_, first), (_, second) = desk.tick()
-    desk.desk.heartbeat(A, Heartbeat(1, desk.desk.assign_seq, (second,), 0, 0, 0), now=1.0)
-    assert desk.state(first.uid) == (State.PENDING, 1)
-    assert desk.state(second.uid) == (State.RUNNING, 0)
+def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: WorkerSetup) -> None:
+    (_, first), (_, second) = setup.tick()
+    setup.handler.heartbeat(A, Heartbeat(1, setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
+    assert setup.state_of(first.uid) == (State.PENDING, 1)
+    assert setup.state_of(second.uid) == (State.RUNNING, 0)
 
 
-def test_a_held_attempt_that_is_somebody_elses_is_cancelled(desk: Desk) -> None:
-    (_, first), _ = desk.tick()
+def test_a_held_attempt_that_is_somebody_elses_is_cancelled(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
     stale = Attempt(first.uid, first.attempt + 7)
-    desk.desk.heartbeat(A, Heartbeat(1, desk.desk.assign_seq, (first, stale), 0, 0, 0), now=1.0)
-    assert [message.attempt for _, message in desk.sent.take(Cancel) if message.attempt != first] == [stale]
+    setup.handler.heartbeat(A, Heartbeat(1, setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
+    assert [message.attempt for _, message in setup.sent.take(Cancel) if message.attempt != first] == [stale]
 
 
-def test_an_ending_that_does_not_fit_its_turns_is_not_trained(desk: Desk) -> None:
-    (_, first), _ = desk.tick()
-    desk.turn(A, 1, first)
-    desk.finish(A, 2, first, turns=2)
-    assert desk.landed == [] and desk.state(first.uid) == (State.PENDING, 1)
-    assert desk.core.buffer.episodes[first.uid].turns == 0  # starts again from the prompt
+def test_an_ending_that_does_not_fit_its_turns_is_not_trained(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    setup.finish(A, 2, first, turns=2)
+    assert setup.landed == [] and setup.state_of(first.uid) == (State.PENDING, 1)
+    assert setup.state.buffer.episodes[first.uid].turns == 0  # starts again from the prompt
 
 
-def test_a_version_that_was_never_pushed_quarantines_the_worker(desk: Desk) -> None:
-    (_, first), _ = desk.tick()
-    desk.desk.record(A, Generated(1, first, 0, 20, 10, 0, 99), [b"frame"], 0.0)
-    assert A.decode() in desk.engines.quarantined and desk.desk.free_slots == 0
-    assert desk.state(first.uid)[0] is State.PENDING
+def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 99), [b"frame"], 0.0)
+    assert A.decode() in setup.engines.quarantined and setup.handler.free_slots == 0
+    assert setup.state_of(first.uid)[0] is State.PENDING
 
 
-def test_engines_must_agree_on_a_version(desk: Desk) -> None:
-    desk.join(B, index=1)
+def test_engines_must_agree_on_a_version(setup: WorkerSetup) -> None:
+    setup.join(B, index=1)
     ref = WeightsRef(PolicyVersion(1, 1), "somewhere")
-    desk.core.versions.publish(ref)
-    desk.tick()
-    assert {peer for peer, _ in desk.sent.take(LoadWeights)} == {A, B}
-    desk.desk.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
-    desk.desk.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
-    assert [desk.core.versions.step(peer.decode()) for peer in (A, B)] == [1, 0]
-    assert desk.engines.quarantined == {B.decode()}
+    setup.state.versions.publish(ref)
+    setup.tick()
+    assert {peer for peer, _ in setup.sent.take(LoadWeights)} == {A, B}
+    setup.handler.loaded(A, Loaded(ref, "train", "sum", 0.1), 0.0)
+    setup.handler.loaded(B, Loaded(ref, "train", "other", 0.1), 0.0)
+    assert [setup.state.versions.step(peer.decode()) for peer in (A, B)] == [1, 0]
+    assert setup.engines.quarantined == {B.decode()}
 
 
 def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, greedy=True)
-    desk.join(A, slots=2), desk.join(B, index=1, slots=2)
-    held = {attempt.uid: (peer, attempt) for peer, attempt in desk.tick()}
+    setup = WorkerSetup(tmp_path, greedy=True)
+    setup.join(A, slots=2), setup.join(B, index=1, slots=2)
+    held = {attempt.uid: (peer, attempt) for peer, attempt in setup.tick()}
     peer, greedy = held.pop("0.2")
-    desk.desk.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
-    assert sorted((to, m.attempt) for to, m in desk.sent.take(Cancel)) == sorted(held.values())
-    assert desk.desk.free_slots == 4 and not desk.core.buffer.live
+    setup.handler.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
+    assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(held.values())
+    assert setup.handler.free_slots == 4 and not setup.state.buffer.live
     left, attempt = held["0.0"]
-    desk.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
-    assert [message.attempt for _, message in desk.sent.take(Fenced)] == [attempt]
+    setup.turn(left, 2 if left == peer else 1, attempt)  # written before the word arrived
+    assert [message.attempt for _, message in setup.sent.take(Fenced)] == [attempt]
 
 
 def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, greedy=True)
-    desk.join(A)
-    desk.tick()
-    worker = desk.desk.workers[A]
+    setup = WorkerSetup(tmp_path, greedy=True)
+    setup.join(A)
+    setup.tick()
+    worker = setup.handler.workers[A]
     worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
-    desk.core.buffer.retries = 0
-    desk.desk.lose(worker, "gone", 0.0)
-    flow = desk.core.buffer.flow()
+    setup.state.buffer.retries = 0
+    setup.handler.lose(worker, "gone", 0.0)
+    flow = setup.state.buffer.flow()
     assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

@@ -14,7 +14,7 @@ from asyncrl.tools import Rewarded, Tool, tool
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
 from asyncrl.wire.messages.worker_control import Assign
-from tests.unit.coordinator.test_workers import A, Desk
+from tests.unit.coordinator.test_workers import A, WorkerSetup
 from tests.unit.rollout.test_episode_runner import Bench, look, recorded
 
 
@@ -117,24 +117,24 @@ def test_a_shaping_that_fails_is_a_reward_error() -> None:
 
 
 def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    desk.join(A)
-    (_, attempt), _ = desk.tick()
-    desk.turn(A, 1, attempt)
+    setup = WorkerSetup(tmp_path)
+    setup.join(A)
+    (_, attempt), _ = setup.tick()
+    setup.turn(A, 1, attempt)
     result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
-    desk.desk.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
-    desk.core.persist()
-    held = {episode.uid: episode for episode in desk.core.store.read.load().episodes}[attempt.uid]
-    for episode in (desk.core.buffer.episodes[attempt.uid], held):
+    setup.handler.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
+    setup.state.persist()
+    held = {episode.uid: episode for episode in setup.state.store.read.load().episodes}[attempt.uid]
+    for episode in (setup.state.buffer.episodes[attempt.uid], held):
         assert episode.result == result
 
 
 def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    episodes: list[EpisodeRecord] = list(desk.core.buffer.episodes.values())
+    setup = WorkerSetup(tmp_path)
+    episodes: list[EpisodeRecord] = list(setup.state.buffer.episodes.values())
     episodes[-1].greedy = True
-    desk.join(A)
-    desk.engines.tick(0.0, 0.0)
-    desk.desk.tick(0.0, 0.0)
-    asked = {message.attempt.uid: message.temperature for _, message in desk.sent.take(Assign)}
-    assert asked == {"0.0": desk.core.config.rollout.temperature, "0.1": 0.0}
+    setup.join(A)
+    setup.engines.tick(0.0, 0.0)
+    setup.handler.tick(0.0, 0.0)
+    asked = {message.attempt.uid: message.temperature for _, message in setup.sent.take(Assign)}
+    assert asked == {"0.0": setup.state.config.rollout.temperature, "0.1": 0.0}
