@@ -37,7 +37,7 @@ ONE_NAME = ("rollout.environment", "rollout.agent", "algorithm.advantage", "algo
 
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
-  asyncrl train --help                  flags, examples, and the keys most often wanted
+  asyncrl train --help                  flags, examples, and the most common keys
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
   asyncrl tools call NAME '{"a": 1}'    call one
@@ -66,7 +66,7 @@ def _dispatch(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
     parser.add_argument("command", choices=("train", "runs", "tools"), help="see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(argv)
     match options.command:
         case "runs":
@@ -115,7 +115,7 @@ def config_root() -> Path:
 
 
 def defaults(section: type[msgspec.Struct]) -> dict[str, Any]:
-    """Every key with its default; what has none is marked as mandatory."""
+    """Every key with its default; a key without one is marked as mandatory."""
     tree: dict[str, Any] = {}
     for field in msgspec.structs.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -146,7 +146,7 @@ def _with_root(tree: Any, root: str) -> Any:
 
 
 def _opened(overrides: list[str]) -> Iterator[str]:
-    """Keys of the user's choice may be set without Hydra's plus sign."""
+    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice."""
     for override in overrides:
         key, _, value = override.partition("=")
         if key in ONE_NAME and value.startswith("{"):
@@ -156,7 +156,7 @@ def _opened(overrides: list[str]) -> Iterator[str]:
 
 
 def _explain(error: Exception) -> str:
-    """Hydra's complaint on one line; for an unknown key or choice, with the nearest known ones."""
+    """Hydra's error on one line; for an unknown key or choice, with the nearest known ones."""
     text = " ".join(str(error).split()).partition(" See https://")[0]
     if override := getattr(error, "override", None):
         return f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"

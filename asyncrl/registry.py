@@ -23,11 +23,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[T]):
-    """Names to objects of one kind. Asking for an unknown name tells the nearest known ones.
+    """Names to objects of one kind. The error for an unknown name lists the nearest known ones.
 
     An installed package adds to the registry of kind `loss` by an entry point in the group `asyncrl.loss`.
-    `entry`: what a decorator makes of a function; what is named by file or module must be one, too.
-    `former`: a name that is no longer there → what to write instead.
+    `entry`: the type of the entries, which decorators make; objects loaded by file or module must have it.
+    `former`: a removed name → what to write instead.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ def single(plugin: str | Mapping[str, Mapping[str, Any]], where: str = "") -> tu
 def bind(function: F, options: Mapping[str, Any], where: str) -> F:
     """The function with its keyword-only parameters set from `options`, converted to their annotations.
 
-    Raises ConfigError that begins with `where`, the key the options came from: an unknown option (with
-    those there are), a missing one, or a value of a wrong type or out of bounds.
+    Raises ConfigError that begins with `where`, the key the options came from: an unknown option (the error
+    lists the known ones), a missing one, or a value of a wrong type or out of bounds.
     """
     parameters = inspect.signature(function, eval_str=True).parameters.values()
     known = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -140,7 +140,7 @@ def bind(function: F, options: Mapping[str, Any], where: str) -> F:
 
 
 def _named(complaint: str, options: Mapping[str, Any], known: list[inspect.Parameter], where: str) -> str:
-    """msgspec's complaint under the option's own key, with the value given and those allowed."""
+    """msgspec's error under the option's own key, with the given value and the allowed ones."""
     what, _, path = complaint.partition(" - at `$.")
     name = path.rstrip("`").partition("[")[0]
     allowed = [typing.get_args(p.annotation) for p in known if p.name == name]

@@ -33,9 +33,9 @@ def main(argv: list[str]) -> int:
         "file.py:attribute or folder, as in rollout.tools.",
     )
     parser.add_argument("action", choices=("list", "call"))
-    parser.add_argument("given", nargs="*", metavar="SPEC", help="list: all there are by default")
+    parser.add_argument("given", nargs="*", metavar="SPEC", help="list: all tools by default")
     parser.add_argument("--name", default="", help="call: the tool, where SPEC gives several")
-    parser.add_argument("--sample", type=Path, help="call: JSON file of a data row the tool is opened with")
+    parser.add_argument("--sample", type=Path, help="call: JSON file of the sample to open the tool with")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="for the factory")
     options = parser.parse_intermixed_args(argv)
     sys.path.insert(0, os.getcwd())  # tools named module:function may lie here
@@ -56,7 +56,7 @@ def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
         except ConfigError:
             if specs:
                 raise
-            _print_factory(spec)  # it needs options, or a package, to say more
+            _print_factory(spec)  # its tools cannot be made without options, or without a package
             continue
         for tool in found:
             _print(spec, tool)
@@ -95,7 +95,7 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _sample(path: Path) -> Sample:
-    """A row in verl's shape, as JSON; only what tools look at."""
+    """A sample in verl's format, from a JSON file; only the fields that tools use."""
     try:
         row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         truth = (row.get("reward_model") or {}).get("ground_truth", "")
@@ -108,7 +108,7 @@ def _sample(path: Path) -> Sample:
             extra_info=extra if isinstance(extra, str) else json.dumps(extra),
         )
     except (OSError, ValueError, AttributeError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--sample {path}: no row as a JSON object ({error})") from error
+        raise ConfigError(f"--sample {path}: no sample as a JSON object ({error})") from error
 
 
 def _print(spec: str, tool: Tool) -> None:

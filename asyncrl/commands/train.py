@@ -26,7 +26,7 @@ Add to any of these:
   algorithm=rloo rollout.workers=2 trainer.ranks=2
   launch=ray launch.ray_address=auto                     roles as Ray actors
 
-Often wanted keys (all of them, with bounds and meaning: docs/configuration.md):
+Common keys (all of them, with bounds and meaning: docs/configuration.md):
   name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
   total_steps, seed            optimizer batches; seed of data order and sampling
   model.path, data.train       a Hugging Face model directory; parquet with verl's columns

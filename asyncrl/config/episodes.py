@@ -1,4 +1,4 @@
-"""Keys of how episodes come about: what the model meets, what samples it, how it is held to account."""
+"""Keys of episodes, inference engines and validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Secti
 
 
 class RolloutConfig(Section, frozen=True):
-    """Episodes: sampling, limits, what the model meets, and reward."""
+    """Episodes: sampling, limits, tools, environment, agent and reward."""
 
     workers: Positive = 1
     """Number of rollout worker processes."""
@@ -29,9 +29,9 @@ class RolloutConfig(Section, frozen=True):
     max_calls: Positive = 64
     """Tool calls per episode."""
     max_bad_calls: Positive = 3
-    """Bad tool calls in a row that end an episode: malformed, of no tool there is, with wrong arguments."""
+    """An episode ends after this many bad tool calls in a row: malformed, unknown tool, wrong arguments."""
     max_reply_tokens: Positive = 2048
-    """A longer reply of a tool, or message of an environment, is cut."""
+    """Token limit of a tool reply or an environment message; a longer one is cut."""
     cut_replies: Literal["head", "middle", "tail"] = "middle"
     """Where a tool reply that is too long is cut."""
     history: Literal["append", "fork", "fold"] = "append"
@@ -39,7 +39,7 @@ class RolloutConfig(Section, frozen=True):
     (`fork`, `fold`). A full row ends the episode, or (`fold`) goes on as a new one without the oldest tool
     replies."""
     max_rows: Positive = 8
-    """Rows that one episode may become, where it may become several."""
+    """Maximum number of rows of one episode, with `history` `fork` or `fold`, or with an agent."""
     tools: list[str] = []
     """Tools: registered names, `module:function`, `file.py:function`, or a folder of such files."""
     tool_args: dict[str, Options] = {}
@@ -62,7 +62,7 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     episode_timeout: Seconds = 600.0
-    """Wall-clock limit of one episode; then it is scored on what it did, or fails: without any turn."""
+    """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails."""
     retries: Count = 2
     """Re-issues of an episode that failed for a reason that is not the policy's."""
 
@@ -73,7 +73,7 @@ class RolloutConfig(Section, frozen=True):
 
 
 class EngineConfig(Section, frozen=True):
-    """What samples tokens."""
+    """The inference engines."""
 
     name: Text = "torch"
     """`torch`: embedded in the rollout worker. `sglang`: servers of their own, shared by all workers."""

@@ -52,7 +52,7 @@ class DataConfig(Section, frozen=True):
     epochs: Count = 0
     """Passes over the training samples; 0: as many as `total_steps` needs."""
     at_end: Literal["flush", "drop"] = "flush"
-    """Data exhausted with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
+    """When the data ends with less than a batch live: train a short batch, or drop it (`end_of_data`)."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -64,7 +64,7 @@ class WeightsConfig(Section, frozen=True):
     """`shm`: files on /dev/shm; `run`: in the run directory; `auto`: /dev/shm if it has room; or an absolute
     path, which other nodes may share: files in a directory of the run's own there."""
     deadline: Seconds = 60.0
-    """An engine that has not loaded a version by then is reported and gets the latest one."""
+    """An engine that has not loaded a version in this time is reported and gets the latest one."""
     transport: Literal["disk", "collective"] = "disk"
     """`disk`: files. `collective` (sglang): broadcast through a process group of each server's own."""
     full_every: Positive = 1
@@ -78,7 +78,7 @@ class WeightsConfig(Section, frozen=True):
 
 
 class ObserveConfig(Section, frozen=True):
-    """What a person sees."""
+    """Console, trackers and plot."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """Live view on a terminal, plain lines elsewhere."""
@@ -112,7 +112,7 @@ class LaunchConfig(Section, frozen=True):
     stop_timeout: Seconds = 10.0
     """Deadline of a graceful stop, checkpoint included."""
     stall_timeout: Seconds = 300.0
-    """The watchdog ends a run in which nothing has moved for this long, and says who waits on whom."""
+    """The watchdog ends a run without progress for this long, and reports which part waits for which."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ def parse(mapping: Any) -> RunConfig:
 
 
 def _check_combinations(config: RunConfig) -> None:
-    """Refuse what each key allows but together cannot work."""
+    """Refuse values that are valid alone but cannot work together."""
     buffer, algorithm = config.buffer, config.algorithm
     needed = config.group_bytes * buffer.groups_per_batch
     refusals = {

@@ -1,4 +1,4 @@
-"""Keys of what is learned from episodes: the buffer, the algorithm, the optimizer."""
+"""Keys of training: the buffer, the algorithm, the optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class BufferConfig(Section, frozen=True):
     target_staleness: Count | None = None
     """Admission pace: live groups <= (1 + target) * groups_per_batch. Default: min(1, max_staleness)."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
-    """Tokens over the bound at take: weight zero; never let it happen (`hold`); drop the trajectory."""
+    """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
+    batch waits for groups that would cross the bound, `drop` drops the trajectory."""
     group_policy: Literal["complete", "partial"] = "complete"
     """Train whole groups, or the members landed by a deadline (late ones are still trained)."""
     group_deadline: Seconds = 60.0
@@ -29,7 +30,7 @@ class BufferConfig(Section, frozen=True):
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
-    """Batches' worth of groups filtered while one batch fills; then it is trained with what there is."""
+    """Filtered groups per batch, in batches; beyond that the batch is trained with the groups it has."""
     retire_pass_rate: Fraction = 1.0
     """Samples whose share of positive rewards in a group reached this are not drawn again
     (no-positive-resampling); 1: off."""
@@ -80,7 +81,7 @@ class AlgorithmConfig(Section, frozen=True):
     """Weight of the bonus for entropy over the whole vocabulary."""
     steps_per_batch: Positive = 1
     """Mini-batches, one optimizer step each, per batch and epoch. More than one: a barrier, the whole batch
-    is in hand before the first."""
+    must have arrived before the first."""
     epochs: Positive = 1
     """Passes over a batch; more than one needs the barrier, too."""
     prox: Literal["auto", "recompute", "loglinear", "current"] = "auto"
@@ -111,7 +112,7 @@ class KLConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """Value function, trained where the advantage wants one (gae)."""
+    """Value function, trained where the advantage needs one (gae)."""
 
     backbone: Literal["own", "shared"] = "own"
     """A model of its own, or a value head on the policy's last hidden states."""
@@ -135,7 +136,7 @@ class TrainerConfig(Section, frozen=True):
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
+    """Learning-rate schedule after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
     """Final learning rate as a share of the peak."""
     warmup_steps: Count = 0

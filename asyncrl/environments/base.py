@@ -1,4 +1,4 @@
-"""What an environment is: it may write first, answers each turn of the model, and knows when it is over.
+"""The interface of environments: one may write first, answers each turn of the model, and ends the episode.
 
 reset(sample) ──► Observation ──► model's turn ──► step(message) ──► Observation ──► … until `done`
 """
@@ -18,22 +18,21 @@ from asyncrl.types import Message, Observation, Sample
 
 
 class Environment(Protocol):
-    """What one episode takes place in; made anew for each, and always closed.
+    """The environment of one episode; each episode has a new one, which is always closed.
 
-    Derive from it, or only look like it. Making one checks the options and does nothing else: no file is
-    opened, nobody is connected to before `reset`. What `reset` and `step` raise, or do not end in
-    time, fails the episode, which is then tried again. A mistake of the *model* is answered by an
-    observation, and perhaps a reward.
+    Derive from it, or implement the same members. The constructor only checks the options: files and
+    connections are opened in `reset`. An error or a timeout of `reset` or `step` fails the episode, which
+    is then tried again. A mistake of the *model* is answered by an observation, and perhaps a reward.
     """
 
     tools: Sequence[dict[str, Any]] = ()
-    """OpenAI schemas of calls that it answers itself, known after `reset`. A turn with one of them goes to
-    `step` as a whole, as does every turn without any call; other calls are run as tools, and do not reach
-    `step`."""
+    """OpenAI schemas of the tools that it answers itself, known after `reset`. A turn that calls one of them
+    goes to `step` as a whole, as does every turn without any call; other calls are run as tools, and do not
+    reach `step`."""
 
     replay: Literal["reapply", "no"] = "reapply"
-    """What may be done after a crash. `reapply`: a new one is made, the recorded turns are stepped again, and
-    must be answered alike. `no`: the episode starts again."""
+    """What happens after a crash. `reapply`: the recorded turns are passed to `step` of a new environment,
+    which must give the same answers. `no`: the episode starts again."""
 
     timeout: float | None = None
     """Seconds that each of its answers may take; None: `rollout.tool_timeout`."""
@@ -65,7 +64,7 @@ _PARTS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 def load_environment(
     plugin: str | dict[str, Options], where: str = "$.rollout.environment"
 ) -> Callable[[], Environment]:
-    """What makes the environment of an episode; one is made at once, to find what is wrong with its options.
+    """The factory of the episodes' environments. It is called once here, so that wrong options raise at once:
     ConfigError that begins with `where`."""
     spec, options = single(plugin, where)
     found = environments.load(spec, where)

@@ -23,13 +23,13 @@ from asyncrl.types import Message, Observation, Sample
 class Gymnasium(Environment):
     """An environment whose actions are discrete, or text; every step's reward falls on its turn.
 
-    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first); `arguments`: what else it
-    is made with, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the
-    actions in order, separated by commas; a turn's last name or number of an action is what it does. `show`:
+    `id`: as `gymnasium.make` knows it (`module:Name-v0` imports the module first); `arguments`: its further
+    arguments, a JSON object; the sample's `extra_info.gymnasium` adds to it. `actions`: names of the
+    actions in order, separated by commas; the last action name or number in a turn is the one taken. `show`:
     what the model sees, the rendered text or the observation (`auto`: the text, where there is one; for the
     toy texts a description). `describe`: `module:function` or `file.py:function`, (observation, env) -> text,
-    in its place. A turn without an action is answered with a hint and earns `unreadable`. The
-    seed is `extra_info.seed`, else the row of the sample: the episodes of a group begin alike. `thread`: the
+    in its place. A turn without an action is answered with a hint and earns `unreadable`. The seed is
+    `extra_info.seed`, else the sample's index: the episodes of a group begin in the same state. `thread`: the
     environment gets a thread for itself, so that a slow one holds up no other episode; off, it runs in the
     worker's event loop, for environments that must all share one thread.
     """
@@ -104,7 +104,7 @@ class Gymnasium(Environment):
 
 
 def _reader(space: Any, names: Sequence[str]) -> Callable[[str], Any]:
-    """What reads an action from a turn; ValueError with what the model should have written."""
+    """A function that reads an action from a turn; its ValueError says what the model should write."""
     import gymnasium.spaces as spaces
 
     if isinstance(space, spaces.Text):
@@ -130,7 +130,7 @@ def _reader(space: Any, names: Sequence[str]) -> Callable[[str], Any]:
 
 
 def _modes(id: str) -> list[str]:
-    """The render modes of an environment. ConfigError: there is none of this id, or no Gymnasium."""
+    """The render modes of an environment. ConfigError: unknown id, or Gymnasium is not installed."""
     try:
         import gymnasium
     except ImportError:

@@ -27,7 +27,7 @@ def plain(text: str) -> str:
 
 
 def taxi(seen: Any, env: Any) -> str:
-    """The map tells the passenger from the destination by colours only."""
+    """The map and a description: on the map only colours distinguish passenger and destination."""
     row, column, passenger, destination = env.decode(seen)
     where = "in the taxi" if passenger == len(STANDS) else f"at {STANDS[passenger]}"
     streets = _ESCAPE.sub("", env.render()).split("\n  (")[0].strip("\n")

@@ -20,7 +20,7 @@ Never do the assistant's work. When you have what you wanted, or it is plain tha
 
 @environments.register("scripted_user")
 class ScriptedUser(Environment):
-    """Says the strings of `extra_info.user` one after the other; the turn after the last one ends the
+    """Replies with the strings of `extra_info.user` in order; the turn after the last one ends the
     episode, as does a turn that contains `stop` (empty: none does)."""
 
     def __init__(self, *, stop: str = "") -> None:
@@ -42,12 +42,12 @@ class ScriptedUser(Environment):
 
 @environments.register("simulated_user")
 class SimulatedUser(Environment):
-    """A model behind an OpenAI-compatible URL that plays a user; `extra_info.user` says whom and to what end.
+    """A model behind an OpenAI-compatible URL that plays a user; `extra_info.user` describes user and goal.
 
     The prompt's user messages count as this user's own; where there are none it writes first. A message
     that contains `stop` ends the episode. A reply has at most `max_tokens` tokens and is cut at `max_chars`
-    characters. `timeout` is in seconds, per reply with its repetitions. Nobody can make it say the same
-    again, so an interrupted episode starts anew.
+    characters. `timeout` is in seconds, per reply with its repetitions. Its replies cannot be
+    reproduced, so an interrupted episode starts again.
     """
 
     replay: Literal["reapply", "no"] = "no"
@@ -73,7 +73,7 @@ class SimulatedUser(Environment):
     async def reset(self, sample: Sample) -> Observation:
         scenario = extra_info(sample).get("user")
         if not isinstance(scenario, str) or not scenario:
-            raise ValueError(f"extra_info.user of row {sample.row} must say who the user is, and wants")
+            raise ValueError(f"extra_info.user of row {sample.row} must describe the user and a goal")
         play = PLAY.replace("{stop}", self._stop).replace("{scenario}", scenario)
         shown = mirrored(sample.prompt)
         self._history = [Message("system", play), *shown]
@@ -86,7 +86,7 @@ class SimulatedUser(Environment):
         self._history.append(message)
         text = (await self._model.chat(self._history)).strip()[: self._max_chars]
         if not text:
-            raise ValueError("the model that plays the user said nothing")
+            raise ValueError("the model that plays the user gave an empty reply")
         self._history.append(Message("assistant", text))
         return text_observation(text, done=self._stop in text)
 

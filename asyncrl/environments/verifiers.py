@@ -61,7 +61,7 @@ class Verifiers(Environment):
             raise ConfigError(f"no agent {role!r}; there are: {', '.join(roles)}")
         self._role, self._roles = role or roles[0], roles
         self._others = RemoteModel(others_url, others_model, others_key_env) if others_url else None
-        self.replay = "reapply" if self._others is None else "no"  # a model does not say the same again
+        self.replay = "reapply" if self._others is None else "no"  # a model's replies cannot be reproduced
         self._asked: asyncio.Queue[list[Any] | None] = asyncio.Queue()  # None: the run has ended
         self._reply: asyncio.Future[Message | None] | None = None  # done: no turn is asked for
         self._over = False  # a limit ended the episode
@@ -111,7 +111,7 @@ class Verifiers(Environment):
         return Observation(tuple(map(ours, messages)))
 
     async def _reward(self) -> float:
-        """Once the run has ended. A step that is cancelled here does not cancel the run."""
+        """Wait for the end of the run. Cancelling a step here does not cancel the run."""
         if self._playing is None:
             return 0.0
         await asyncio.wait({self._playing})

@@ -2,8 +2,8 @@
 
     sample as JSON ──stdin──► program ──stdout──► its last line, as JSON, is the result
 
-It finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Nothing of it or of what it started is
-left when the episode is over, or when the worker is killed.
+It finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. The program and its descendants are
+killed when the episode is over or the worker has died.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def _last_line(stream: asyncio.StreamReader, limit: int) -> str:
 
 
 def _written(sample: Sample) -> bytes:
-    """The sample with the values of its JSON texts."""
+    """The sample as JSON, with its JSON texts decoded."""
     values = {name: msgspec.json.decode(getattr(sample, name)) for name in ("ground_truth", "extra_info")}
     return msgspec.json.encode({**msgspec.to_builtins(sample), **values})
 
@@ -98,7 +98,7 @@ def _split(line: str) -> list[str]:
 
 
 def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """This process's, with the endpoint; a proxy would not find it."""
+    """This process's variables and the endpoint, which is not reached through a proxy."""
     no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1")))
     return {
         **own,
@@ -111,7 +111,7 @@ def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def _result(line: str) -> Any:
-    """A program may end with words for people: that is no result."""
+    """The number or object in the last line; None for any other text."""
     with suppress(ValueError, RecursionError):
         value = msgspec.json.decode(line)
         if isinstance(value, dict | int | float) and not isinstance(value, bool):

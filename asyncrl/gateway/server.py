@@ -3,7 +3,7 @@
     agent program ──key, request──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
 A key is random and names one episode, as long as that runs. Errors are answered in OpenAI's format, and none
-ends the server. A stream of events is sent when the whole turn is there.
+ends the server. A stream of events is sent when the turn is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where an agent finds its model, as any OpenAI client wants to know it. `base_url` ends with /v1."""
+    """How an agent reaches its model: the settings of any OpenAI client. `base_url` ends with /v1."""
 
     base_url: str
     api_key: str
@@ -48,7 +48,7 @@ class Host(Protocol):
         """ConfigError: the template cannot write the messages. Anything else it raises ends the episode."""
 
     def lose(self, reply: AgentReply) -> None:
-        """The client has left without this answer, and may ask again."""
+        """Called when the client left before it got this answer; it may ask again."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Gateway:
 
     @asynccontextmanager
     async def admit(self, host: Host) -> AsyncIterator[Endpoint]:
-        """The body is the time in which an agent is served. Requests under way at its end are cancelled."""
+        """The agent is served while the body runs. Requests under way at its end are cancelled."""
         key, admitted = secrets.token_urlsafe(32), _Admitted(host)
         self._admitted[key] = admitted
         try:
@@ -141,7 +141,7 @@ class Gateway:
 
 
 async def _outcome(task: asyncio.Task[AgentReply | Refusal]) -> AgentReply:
-    """What a request is answered with."""
+    """Wait for the answer to a request. ApiError when it was refused or failed."""
     await asyncio.wait([task])
     if task.cancelled():
         raise ApiError(410, "the episode is over", "episode_over")

@@ -29,7 +29,7 @@ _ids = itertools.count()
 
 
 class ApiError(AsyncrlError):
-    """An answer that is no completion, in OpenAI's shape."""
+    """An error response, in OpenAI's format."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, kind: str = "invalid_request_error"
@@ -122,7 +122,7 @@ _decode = msgspec.json.Decoder(ChatRequest).decode
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """ApiError for what is no request, or uses what is not supported."""
+    """ApiError for an invalid request, or an unsupported option."""
     try:
         request = _decode(body)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -21,7 +21,7 @@ CHILD = "asyncrl.launch.role"
 
 
 class LocalProcess:
-    """A role under a wrapper: neither it nor what it started outlives us, or its end."""
+    """A role in a wrapper process, which kills all descendants when the role or the launcher has ended."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class LocalProcess:
 
 
 class LocalSpawner:
-    """Starts children."""
+    """Starts roles as local processes."""
 
     def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
         self._run_dir, self._endpoints = run_dir, endpoints
@@ -60,7 +60,7 @@ class LocalSpawner:
         return LocalProcess(order.place.name, process)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:
-        """A fresh file for the ranks of one start to meet in; nothing for a process alone."""
+        """URL of a new file for the rendezvous of the ranks of one start; '' for a single process."""
         if len(unit.places) == 1:
             return ""
         path = (self._run_dir / "rendezvous" / incarnation).absolute()

@@ -1,6 +1,4 @@
-"""Everything that can be known to be wrong before a process starts: each finding is one ConfigError that says
-what and how to mend it.
-"""
+"""Checks before any process starts. Each problem is one ConfigError: what is wrong, and how to correct it."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def check(config: RunConfig) -> None:
 def check_installed(
     config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
 ) -> None:
-    """Optional packages that the configuration asks for."""
+    """ConfigError unless the optional packages that the configuration needs are installed."""
     extras = [*config.observe.trackers, *(["ray"] if config.launch.kind == "ray" else [])]
     for extra in extras:  # each is named like its module
         if find(extra) is None:
@@ -106,21 +104,21 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     parsers.load(config.rollout.parser)
     compose(config)
     if not config.engine.remote and config.engine.name not in ENGINE_MODULES:
-        for module in ENGINE_MODULES.values():  # which takes seconds, so that the error can list them
+        for module in ENGINE_MODULES.values():  # takes seconds: only for the list of names in the error
             importlib.import_module(module)
         engines.load(config.engine.name)
     return toolbox.tools
 
 
 def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> None:
-    """The data sets load, hold at least a batch, and ask for tools that there are."""
+    """The data sets load, hold at least a batch, and name only configured tools."""
     from asyncrl.data import load_samples
 
     with _quiet():
         paths = [config.data.train, *([config.data.test] if config.data.test else [])]
         loaded = {path: load_samples(path) for path in paths}
     for path, samples in loaded.items():
-        if config.rollout.agent:  # what its data says of tools is for the agent to read
+        if config.rollout.agent:  # the agent itself reads what its data says about tools
             break
         if found := check_sample_tools(tools, (sample.extra_info for sample in samples)):
             raise ConfigError(f"{path}: {'; '.join(found)}; add it to rollout.tools, or correct the data")
@@ -164,7 +162,7 @@ def outside_weights(config: RunConfig) -> list[Path]:
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """What is allowed and hardly meant, one line each."""
+    """Settings that are valid but probably a mistake, one line each."""
     from asyncrl.conversation.parsers import detect, parsers
 
     slots = config.rollout.workers * config.rollout.slots
@@ -187,8 +185,8 @@ def warnings(config: RunConfig) -> list[str]:
 
 
 def chat_template_warnings(config: RunConfig) -> list[str]:
-    """Whether the chat template fits who answers the model. It takes seconds: only a dry run looks, otherwise
-    the workers do, before anything else."""
+    """Problems of the chat template with these tools or this environment. The check takes seconds: here for a
+    dry run only, in a real run the workers do it first."""
     from asyncrl.rollout.components import chat_warnings, load_chat
 
     with _quiet():

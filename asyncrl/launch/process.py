@@ -1,4 +1,4 @@
-"""What the supervisor knows of a process, whoever started it."""
+"""A process as the supervisor sees it: a local one, or a Ray actor."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 
 from asyncrl.launch.placement import RolePlace
 
-# What a role's process ends with. Anything else, a signal included, is a crash.
+# Exit codes of a role's process. Any other, or a signal, is a crash.
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 CRASHED = 70
 
 
 @dataclass(frozen=True)
 class Order:
-    """Start `place`. All ranks of one trainer start share `incarnation` and `rendezvous`."""
+    """A request to start `place`. Ranks that start together share `incarnation` and `rendezvous`."""
 
     place: RolePlace
     incarnation: str

@@ -63,7 +63,7 @@ class RayProcess:
                 self._code = int(ray.get(self._call))
             except RayError:
                 self._code = KILLED
-            ray.kill(self._actor)  # it has returned or is lost: give its process back
+            ray.kill(self._actor)  # it has returned or is lost: release its process
         return self._code
 
     def terminate(self) -> None:
@@ -131,8 +131,8 @@ class RaySpawner:
         }
 
     def _gpus(self, place: RolePlace) -> int:
-        """One for a rank if there are any, `engine.tp` for a server; for an embedded engine only if it is
-        told to compute there."""
+        """One for a rank if there are any, `engine.tp` for a server; one for an embedded engine only with
+        `model.device=cuda`."""
         if not ray.cluster_resources().get("GPU", 0):
             return 0
         wants = {
@@ -144,7 +144,7 @@ class RaySpawner:
 
 
 def reach(address: str) -> None:
-    """OSError when nobody listens at host:port, which Ray would find out in minutes."""
+    """OSError when no server listens at host:port; Ray itself needs minutes to find that out."""
     if found := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
         socket.create_connection((found[1], int(found[2])), CONNECT).close()
 

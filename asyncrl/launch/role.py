@@ -97,8 +97,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def leave(code: int, patience: float = 5.0) -> NoReturn:
-    """End the process once its sockets have sent what they hold. Not the interpreter's way, which aborts when
-    a thread of some library is still there."""
+    """End the process when its sockets have sent their queues. `sys.exit` would abort where a thread of a
+    library still runs."""
     timer = threading.Timer(patience, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""The run directory: may it be used, does it hold the run to be resumed, and its lock."""
+"""The run directory: checks before it is used or resumed, and its lock."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _check_group_size(config: RunConfig, before: Any) -> None:
     if before not in (None, now) and advantages.load(before, began).greedy != advantages.load(now).greedy:
         raise ConfigError(
             f"$.algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
-            f"{now!r}, but only one of them wants a greedy episode in each group; resume with the one it "
+            f"{now!r}, but only one of them uses a greedy episode in each group; resume with the one it "
             "began with"
         )
 
@@ -146,7 +146,7 @@ def locked(config: RunConfig) -> Iterator[None]:
         (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
         try:
             yield
-        except ConfigError:  # nothing was started: a corrected command must not find a run
+        except ConfigError:  # nothing was started: the corrected command must find no run here
             if not (run_dir / "run.db").exists():
                 (run_dir / "config.yaml").unlink()
                 (run_dir / "started").unlink()

@@ -1,4 +1,4 @@
-"""SGLang servers, before anything starts: those to attach to answer and fit, and others can be started."""
+"""Checks of SGLang servers before anything starts: attached ones, and the command that starts others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, EngineError
 
-ANSWER = 30.0  # seconds for a server that is to be attached to
+ANSWER = 30.0  # seconds in which an attached server must answer
 
 
 def check_servers(config: RunConfig) -> None:
-    """Keys are set; servers to attach to answer and serve this model; what starts a server is there."""
+    """API keys are set; attached servers answer and serve this model; the start command exists."""
     engine = config.engine
     for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable and not os.environ.get(variable):
@@ -68,7 +68,7 @@ def check_urls(config: RunConfig) -> None:
 
 
 def _loopback(host: str) -> bool:
-    """True for an address, or a name, that means whatever machine it is used on."""
+    """True for an address or a name of the machine itself, such as 127.0.0.1 or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

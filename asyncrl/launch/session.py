@@ -2,7 +2,7 @@
 
 `run` starts the supervisor, then loops: `_listen` (messages of the coordinator, at most POLL seconds),
 signals, `Supervisor.tick` (exits and restarts), the deadline of a stop, `_watch` (a silent coordinator).
-At the end `_wind_down` lets the other processes follow, then terminates and kills them.
+At the end `_wind_down` waits for the other processes, then terminates and kills them.
 
 The first Ctrl-C or SIGTERM asks the coordinator to stop, and everything ends within `launch.stop_timeout`
 with a checkpoint; the second kills at once.
@@ -37,7 +37,7 @@ FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordi
 
 
 class SessionView(Protocol):
-    """What a session shows."""
+    """Where a session shows its progress."""
 
     def status(
         self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
@@ -69,7 +69,7 @@ class Session:
         self._signals = 0
         self._running = False  # the coordinator has left its start phase: there is something to save
         self._hello_at = 0.0
-        self._outcome: RunOutcome | None = None  # decided, while the coordinator may still write things down
+        self._outcome: RunOutcome | None = None  # decided here; the coordinator may still be saving
         self._stop_by: float | None = None
         self._end: RunEnd | None = None
 

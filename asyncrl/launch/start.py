@@ -71,13 +71,13 @@ def _spawner(config: RunConfig, run_dir: Path, endpoints: Endpoints) -> Iterator
 
 
 def _remove_outside_weights(config: RunConfig) -> None:
-    """Versions outside the run directory serve this launch only, and nobody else removes them."""
+    """Versions outside the run directory serve this launch only, and no other code removes them."""
     for directory in preflight.outside_weights(config):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
-    """Complete and print the summary, and draw run.png; not after an interrupt, when nobody wants to wait."""
+    """Complete and print the summary, and draw run.png; after an interrupt neither, to end at once."""
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         shares = overlap(run_dir)

@@ -56,9 +56,10 @@ class Crew:
         return [handle for handle in self.handles if handle.poll() is None]
 
     def dead(self, now: float) -> tuple[ProcessHandle, int] | None:
-        """A process that ended otherwise than in order, with its exit code.
+        """A process that crashed, with its exit code.
 
-        One that left with 0 did so at the end of the run, unless the run then goes on without it.
+        Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for LEAVING
+        seconds afterwards.
         """
         ended = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
         crashed = [(handle, code) for handle, code in ended if code != COMPLETED]

@@ -1,4 +1,4 @@
-"""What a person sees: a live view on a terminal, plain lines elsewhere, and the table at the end."""
+"""Console output: a live view on a terminal, plain lines elsewhere, and the table at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PipeSafeTerminal(Terminal):
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
-            super().on_broken_pipe()  # writes to nowhere from here on
+            super().on_broken_pipe()  # discards all output from here on
 
 
 @dataclass

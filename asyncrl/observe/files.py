@@ -1,4 +1,4 @@
-"""What a run leaves to be read: rows of JSON lines, and the summary."""
+"""The result files of a run: metrics as JSON lines, and the summary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def first_day(run_dir: Path) -> datetime.date:
 
 
 def mark_start(run_dir: Path) -> None:
-    """Write the day down, unless this goes on with an earlier start."""
+    """Record the day, unless an earlier start of the run did."""
     path = run_dir / "started"
     if not path.exists():
         temporary = path.with_suffix(".tmp")

@@ -31,12 +31,12 @@ _completion = msgspec.json.Decoder(_Completion).decode
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """`url` is the base that clients are given, up to and with `/v1`.
+    """`url` is the base URL as OpenAI clients take it, ending with `/v1`.
 
     `api_key_env` names the environment variable that holds the key; empty: none is sent. `timeout` is in
     seconds, of one `chat` with its repetitions. A `temperature` below 0 and `max_tokens` of 0 are not sent,
-    as some models refuse them. It is a value: make as many as you like, connections are shared by all of an
-    event loop and closed by `close_sessions`. ConfigError: a bad URL, or no such key.
+    as some models refuse them. Instances hold no connection: those are shared within an event loop and closed
+    by `close_sessions`. ConfigError: a bad URL, or no such key.
     """
 
     url: str
@@ -52,7 +52,7 @@ class RemoteModel:
         bearer(self.api_key_env)
 
     async def chat(self, messages: Sequence[Message]) -> str:
-        """What the model says next, '' if nothing. Raises RemoteError."""
+        """The model's next message, which may be ''. Raises RemoteError."""
         url = f"{self.url.rstrip('/')}/chat/completions"
         body = {
             "model": self.model,

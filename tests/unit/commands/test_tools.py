@@ -79,7 +79,7 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
         (["calculater"], 2, "unknown tool 'calculater'; did you mean calculator?"),
         (["{file}:Diary", "--option", "a"], 2, "write key=value"),
         (["{file}:Diary", "--option", "a=1"], 2, "takes no arguments"),
-        (["{file}:Diary", "--sample={file}"], 2, "no row as a JSON object"),
+        (["{file}:Diary", "--sample={file}"], 2, "no sample as a JSON object"),
         (["{file}:Dairy"], 2, "did you mean Diary"),
     ],
 )
