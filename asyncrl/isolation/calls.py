@@ -1,8 +1,8 @@
-"""Calling users' code so that it can neither hold nor hurt those who wait for it.
+"""Calls of users' code with deadlines: code that hangs or raises does not block or end the caller's loop.
 
-call_user(function, seconds)   sync or async, in this loop or in a thread: the one way, with a deadline
+call_user(function, seconds)   sync or async, in this loop or in a thread, with a deadline
 OwnThread.run(function)        one call after another, always in the same thread
-LoopThread.call(function)      beside this loop: coroutines share another loop, in a thread of its own
+LoopThread.call(function)      coroutines in a second event loop, in a thread of its own
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("asyncrl.worker")
 
 GRACE = 1.0  # seconds for cancelled work to end
 CLOSE_SECONDS = 5.0  # seconds that cancelled work in a LoopThread has to end
-SLOW = 0.1  # seconds that a sync function may hold the event loop before the log says so
-MOST_STRAYS = 100  # threads in calls that were left behind; with more no OwnThread begins
+SLOW = 0.1  # seconds that a sync function may block the event loop before a warning is logged
+MOST_STRAYS = 100  # threads in abandoned calls; with more no OwnThread starts
 _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
 
 
@@ -69,12 +69,12 @@ async def call_user(
 
 
 def begin(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task whose errors are Exceptions, whatever is raised. To be abandoned by whoever began it."""
+    """A task whose errors are Exceptions, whatever is raised. The caller must `abandon` it in the end."""
     return asyncio.get_running_loop().create_task(_without_exits(work))
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Cancel it; what ignores that is closed after a while. It would keep the loop from ending."""
+    """Cancel it; a coroutine that ignores this is closed later, as it would keep the loop from ending."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     task.add_done_callback(_retrieve)
@@ -84,19 +84,19 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 def _force(task: asyncio.Task[Any]) -> None:
     if not task.done():
-        with suppress(Exception):  # what it does at its end is users' code, too
+        with suppress(Exception):  # its cleanup is users' code, too
             task.get_coro().close()  # type: ignore[union-attr]
         task.cancel()
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Nobody asks any more how it ended; asyncio would complain."""
+    """Read the error of an abandoned call, or asyncio would log it as never retrieved."""
     if not future.cancelled():
         future.exception()
 
 
 async def _without_exits(work: Coroutine[Any, Any, Any]) -> Any:
-    """These would end the event loop."""
+    """Turn SystemExit and KeyboardInterrupt, which would end the event loop, into errors."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as problem:
@@ -136,8 +136,8 @@ async def _inline(function: Callable[[], Any]) -> Any:
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
-    """Call it in a daemon thread of its own: when it never returns it costs that thread, neither a place in a
-    pool nor the end of the process. Cancelled, it runs on."""
+    """Call it in a daemon thread of its own: if it never returns, it blocks neither a pool nor the end of the
+    process. It goes on running when this is cancelled."""
     future: Future[Any] = Future()
     threading.Thread(target=_fulfil, args=(function, future), daemon=True, name=name).start()
     return await asyncio.wrap_future(future)
@@ -149,7 +149,7 @@ def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
     result = None
     try:
         result = function()
-    except BaseException as problem:  # a SystemExit ends the thread, and must not leave anybody waiting
+    except BaseException as problem:  # a SystemExit, too: the caller waits for the future
         carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
         error = problem if carried else RuntimeError(one_line(problem))
     if not future.set_running_or_notify_cancel():  # abandoned at the deadline
@@ -161,10 +161,10 @@ def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
 
 
 class OwnThread:
-    """A daemon thread for what bears one thread only: it runs one call after another. One that never
-    returns costs the thread; with MOST_STRAYS of those no other one is begun."""
+    """A daemon thread for objects that may be used in one thread only: it runs one call after another. A call
+    that never returns blocks the thread; with MOST_STRAYS such threads no other one is started."""
 
-    _strays: ClassVar[set[threading.Thread]] = set()  # in calls that nobody waits for any more
+    _strays: ClassVar[set[threading.Thread]] = set()  # in abandoned calls
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -172,7 +172,7 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """What it returns, or raises; when this is cancelled it runs on. Late: there are too many strays."""
+        """What it returns, or raises; it goes on when this is cancelled. Late: too many abandoned calls."""
         thread = self._started()
         future: Future[Any] = Future()
         self._calls.put(partial(_fulfil, function, future))
@@ -208,16 +208,16 @@ class OwnThread:
 
 
 class LoopThread:
-    """A second event loop, in a daemon thread that starts with the first call. What blocks there keeps its
-    other calls waiting, never the loop that made them."""
+    """A second event loop, in a daemon thread that starts with the first call. Code that blocks there delays
+    other calls of this object, never the caller's loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """What a function returns, or raises: of a coroutine function there, of another in a thread of its
-        own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
+        """What a function returns, or raises. A coroutine function runs in that loop, another in a thread of
+        its own. When this is cancelled the coroutine is, too, and has CLOSE_SECONDS to end."""
         if not inspect.iscoroutinefunction(inspect.unwrap(_innermost(function))):
             result = await in_thread(function, self._name)
             if not inspect.isawaitable(result):
@@ -239,7 +239,7 @@ class LoopThread:
 
         there = self._started()
         done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), there))
-        done.add_done_callback(_retrieve)  # it may be that nobody waits any more
+        done.add_done_callback(_retrieve)  # the caller may have been cancelled
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:

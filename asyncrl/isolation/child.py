@@ -1,4 +1,4 @@
-"""Child processes: how they are started, spoken to, watched and ended.
+"""Child processes: how they are started, asked, watched and ended.
 
     we ──request, length-bounded msgpack frame──► child: serve() ──► a function of ours or of a user
     we ◄────────── its result, or an error ─────┘
@@ -34,7 +34,7 @@ GRACE = 1.0  # seconds from SIGTERM to SIGKILL
 HEAD = 4  # bytes of the length before each frame
 MAX_REQUEST = 64 << 20  # bytes of a frame to a child
 MAX_ERROR = 1 << 16  # characters of an error
-CLOSE_SECONDS = 1.0  # in which a child that has closed its pipe is expected to end
+CLOSE_SECONDS = 1.0  # for a child that has closed its pipe to end
 
 S = TypeVar("S")
 Q = TypeVar("Q")
@@ -47,8 +47,8 @@ class ChildError(AsyncrlError):
 
 @dataclass(frozen=True)
 class Service(Generic[S, Q, A]):
-    """What a child does. In it, `open` makes of the first message (an S) the function that answers the others
-    (from Q to A; all three are types that msgspec knows). `name`: where it stands, `module:NAME`."""
+    """What a child does. In the child, `open` takes the first message (an S) and returns the function that
+    answers the others (from Q to A; msgspec encodes all three types). `name`: its place, `module:NAME`."""
 
     name: str
     open: Callable[[S], Callable[[Q], A]]
@@ -58,7 +58,7 @@ class Service(Generic[S, Q, A]):
 
 
 class ChildReply(msgspec.Struct, Generic[A], frozen=True, array_like=True):
-    """To one frame. Without an `error` there is a result, to all frames but the first."""
+    """The reply to one frame: an `error`, or a result (None for the first frame)."""
 
     error: str = ""
     result: A | None = None
@@ -110,7 +110,7 @@ class Child(Generic[S, Q, A]):
         try:  # beside the loop: starting a process takes a while, more so on a busy machine
             process = await in_thread(partial(_spawn, theirs, service.name, largest), "child")
         except BaseException:
-            ours.close()  # a child that was started all the same ends with it
+            ours.close()  # a child that was started nevertheless ends then
             raise
         return cls(service, name, largest, process, await asyncio.open_connection(sock=ours))
 
@@ -124,7 +124,7 @@ class Child(Generic[S, Q, A]):
         return not (self._killed or self.ended or self._reader.at_eof())
 
     async def open(self, first: S, seconds: float = math.inf) -> None:
-        """To be awaited before the first request. Errors as those of `ask`."""
+        """Must be awaited before the first request. Raises as `ask` does."""
         await self._exchange(first, seconds)
 
     async def ask(self, request: Q, seconds: float = math.inf) -> A:
@@ -170,7 +170,7 @@ class Child(Generic[S, Q, A]):
                 raise ChildError(f"{self._name} sent {length} bytes at once")
             reply: ChildReply[A] = self._reply(await self._reader.readexactly(length))
         except msgspec.MsgspecError as error:
-            raise ChildError(f"{self._name} answered nonsense ({one_line(error)})") from error
+            raise ChildError(f"{self._name} sent an unreadable answer ({one_line(error)})") from error
         except (OSError, asyncio.IncompleteReadError):
             raise ChildError(f"{self._name} {await self._ending()}") from None
         return reply
@@ -198,7 +198,7 @@ def _spawn(end: socket.socket, service: str, largest: int) -> subprocess.Popen[b
 
 
 def serve() -> None:
-    """The main function of a child: read a frame, answer it, until nobody holds the other end any more."""
+    """The main function of a child: read a frame, answer it, until the other end is closed."""
     name, largest = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:]
     requests, answers = _private_pipes()
@@ -214,7 +214,7 @@ def serve() -> None:
             else:
                 reply = ChildReply(result=function(request(frame)))
             answer = _encode(reply)
-        except BaseException as error:  # whatever users' code raises, SystemExit too, is its answer
+        except BaseException as error:  # an error of users' code, SystemExit too, is sent as the answer
             answer = _encode(ChildReply(error=reason(error)[:MAX_ERROR]))
         if len(answer) > largest:
             answer = _encode(
@@ -225,8 +225,7 @@ def serve() -> None:
 
 
 def _private_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """The pipes under numbers that users' code does not know; its prints go to stderr, its reads find
-    nothing."""
+    """The pipes under new numbers, away from users' code: its prints go to stderr, its stdin is empty."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

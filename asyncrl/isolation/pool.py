@@ -92,7 +92,7 @@ class ProcessPool(Generic[S, Q, A]):
             child.kill()
 
     async def _take(self) -> Child[S, Q, A]:
-        """An idle child, or else one that starts."""
+        """An idle child, or a new one."""
         while self._idle:
             if (child := self._idle.pop()).usable:
                 return child
@@ -107,7 +107,7 @@ class ProcessPool(Generic[S, Q, A]):
             raise
 
     def _next_start(self) -> asyncio.Task[Child[S, Q, A]]:
-        """One that a call left behind, or a new one."""
+        """A start whose call stopped waiting, or a new one."""
         while self._spare:
             start = self._spare.pop()
             if not start.done() or (not _failed(start) and start.result().usable):
@@ -115,7 +115,7 @@ class ProcessPool(Generic[S, Q, A]):
         start = asyncio.create_task(self._start())
         self.starts.add(start)
         start.add_done_callback(self.starts.discard)
-        start.add_done_callback(_failed)  # else asyncio complains when nobody waits for it
+        start.add_done_callback(_failed)  # else asyncio logs an error that no call waits for
         return start
 
     async def _start(self) -> Child[S, Q, A]:

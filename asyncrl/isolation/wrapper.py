@@ -48,7 +48,7 @@ def main(parent: int, grace: float, program: list[str]) -> None:
         alive = os.pidfd_open(parent)
     except ProcessLookupError:
         os._exit(CANNOT_RUN)
-    if os.getppid() != parent:  # it died before we looked
+    if os.getppid() != parent:  # the parent died before this check
         os._exit(CANNOT_RUN)
     own = os.getpid()
     if (pid := os.fork()) == 0:
@@ -75,7 +75,7 @@ def _run(program: list[str], parent: int, mask: set[int]) -> None:
 
 
 def _let_go(keep: set[int]) -> None:
-    """Pipes of the program are to reach their end when the program closes them."""
+    """Close the program's pipes here, so that they end when the program closes them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nothing, standard)
@@ -107,8 +107,8 @@ def _watch(program: int, woken: int, alive: int, grace: float) -> int | None:
 
 
 def _reap(program: int) -> int | None:
-    """Take the exit codes of all who have ended; the program's, if it is among them. ChildProcessError: there
-    are no children."""
+    """Reap all ended children; returns the program's wait status if it is one of them. ChildProcessError:
+    there are no children."""
     status = None
     while (ended := os.waitpid(-1, os.WNOHANG))[0]:
         if ended[0] == program:
@@ -150,7 +150,7 @@ def descendants(pid: int) -> list[int]:
 def _end(status: int) -> None:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _libc.prctl(PR_SET_DUMPABLE, 0)  # the core that tells something is the program's
+        _libc.prctl(PR_SET_DUMPABLE, 0)  # only the program's core dump is useful
         with suppress(OSError):  # of SIGKILL
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -107,7 +107,7 @@ def _session() -> aiohttp.ClientSession:
     session = _sessions.get(loop)
     if session is None or session.closed:
         session = _sessions[loop] = aiohttp.ClientSession(
-            # Callers bound how much they ask at once; waiting for one of aiohttp's 100 connections would use `seconds`.
+            # Callers limit their own requests; waiting for one of aiohttp's 100 places would use `seconds`.
             connector=aiohttp.TCPConnector(limit=0),
             # The deadline is `post`'s; aiohttp's own of five minutes would cut a longer one short.
             timeout=aiohttp.ClientTimeout(total=None),

@@ -115,7 +115,7 @@ def well_formed(given: RewardInput) -> float:
 @rewards.register("none")
 @runs("loop")
 def none(given: RewardInput) -> float:
-    """0.0: what the environment and the tools give to the turns is all there is."""
+    """Always 0.0: only the rewards of turns, from the environment and the tools, count."""
     return 0.0
 
 
@@ -132,7 +132,7 @@ def agent(
 
 
 def targets(ground_truth: Any) -> list[str]:
-    """The texts that are right: of a text or number, a list, or a dict with `target` (as search data has)."""
+    """The accepted answers: of a text or number, a list, or a dict with `target` (as search data has)."""
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target", [])
     return [str(truth) for truth in (ground_truth if isinstance(ground_truth, list) else [ground_truth])]

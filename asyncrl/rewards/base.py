@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RewardError(AsyncrlError):
-    """A reward or a shaping raised, ran out of time, took its process down or gave back no number."""
+    """A reward or a shaping raised, ran out of time, crashed its process or did not return a number."""
 
 
 class RewardInput(msgspec.Struct, frozen=True):
@@ -63,8 +63,8 @@ def runs(place: Place) -> Callable[[F], F]:
     `loop`: in the worker's event loop, which it must not keep for more than a millisecond. `processes`: in a
     few child processes, which the deadline can kill; so do sync functions without this decorator.
     `one_process`: in a single one, for what is large, such as a model. Async functions run in the loop; one
-    with the attribute `own_deadline = True` bounds itself, say because it waits for room first: it is ended
-    only after 11 times `rollout.reward_timeout`.
+    with the attribute `own_deadline = True` has deadlines of its own, for example when it first waits for a
+    sandbox: it is cancelled only after 11 times `rollout.reward_timeout`.
     """
 
     def mark(function: F) -> F:

@@ -1,7 +1,7 @@
 """Code judged by unit tests, in the sandbox.
 
-What an answer prints or returns is compared out here: it never sees what is expected. Only `tests`, which
-are code themselves, run beside it.
+The output of an answer is compared outside the sandbox, so the answer never sees the expected output. Only
+`tests`, which are code themselves, run in the sandbox with it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Code:
     the first ones; 0: all. `at_once`: sandboxes of one worker. `require`: see docs/sandbox.md.
     """
 
-    own_deadline = True  # neither the wait for a sandbox nor its start is the answer's fault
+    own_deadline = True  # waiting for a sandbox and starting it do not count against the answer
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
 
 
 def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
-    """A function at hand, of either signature, as a reward that runs in the event loop."""
+    """A function of either signature as a reward that runs in the event loop."""
     return Reward(name, function if _is_typed(function) else from_verl(function), "loop", RewardSource(name))
 
 
@@ -89,7 +89,7 @@ def _load(name: str, spec: str, options: Options, where: str) -> Reward:
 
 
 def _made(build: Callable[[], Any], where: str) -> RewardFunction:
-    """An instance. What its constructor has against its options is the config's fault."""
+    """An instance. An error of its constructor about the options becomes a ConfigError."""
     try:
         made: RewardFunction = build()
     except (ConfigError, TypeError, ValueError) as error:
@@ -100,7 +100,7 @@ def _made(build: Callable[[], Any], where: str) -> RewardFunction:
 
 
 def _with_options(function: RewardFunction) -> RewardFunction:
-    """Ordinary parameters after verl's four are options, too: so verl's users write them."""
+    """Positional parameters after verl's four are options, too, as in reward functions written for verl."""
     signature = inspect.signature(function, eval_str=True)
     given = list(signature.parameters.values())
     first, extra = given[: len(VERL)], given[len(VERL) :]
@@ -120,13 +120,13 @@ def _checked(function: RewardFunction, spec: str, where: str) -> RewardFunction:
     return function
 
 
-def _place(function: RewardFunction, wanted: Place) -> Place:
+def _place(function: RewardFunction, if_sync: Place) -> Place:
     called = (function, type(function).__call__)
-    return "loop" if any(map(inspect.iscoroutinefunction, called)) else wanted
+    return "loop" if any(map(inspect.iscoroutinefunction, called)) else if_sync
 
 
 def _is_typed(function: RewardFunction) -> bool:
-    """One parameter that is not an option, called `given` or annotated as what it is."""
+    """One parameter that is not an option, called `given` or annotated as RewardInput."""
     options = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     taken = [p for p in inspect.signature(function).parameters.values() if p.kind not in options]
     if len(taken) != 1:

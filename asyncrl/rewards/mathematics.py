@@ -1,7 +1,7 @@
 """Mathematical answers, compared as expressions by math-verify (`pip install 'asyncrl[math]'`).
 
-It bounds its work by signals, which need a main thread, and sympy can take any time and memory: it runs in
-the reward processes.
+It runs in the reward processes: its time limits are signals, which need a main thread, and sympy may use any
+amount of memory.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ class Math:
         _, box, inside = solution_str.rpartition("\\boxed")
         if self._boxed and not box:
             return 0.0
-        wanted = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-        found = parse(box + inside, wanted, parsing_timeout=self._seconds)
+        formats = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+        found = parse(box + inside, formats, parsing_timeout=self._seconds)
         return float(verify(gold, found, timeout_seconds=self._seconds))

@@ -1,8 +1,8 @@
 """Reward models: a sequence classifier that SGLang serves, or one in a reward process of its own.
 
 The conversation is written with the reward model's own chat template, as it was trained to read it. `of`: the
-sample's prompt with the answer, or all `messages` of the episode. `label`: which of the model's numbers
-counts. `normalise`: the number itself, its sigmoid, or its share among the labels.
+sample's prompt with the answer, or all `messages` of the episode. `label`: which output of the model is used.
+`normalise`: the output itself, its sigmoid, or its share in the softmax over the labels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RewardModel:
         self._label, self._normalise = label, normalise
         self._timeout, self._retries = timeout, retries
         self._tokenizer: Any = None
-        self._alone = asyncio.Lock()  # tokenizers are not made for several threads
+        self._alone = asyncio.Lock()  # tokenizers are not thread-safe
 
     async def __call__(self, given: RewardInput) -> float:
         async with self._alone:
@@ -146,7 +146,7 @@ class Classifier:
 
 
 def picked(values: Sequence[float], label: int, normalise: Normalise) -> float:
-    """One of the model's numbers. ValueError if there is no such label."""
+    """The output of one label, normalised. ValueError if there is no such label."""
     if label >= len(values):
         raise ValueError(f"label {label} of a model that gives {len(values)} numbers")
     value = values[label]

@@ -1,4 +1,4 @@
-"""Reward functions in child processes: what is slow, blocks, crashes or never returns costs its process.
+"""Reward functions in child processes: one that blocks, crashes or never returns ends its process only.
 
 worker: RewardPool.call ──RewardInput──► child: load once, then one call at a time ──RewardResult──► worker
 """
@@ -20,7 +20,7 @@ from asyncrl.types import RewardResult
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
 LOAD_SECONDS = 300.0  # to import the function and call its `load`, which may read a model
-PATIENCE = 10  # deadlines of a call that others may wait for a process; each of them frees one
+PATIENCE = 10  # deadlines that a call waits for a free process; each running call frees one within a deadline
 MAX_ANSWER = 1 << 20  # bytes
 
 
@@ -57,7 +57,7 @@ def _loaded(source: RewardSource) -> Callable[[RewardInput], RewardResult]:
         try:
             result = reward.function(given)
             return as_result(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
-        except BaseException as error:  # SystemExit, too: here it is known where it came from
+        except BaseException as error:  # SystemExit, too, so that the error names its place
             raise RewardError(describe_error(error)) from None
 
     return score

@@ -1,4 +1,4 @@
-"""Shaping: what is added to an episode's reward for how it was given, before its group is judged.
+"""Shaping: terms added to an episode's reward, for example for its length, before its group is compared.
 
 Filters, baselines and advantages all see the shaped reward; reports show it beside the score.
 """

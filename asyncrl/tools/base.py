@@ -1,4 +1,4 @@
-"""What a tool is: a typed function, or a class whose object lives as long as one episode.
+"""Tools: a typed function, or a class whose object lives as long as one episode.
 
     @tool                                    @tool(replay="reapply")
     async def weather(city: str) -> str:     class Notes:
@@ -68,8 +68,8 @@ class Tool:
     rate: float | None = None
     """Calls of this tool that one worker begins per second; None: any number."""
     replay: Replay = "pure"
-    """What is done with recorded calls when an episode goes on after a crash: `pure`: the recorded reply
-    stands for it; `reapply`: run it again, its effects must be rebuilt; `no`: the episode begins again."""
+    """What is done with recorded calls when an episode goes on after a crash. `pure`: the recorded reply is
+    used; `reapply`: the call is run again to rebuild its effects; `no`: the episode begins again."""
     blocking: bool = False
     """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""
     process: bool = False
@@ -110,8 +110,8 @@ def tool(subject: Callable[..., Any] | None = None, /, *, name: str = "", **opti
     """Turn a sync or async function, or a class with a method `call`, into a `Tool`.
 
     Of a class an object is made per episode, without arguments (bind them with functools.partial); its `open`
-    and `close`, sync or async, are called where it has them. The effects of its calls are rebuilt after a
-    crash, but for another `replay`.
+    and `close`, sync or async, are called where it has them. After a crash its calls are run again unless
+    `replay` says otherwise.
     """
 
     def build(subject: Callable[..., Any]) -> Tool:

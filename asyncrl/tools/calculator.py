@@ -16,7 +16,7 @@ OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul
 @tools.register("calculator")
 def calculator(*, latency_mean: float = 0.0, latency_sigma: float = 1.0) -> Tool:
     """The tool. A `latency_mean` (seconds) above 0 makes each call wait a log-normal time of that mean;
-    `latency_sigma` is the standard deviation of its logarithm: 1 is long-tailed, 2 is very much so."""
+    `latency_sigma` is the standard deviation of its logarithm: 1 gives a long tail, 2 a very long one."""
     if latency_mean < 0 or latency_sigma < 0:
         raise ValueError("latency_mean and latency_sigma must not be negative")
 

@@ -91,8 +91,8 @@ def _best(scores: np.ndarray, k: int) -> list[int]:
 
 
 def open_corpus(source: str, cache: str = "", stopwords: str = "english") -> Corpus:
-    """The corpus of a .parquet or .jsonl file, indexed first where that was not done before: once, by whoever
-    comes first, while the others wait. ConfigError for a file or a directory that cannot be used."""
+    """The corpus of a .parquet or .jsonl file. The first process to open it builds the index, others wait for
+    that. ConfigError for a file or a directory that cannot be used."""
     path = _source(source)
     _check_language(stopwords)
     home = _cache(cache) / _key(path, stopwords)

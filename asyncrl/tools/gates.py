@@ -11,7 +11,7 @@ from asyncrl.isolation.calls import Late
 from asyncrl.tools.base import Tool
 from asyncrl.tools.process import ToolPool
 
-MOST_STRAYS = 100  # calls of one tool left behind at their deadlines; with more it is not called
+MOST_STRAYS = 100  # calls of one tool that still run after their deadlines; with more it is not called
 
 
 class Gate:
@@ -49,7 +49,7 @@ class Gate:
         self._awaited -= 1
 
     async def _pace(self) -> None:
-        """Only a call that begins moves the time of the next one; those that give up take nothing along."""
+        """Only a call that begins delays the next one; a call that gives up does not."""
         if not self._pause:
             return
         async with self._turn:

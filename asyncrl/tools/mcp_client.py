@@ -38,7 +38,7 @@ class McpError(AsyncrlError):
 
 
 class McpServerLost(McpError):
-    """The connection ended: nobody knows whether a call that was under way had its effect."""
+    """The connection ended. A call that was under way may or may not have had its effect."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class McpConnection:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        client = await asyncio.shield(self._client)  # whoever stops waiting does not stop the handshake
+        client = await asyncio.shield(self._client)  # cancelling this wait does not cancel the handshake
         if self.over:
             raise McpServerLost(f"the MCP server was lost: {self._why('it ended')}")
         try:

@@ -32,7 +32,7 @@ class ToolSource(msgspec.Struct, frozen=True):
 
 
 class ToolAnswer(msgspec.Struct, frozen=True):
-    """What came of a call. `refused`: the tool raised ToolError, with the content as its text."""
+    """The result of a call. `refused`: the tool raised ToolError, with the content as its text."""
 
     content: str
     reward: float = 0.0
@@ -40,7 +40,7 @@ class ToolAnswer(msgspec.Struct, frozen=True):
 
 
 def source_of(tool: Tool) -> ToolSource:
-    """How a child finds the tool. ConfigError when it has no name to be found by."""
+    """How a child imports the tool. ConfigError when it has no importable name."""
     made, arguments = tool.function, {}
     if isinstance(tool.remake, partial):
         made, arguments = tool.remake.func, tool.remake.keywords

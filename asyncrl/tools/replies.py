@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.values import finite
 
 MAX_REPLY = 1 << 18
-"""Bytes of a reply, more than any model is to read: a tool may return a gigabyte."""
+"""Bytes of a reply, more than a model can read: a tool may return a gigabyte."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ THREADS = 4  # searches of one worker at once
 
 
 class SearchError(AsyncrlError):
-    """The retrieval server did not keep its contract."""
+    """The retrieval server's answer is not in the expected format."""
 
 
 class _Hit(msgspec.Struct, frozen=True):
@@ -48,9 +48,9 @@ def search(
 ) -> Tool:
     """BM25 over `corpus`, a .parquet or .jsonl file with `text` or `contents`, and perhaps `title`.
 
-    `k` passages of at most `max_chars` characters are given. `stopwords`: the language whose commonest words
-    do not count; empty: all do. The index is kept in the directory `cache` (default: ~/.cache/asyncrl/search)
-    and mapped into memory. ConfigError for what cannot be used.
+    `k` passages of at most `max_chars` characters are returned. `stopwords`: the language whose most common
+    words are ignored; empty: none are. The index is kept in the directory `cache` (default:
+    ~/.cache/asyncrl/search) and mapped into memory. ConfigError for options that cannot be used.
     """
     _check(k, max_chars)
     try:
@@ -75,7 +75,7 @@ def search_remote(
     name: str = "search",
     description: str = "Search the corpus.",
 ) -> Tool:
-    """A retrieval server at `url` that speaks Search-R1's contract:
+    """A retrieval server at `url` with Search-R1's protocol:
 
         POST {"queries": [...], "topk": k, "return_scores": true}
         {"result": [[{"document": {"contents": ...}, "score": ...}, ...]]}
@@ -105,7 +105,7 @@ def _shown(number: int, found: Passage, max_chars: int) -> str:
 
 
 def _passages(answer: bytes) -> list[Passage]:
-    """Those of the one query. SearchError for an answer of another shape."""
+    """The passages of the one query. SearchError for an answer in another format."""
     try:
         (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
         return [passage(hit.document) for hit in hits]

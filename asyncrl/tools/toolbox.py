@@ -4,8 +4,8 @@
     session = box.session(sample)                 one per episode
     await session.open() ... await session.call(call) ... await session.close()
 
-Whatever a tool does, its callers get a reply within its deadlines. A call that hangs, or ignores
-cancellation, is not waited for any longer, and delays no other call.
+Every call gets a reply within its deadline, whatever the tool does. A call that hangs, or ignores
+cancellation, is abandoned at its deadline, and delays no other call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Toolbox:
         return ToolSession(self, sample)
 
     async def close(self) -> None:
-        """End what tools share: their processes and connections. Bounded, and never raises."""
+        """End what tools share: their processes and connections, within a deadline. Never raises."""
         pools = [gate.processes.pool.close() for gate in self.gates.values() if gate.processes]
         ends = {tool.end for tool in self.tools.values() if tool.end is not None}
         ended = (call_user(end, CLOSE_SECONDS) for end in ends)
@@ -80,7 +80,7 @@ class EpisodeObject:
             await call_user(partial(function, sample, **given), blocking=self._blocking)
 
     async def close(self) -> None:
-        """After its calls, unless one hangs: then beside it. Never raises but for cancellation."""
+        """Close it after its calls; a call that hangs is not waited for. Raises only when cancelled."""
         try:
             await call_user(self._close, CLOSE_SECONDS)
         except Exception as problem:
@@ -109,8 +109,8 @@ class ToolSession:
         return tuple(tool.schema_text for tool in self._tools.values())
 
     async def open(self) -> None:
-        """Make and open what keeps state, side by side. ToolError when one of them fails or its deadline
-        passes; `close` is due in any case."""
+        """Make and open all objects with state, concurrently. ToolError when one fails or its deadline
+        passes; `close` must be called in any case."""
         asked = read_sample_tools(self._sample)
         tools = select_tools(self._box.tools, asked)
         sharing: dict[int, list[Tool]] = {}
@@ -135,7 +135,7 @@ class ToolSession:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {reason(problem)}") from problem
 
     async def call(self, call: ToolCall) -> ToolReply:
-        """Run one call. Never raises but for cancellation: whatever goes wrong is a reply."""
+        """Run one call. Raises only when cancelled: every error is a reply."""
         tool = self._tools.get(call.name)
         if tool is None:
             return unknown_tool(call, self._tools)
@@ -152,8 +152,8 @@ class ToolSession:
             return ToolReply(call, f"error: {error}", error, time.monotonic() - started)
 
     async def redo(self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str) -> None:
-        """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode is to
-        begin again. `shorten` does to a reply what was done to it before it was recorded."""
+        """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode must
+        begin again. `shorten` cuts a reply as it was cut before it was recorded."""
         for reply in replies:
             tool = self._tools.get(reply.call.name)
             if tool is None or tool.replay == "pure" or reply.refused:
@@ -165,8 +165,8 @@ class ToolSession:
                 raise ProtocolError(f"tool {tool.name} gave another reply when repeated")
 
     async def close(self) -> None:
-        """Cancel what runs and close what was made, within CLOSE_SECONDS or so. Never raises but for
-        cancellation, and then goes on by itself."""
+        """Cancel what runs and close what was made, within about CLOSE_SECONDS. Raises only when cancelled;
+        the closing then goes on in the background."""
         self._tools = {}
         objects, self._objects = list(self._objects.values()), {}
         for task in self._running:
@@ -222,7 +222,7 @@ def _bad_arguments(call: ToolCall, tool: Tool, problem: Exception) -> ToolReply:
 async def call_tool(
     tool: Tool, call: ToolCall, limit: float = 30.0, sample: Sample | None = None
 ) -> ToolReply:
-    """Run one call (`limit`: seconds) as an episode of its own. Never raises but for cancellation."""
+    """Run one call (`limit`: seconds) as an episode of its own. Raises only when cancelled."""
     box = Toolbox({tool.name: tool}, limit)
     session = box.session(sample or Sample(0, "", (), ""))
     try:

@@ -1,4 +1,4 @@
-"""What a sandbox is: a private machine for code, with processes, a directory, and no network.
+"""The sandbox protocol: an isolated place for code, with processes, a directory, and no network.
 
 sandbox = new_sandbox(SandboxLimits(memory=256), require=frozenset())    # backends.py
 await sandbox.start()

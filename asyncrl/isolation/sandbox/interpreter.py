@@ -110,7 +110,7 @@ def _compiled(source: bytes, name: str, flags: int = 0) -> Any:
 def show(error: BaseException) -> None:
     """The traceback, without the frames of this file, and with the lines of the cells."""
     if isinstance(error, MemoryError):
-        os.write(2, b"MemoryError\n")  # there may be no room to say more
+        os.write(2, b"MemoryError\n")  # there may be no memory for a traceback
         return
     import linecache
     import traceback

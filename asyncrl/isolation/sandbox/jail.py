@@ -1,8 +1,8 @@
-"""The sandbox that needs nothing but this Python and Linux, from its owner's side: start it, ask it, end it.
+"""The sandbox that needs only this Python and Linux, the owner's side: start it, ask it, end it.
 
     owner ──socket──► guard.py ──fork──► warden.py ──fork──► interpreter.py, programs, shells
 
-Nothing that comes back is taken for more than bytes.
+Replies are untrusted: they are read as bounded bytes and never unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",  # each would take 128 MiB of the address space that is counted as memory
 }
-"""All that the code sees of it: keys and tokens of the trainer's environment stay outside."""
+"""All environment variables of the code: keys and tokens of the trainer's environment are left out."""
 
 
 class Jail:
@@ -137,7 +137,7 @@ class Jail:
         await self._end()
 
     async def _file(self, path: str, command: str, data: bytes = b"") -> str:
-        """The shell's output: the code's own rights decide what of files is possible."""
+        """The shell's output. Files are read and written with the rights of the code."""
         result = await self._ask("shell", command, FILE_SECONDS, data)
         self._lost, self._emptied = self._lost or result.lost, self._emptied or result.emptied
         if result.ending != RunEnding.DONE or result.omitted:
@@ -213,7 +213,7 @@ class Jail:
     async def _greet(self) -> None:
         bits, size = wire.HELLO.unpack(await self._reader.readexactly(wire.HELLO.size))
         if size > MAX_OUTPUT:
-            raise SandboxError("the sandbox speaks another protocol")
+            raise SandboxError("the sandbox broke the protocol")
         self.notes = (await self._reader.readexactly(size)).decode("utf-8", "replace")
         self.holds = frozenset(name for bit, name in enumerate(ISOLATION) if bits >> bit & 1)
         if missing := sorted(self._require - self.holds):

@@ -87,7 +87,7 @@ class WatchedProcess:
         return False
 
     def drain(self, kept: HeadAndTail) -> None:
-        """What is still in the pipe; those who could go on writing have been stopped, or are few."""
+        """Read what is still in the pipe; its other writers have been stopped, or are few."""
         for _ in range(PIPE // 4096):
             if not self._collect(kept):
                 return
@@ -135,7 +135,7 @@ class Warden:
                 request = wire.read_request(LINK)
                 self._signal_all(signal.SIGCONT)
                 reply = self._cell(request) if request.kind == b"c" else self._program(request)
-                self._signal_all(signal.SIGSTOP)  # nothing computes while its model thinks
+                self._signal_all(signal.SIGSTOP)  # no process runs between two requests
                 if self._interpreter_ended():
                     reply = reply._replace(lost=True)
                 self._status.clear()
@@ -163,7 +163,7 @@ class Warden:
         return RunReply(ending, 0, False, *kept.join())
 
     def _lose(self, process: WatchedProcess, kept: HeadAndTail, ending: bytes) -> RunReply:
-        """The interpreter is gone, or makes no sense any more: end everything, start anew next time."""
+        """The interpreter ended or broke the protocol: end everything; the next request starts a new one."""
         self._kill_all()
         process.drain(kept)
         self._forget_interpreter()

@@ -166,7 +166,7 @@ SURVIVED: dict[str, float | str] = {
 FATAL = {
     "segv": "the reward process was killed by SIGSEGV",
     "leave": "the reward process ended with exit code 3",
-    "garbage": "the reward process answered nonsense",
+    "garbage": "the reward process sent an unreadable answer",
     "flood": "the reward process sent 4294967295 bytes at once",
 }
 
