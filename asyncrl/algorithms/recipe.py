@@ -127,7 +127,11 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     beside = kl.where == "loss" or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
     name = f"$.algorithm.loss {recipe.loss_name!r}"
+    dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
     return {
+        "$.algorithm.loss.ppo.dual_clip between 0 and 1 is no bound; set 1 or more, or 0 for none": (
+            0 < dual_clip < 1
+        ),
         f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep "
         "masks only": loss.ratio == "mu" and recipe.weighted,
         "$.algorithm.correction has no weight with max_staleness > 0: stale data would be trained "

@@ -38,14 +38,14 @@ def ppo(
     given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastZero = 3.0
 ) -> TokenLoss:
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), where A < 0 at most −dual_clip·A; u = π/prox
-    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` under 1 is none: with a weight that is
-    decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298), whose clip_high is 0.28.
+    (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for none: with a
+    weight that is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298), whose clip_high is 0.28.
 
     Use: several optimizer steps per batch; staleness 0 as published (`correction={}`), up to 8 with a
     weight.
     """
     value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
-    if dual_clip < 1:
+    if not dual_clip:
         return TokenLoss(given.weighed(value), clipped)
     ceiling = -dual_clip * given.advantage
     lower = (given.advantage < 0) & (value > ceiling)

@@ -67,7 +67,7 @@ class Batches:
     def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool) -> None:
         self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
         self.batches: dict[int, Batch] = {}
-        self.taken: dict[str, EpisodeRecord] = {}  # rows of the kept plans, also after they left the buffer
+        self.taken: dict[str, EpisodeRecord] = {}  # by uid; of kept plans, also after they left the buffer
         self.baselines: dict[int, Baseline] = {}  # of their groups
         self._dirty: set[int] = set()
 
@@ -79,7 +79,7 @@ class Batches:
     def restore(
         self, batches: Iterable[Batch], taken: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
     ) -> None:
-        """Take over the plans a store holds. Rows still in the buffer are the buffer's own objects."""
+        """Take over the plans a store holds. Those still in the buffer are the buffer's own objects."""
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
         self.baselines = dict(baselines)

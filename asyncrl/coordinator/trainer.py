@@ -207,24 +207,22 @@ class TrainerHandler:
         if not uids:
             plan_hash = state.batches.batches[take.step].plan_hash
             return WorkPlan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
-        rows, frames = self._rows(state.batches.deal(uids, size)[rank])
-        return WorkPlan(take.trainer_epoch, take.step, take.micro, "work", rows), frames
+        trajectories, frames = self._trajectories(state.batches.deal(uids, size)[rank])
+        return WorkPlan(take.trainer_epoch, take.step, take.micro, "work", trajectories), frames
 
     def _end(self, take: Take) -> WorkPlan:
         return WorkPlan(take.trainer_epoch, take.step, take.micro, "end")
 
-    def _rows(self, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
-        """Rows of a recorded plan and their turns' payloads."""
+    def _trajectories(self, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
+        """Trajectories of a recorded plan, and their turns' payloads."""
         state = self.state
-        rows: list[PlannedTrajectory] = []
+        trajectories: list[PlannedTrajectory] = []
         frames: list[bytes] = []
         for uid in uids:
             episode = state.batches.taken[uid]
-            turns = state.store.read.frames(uid, episode.turns)[
-                ::2
-            ]  # what the tools said is in the next turn
+            turns = state.store.read.frames(uid, episode.turns)[::2]  # replies are in the next turn's context
             baseline = state.batches.baselines[episode.group]
-            rows.append(
+            trajectories.append(
                 PlannedTrajectory(
                     uid=uid,
                     group=str(episode.group),
@@ -238,4 +236,4 @@ class TrainerHandler:
                 )
             )
             frames += turns
-        return tuple(rows), frames
+        return tuple(trajectories), frames

@@ -154,8 +154,8 @@ class TrainerRank:
 
     def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
         with self.timeline.span("train"), self.watch.phase("update_actor"):
-            self.learner.accumulate(with_turns(plan.rows, frames))
-        self._batch += [planned.uid for planned in plan.rows]
+            self.learner.accumulate(with_turns(plan.trajectories, frames))
+        self._batch += [planned.uid for planned in plan.trajectories]
 
     def _finish(self, plan: WorkPlan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""

@@ -99,15 +99,15 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 class WorkPlan(WireMessage, frozen=True):
     """What a rank does next; all ranks get the same kind for the same (step, micro).
 
-    work: train the rows (none: a dummy of weight zero). step: the batch is complete, take the optimizer
-    step. end: no more batches, leave a checkpoint. stop: leave a checkpoint now, mid-batch.
+    work: train the trajectories (none: a dummy of weight zero). step: the batch is complete, take the
+    optimizer step. end: no more batches, leave a checkpoint. stop: leave a checkpoint now, mid-batch.
     """
 
     trainer_epoch: int
     step: int
     micro: int
     kind: str
-    rows: tuple[PlannedTrajectory, ...] = ()
+    trajectories: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # with kind "step"
 
 

@@ -85,6 +85,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
             {"algorithm": {"loss": "decoupled_ppo"}},
             r"write \{ppo: \{clip_high: 0\.28, dual_clip: 0\}\} instead",
         ),
+        ({"algorithm": {"loss": {"ppo": {"dual_clip": 0.5}}, "epochs": 2}}, "1 or more, or 0 for none"),
         ({"algorithm": {"correction": {"mask": {"lo": 1}}}}, r"\$\.algorithm\.correction\.mask"),
         ({"algorithm": {"correction": {}}}, "stale data would be trained uncorrected"),
         ({"algorithm": {"correction": {"mask": {}}}}, "stale data would be trained uncorrected"),

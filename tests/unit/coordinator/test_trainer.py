@@ -80,11 +80,15 @@ def setup(tmp_path: Path) -> TrainerSetup:
     return setup
 
 
+def uids(plan: WorkPlan) -> set[str]:
+    return {planned.uid for planned in plan.trajectories}
+
+
 def test_ranks_share_a_plan_and_retries_repeat_it(setup: TrainerSetup) -> None:
     first, second = setup.take(0, 0, 0), setup.take(1, 0, 0)
     assert first is not None and second is not None
-    assert {row.uid for row in first.rows} | {row.uid for row in second.rows} == {"0.0", "0.1", "1.0", "1.1"}
-    assert not {row.uid for row in first.rows} & {row.uid for row in second.rows}
+    assert uids(first) | uids(second) == {"0.0", "0.1", "1.0", "1.1"}
+    assert not uids(first) & uids(second)
     assert setup.take(0, 0, 0) == first
 
 
@@ -129,7 +133,7 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
     setup.handler.serve()
     assert setup.sent.take(WorkPlan) == []
     again = setup.take(0, 0, 0)
-    assert plan is not None and again is not None and again.rows == plan.rows
+    assert plan is not None and again is not None and again.trajectories == plan.trajectories
 
 
 def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
