@@ -1,4 +1,4 @@
-"""The nouns of the project. Everything that crosses a process or a disk is one of these.
+"""The data types of the project, those that processes exchange and the store holds.
 
 Units and alignment are stated once, here: token sequences are int32 ids, log-probs are natural
 logs in float32, version spans are half-open ranges of token positions, durations are seconds.
@@ -40,7 +40,7 @@ class StopReason(enum.StrEnum):
 class EpisodeEnd(enum.StrEnum):
     """Why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
 
-    ANSWERED = "answered"  # a turn without tool calls, and nobody to reply to it
+    ANSWERED = "answered"  # a turn without tool calls, and no environment that replies to it
     DONE = "done"  # the environment, or the agent program, said so
     LENGTH = "length"  # token budget of the turn or the row
     MAX_TURNS = "max_turns"
@@ -55,7 +55,7 @@ class EpisodeEnd(enum.StrEnum):
 
 
 class FailReason(enum.StrEnum):
-    """Why an episode has no trajectory. All are infrastructure, never the policy's doing."""
+    """Why an episode has no trajectory. The policy is the cause of none of them."""
 
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
@@ -81,7 +81,7 @@ class FilterReason(enum.StrEnum):
     """Why a usable group was left out by choice of the algorithm."""
 
     ZERO_VARIANCE = "zero_variance"
-    BASELINE = "baseline"  # the group's greedy episode: compared with, never trained
+    BASELINE = "baseline"  # the group's greedy episode: a part of the baseline, never trained
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -137,8 +137,8 @@ class ToolReply(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What an environment, or a user, says to a turn of the model. The `reward` falls on that turn; `done`:
-    the episode is over, and nobody reads the messages."""
+    """What an environment, or a simulated user, replies to a turn of the model. The `reward` falls on that
+    turn; `done`: the episode is over, and the messages are not used."""
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -147,7 +147,7 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One dataset row in verl's shape. `ground_truth` and `extra_info` are JSON text."""
+    """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text."""
 
     row: int
     data_source: str
@@ -182,7 +182,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One engine call and what the world said to it: the tools' replies, then the environment's words.
+    """One engine call and the replies to it: those of the tools, then the environment's observation.
 
     An episode is one row of tokens, or several where its history was rewritten or branched. The tokens of a
     row are, turn by turn, `context` (written by the template) followed by `ids` (written by the model); a
@@ -202,14 +202,14 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class TurnReply(msgspec.Struct, frozen=True):
-    """What a turn was answered with, as it is recorded: after the turn, in a frame of its own."""
+    """The replies to a turn. They are recorded after the turn, in a frame of their own."""
 
     replies: tuple[ToolReply, ...] = ()
     observation: Observation | None = None
 
 
 class RewardResult(msgspec.Struct, frozen=True):
-    """What a reward function says of one episode. All numbers are finite.
+    """What a reward function returns for one episode. All numbers are finite.
 
     `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
     parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn.
@@ -225,8 +225,8 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     """What an episode earned, and how it ended. It travels unchanged inside other structs: from the episode
     to the worker's last record, into the buffer and the store, and as a part of the baseline to the trainer.
 
-    `reward` is all of it; `turn_rewards` say what fell on which turn and sum to it (empty: everything on
-    the last turn); `components` are its named parts, as the reward function reports them. `tokens` counts
+    `reward` is all of it; `turn_rewards`: the part of each turn; they sum to it (empty: all of it is
+    the last turn's); `components` are its named parts, as the reward function reports them. `tokens` counts
     model tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
     """
 

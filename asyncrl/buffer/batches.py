@@ -1,8 +1,7 @@
 """Batches and their plans: which trajectories a step trains, in which micro-batches.
 
-A plan is recorded before it is answered, asked for again it is the same, and it is kept until a
-checkpoint covers it. Retries of a request, and the steps that a restarted trainer repeats, are therefore
-the same look-up.
+A plan is stored before it is sent, and kept until a checkpoint covers it; who asks again gets the same one.
+A retry of a request, and a step that a restarted trainer repeats, are therefore a look-up.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Baseline(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: GroupRecord, episodes: Mapping[str, EpisodeRecord]) -> Baseline:
-        """That of a settled group: its members' records say it for good, whatever became of them since."""
+        """The baseline of a settled group. Results do not change any more: a restart computes the same."""
         results = tuple(episodes[group.members[number]].result for number in group.baseline)
         last = episodes[group.members[-1]]
         return cls(group.baseline, results, last.result.reward if last.greedy else None)
@@ -38,8 +37,7 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct):
-    """The plan of one optimizer batch. `micros` are uids in the order given out; `closed`: nothing will be
-    added."""
+    """The plan of one optimizer batch. `micros`: the uids of each micro-batch; `closed`: no more come."""
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
@@ -67,7 +65,7 @@ class Batches:
     def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool) -> None:
         self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
         self.batches: dict[int, Batch] = {}
-        self.taken: dict[str, EpisodeRecord] = {}  # by uid; of kept plans, also after they left the buffer
+        self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
         self._dirty: set[int] = set()
 
@@ -79,7 +77,7 @@ class Batches:
     def restore(
         self, batches: Iterable[Batch], taken: Iterable[EpisodeRecord], baselines: Mapping[int, Baseline]
     ) -> None:
-        """Take over the plans a store holds. Those still in the buffer are the buffer's own objects."""
+        """Take over the plans of a store. Episodes that are still in the buffer stay the buffer's objects."""
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
         self.baselines = dict(baselines)
@@ -87,7 +85,7 @@ class Batches:
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
         """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
 
-        `step` beyond the frontier is a broken protocol and the caller's to refuse.
+        The caller refuses a `step` greater than `committed`.
         """
         batch = self.batches.get(step)
         if batch is None:
@@ -99,7 +97,7 @@ class Batches:
         return self._extend(batch, ranks)
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add the next micro-batch, as soon as there is one worth running."""
+        """Add the next micro-batch, once it is full or nothing more can enter the batch."""
         pool, groups = self._pool(batch)
         full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
         full = full or self._last(batch, groups) or self._capped
@@ -115,14 +113,14 @@ class Batches:
             group = self.buffer.live[episode.group]
             if group.id not in self.baselines:
                 self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
-            if group.step == batch.step:  # not a late member riding along
+            if group.step == batch.step:  # a late member does not count its group again
                 batch.groups.add(group.id)
         batch.micros.append([episode.uid for episode in micro])
         self._dirty.add(batch.step)
         return batch.micros[-1]
 
     def _close(self, batch: Batch) -> list[str] | None:
-        """Nothing more comes: complete, capped or the data is over (a batch of nothing is not a step)."""
+        """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
         if not batch.micros:
             return None
         batch.closed = True
@@ -130,8 +128,8 @@ class Batches:
         return []
 
     def _last(self, batch: Batch, groups: set[int]) -> bool:
-        """No group but these can ever become ready: the data is over. What was already taken is trained as a
-        short batch in any case; a batch that has not begun, if it is to be flushed."""
+        """The data is over, and no group but these can become ready. A batch that has begun is then trained
+        short; one that has not begun only with `flush`."""
         return (
             (self.flush or bool(batch.micros))
             and self.buffer.data_over
@@ -140,13 +138,13 @@ class Batches:
 
     @property
     def _capped(self) -> bool:
-        """Filtered groups have been refilled often enough: the batch is trained with what there is."""
+        """`max_refill` is reached: so many groups were filtered that the batch is trained short."""
         config = self.buffer.config
         return self.buffer.refills >= config.max_refill * config.groups_per_batch
 
     @property
     def committed(self) -> int:
-        """The frontier: highest committed batch count along the lineage."""
+        """Number of committed batches."""
         return self.buffer.committed
 
     @property
@@ -164,7 +162,7 @@ class Batches:
             ready = self._usable(group, batch.step)
             if not ready:
                 continue
-            if group.step < 0:  # later members of a group already counted ride along
+            if group.step < 0:  # late members of a taken group need no room
                 free = self.buffer.config.groups_per_batch - len(batch.groups) - len(new)
                 if free <= 0 or not self._may_take(group, batch.step, free, new):
                     continue
@@ -210,8 +208,8 @@ class Batches:
         return min(known, default=1 << 60)
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
-        """The episodes of a plan by rank: back and forth from the longest, so that no rank has more rows than
-        its padded budget allows and all have about the same tokens."""
+        """The episodes of a plan by rank, dealt back and forth from the longest (`_rank`): all ranks get
+        about the same tokens, and none more rows than its padded budget allows."""
         parts: list[list[str]] = [[] for _ in range(ranks)]
         for index, uid in enumerate(uids):
             parts[_rank(index, ranks)].append(uid)
@@ -232,7 +230,7 @@ class Batches:
     # -- commit, rollback, retention -----------------------------------------------------------------
 
     def commit(self, step: int) -> bool:
-        """Batch number `step` (1-based) was applied. False when it repeats a step of a dead branch."""
+        """Batch number `step` (1-based) was applied. False when that was known."""
         batch = self.batches[step - 1]
         if step <= self.committed:
             return False
@@ -253,6 +251,6 @@ class Batches:
 
 
 def _rank(index: int, ranks: int) -> int:
-    """Who gets the episode at this place of a plan."""
+    """Rank of the episode at this place of a plan: 0, 1, 1, 0, 0, 1, 1, 0 … with two ranks."""
     turn, place = divmod(index, ranks)
     return place if turn % 2 == 0 else ranks - 1 - place

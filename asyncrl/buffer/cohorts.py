@@ -1,7 +1,7 @@
-"""Issue cohorts: whether what was trained is like what was issued.
+"""Cohorts: whether the trained episodes are like the issued ones.
 
-Short and easy episodes land first, so what one batch trains is never like the policy's episodes at large. Of
-the groups issued at one step, once all are over, both are known: what landed, and what became of it.
+Short and easy episodes land first, so one batch alone is never a fair sample of the policy's episodes. Of
+the groups issued at one step (a cohort), once all are over, both are known: what landed and what was trained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncrl.buffer.records import EpisodeRecord
 
 
 class Sums(msgspec.Struct):
-    """Of some episodes of a cohort."""
+    """Sums over some episodes of a cohort."""
 
     count: int = 0
     reward: float = 0.0
@@ -33,19 +33,19 @@ class Cohort(msgspec.Struct):
 
 
 class Cohorts:
-    """Cohorts that are not reported yet, by the step they were issued at. Those that a restart of the
-    coordinator cut in two are left out."""
+    """Cohorts that are not reported yet, by the step they were issued at. A cohort that began
+    before a restart of the coordinator is left out."""
 
     def __init__(self) -> None:
         self._cohorts: dict[int, Cohort] = {}
-        self._cut: set[int] = set()
+        self._excluded: set[int] = set()
 
-    def cut(self, step: int) -> None:
+    def exclude(self, step: int) -> None:
         """Something of this cohort happened before this process began."""
-        self._cut.add(step)
+        self._excluded.add(step)
 
     def issued(self, step: int) -> None:
-        if step not in self._cut:
+        if step not in self._excluded:
             self._cohorts.setdefault(step, Cohort()).open += 1
 
     def landed(self, step: int, episode: EpisodeRecord) -> None:

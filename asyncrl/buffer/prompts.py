@@ -1,4 +1,4 @@
-"""Which sample a group gets: a pure function of the group's number, so that the cursor is the number."""
+"""The order of the samples: a pure function of the position, so that a restart needs only the position."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import random
 
 
 class Prompts:
-    """`rows` samples, shuffled anew each epoch by `seed`; `epochs` 0 is without end."""
+    """`samples` of them, shuffled anew each epoch by `seed`; `epochs` 0 is without end."""
 
-    def __init__(self, rows: int, seed: int, shuffle: bool, epochs: int) -> None:
-        self.rows, self.seed, self.shuffle = rows, seed, shuffle
-        self.limit = rows * epochs if epochs else None
+    def __init__(self, samples: int, seed: int, shuffle: bool, epochs: int) -> None:
+        self.samples, self.seed, self.shuffle = samples, seed, shuffle
+        self.limit = samples * epochs if epochs else None
         self._epoch = -1
         self._order: list[int] = []
 
-    def exhausted(self, group: int) -> bool:
-        """True when there is no sample for this group number."""
-        return self.limit is not None and group >= self.limit
+    def exhausted(self, position: int) -> bool:
+        """True when there is no sample at this position."""
+        return self.limit is not None and position >= self.limit
 
-    def draw(self, group: int) -> tuple[int, int]:
-        """(epoch, row) of a group number."""
-        epoch, position = divmod(group, self.rows)
+    def draw(self, position: int) -> tuple[int, int]:
+        """(epoch, index of the sample) at a position."""
+        epoch, place = divmod(position, self.samples)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(self.rows))
+            self._epoch, self._order = epoch, list(range(self.samples))
             if self.shuffle:
                 random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
-        return epoch, self._order[position]
+        return epoch, self._order[place]

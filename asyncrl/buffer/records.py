@@ -1,4 +1,4 @@
-"""What the buffer knows of an episode and of a group. Payloads are elsewhere (the store's segments)."""
+"""What the buffer knows of an episode and of a group. Their payloads are in the store's segments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EpisodeRecord(msgspec.Struct):
     newest: int = -1
     turns: int = 0  # durable turns
     tokens: int = 0  # of all rows
-    result: EpisodeResult = EpisodeResult(0.0)  # of the one that landed
+    result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
     stats: EpisodeStats = EpisodeStats(0)
     step: int = -1
     greedy: bool = False
@@ -84,7 +84,7 @@ class GroupRecord(msgspec.Struct):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """The conservation identity, in episodes."""
+    """The conservation identity, in episodes: `issued` is the sum of the others."""
 
     issued: int
     trained: int
@@ -97,12 +97,4 @@ class Flow(msgspec.Struct, frozen=True):
 
     @property
     def conserved(self) -> bool:
-        return self.issued == (
-            self.trained
-            + self.filtered
-            + self.dropped
-            + self.failed
-            + self.taken
-            + self.ready
-            + self.in_flight
-        )
+        return self.issued == sum(msgspec.structs.astuple(self)[1:])

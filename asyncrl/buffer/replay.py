@@ -1,7 +1,7 @@
 """The replay buffer: states of episodes and groups, admission, staleness at start, group settlement.
 
-Pure: no sockets, no clock (`now` is passed in), no payloads. Whoever owns it (the coordinator) persists
-`changes()` before telling anybody about them. Rules are those of docs/staleness.md.
+Pure: no sockets, no clock (`now` is passed in), no payloads. The coordinator stores `changes()` before it
+sends a message about them. The rules are those of docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReplayBuffer:
         self.committed = 0  # batches
         self.left: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
-        self.barren, self.barren_reason = 0, ""  # groups in a row that left untrained; why the last did
+        self.untrained, self.untrained_reason = 0, ""  # groups in a row that left untrained; why the last did
         self.settled: Counter[str] = Counter()  # groups by outcome, of this process
         self.refills = 0  # groups filtered since the last batch was committed
         self.cohorts = Cohorts()
@@ -85,7 +85,7 @@ class ReplayBuffer:
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
         for group in self.live.values():
-            self.cohorts.cut(group.issued_step)
+            self.cohorts.exclude(group.issued_step)
 
     # -- admission -----------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class ReplayBuffer:
     @property
     def data_over(self) -> bool:
         """True when no group will ever be admitted again."""
-        everything = len(self.retired) >= self.prompts.rows
+        everything = len(self.retired) >= self.prompts.samples
         return everything or self.prompts.exhausted(self._next_position())
 
     def _next_position(self) -> int:
@@ -159,7 +159,7 @@ class ReplayBuffer:
         self.touch(episode)
 
     def current(self, uid: str, attempt: int) -> EpisodeRecord | None:
-        """The running episode these records are of, or None: the attempt is to be fenced."""
+        """The running episode of an attempt. None when the attempt is not current: it is to be fenced."""
         episode = self.episodes.get(uid)
         if episode is None or episode.attempt != attempt or episode.state is not State.RUNNING:
             return None
@@ -170,7 +170,7 @@ class ReplayBuffer:
         episode.turns += 1
         episode.tokens += tokens
         if model_tokens:
-            first = episode.newest < 0  # the floor from the assignment gives way to what sampled
+            first = episode.newest < 0  # the bound from the assignment is replaced by what sampled
             episode.oldest = oldest if first else min(episode.oldest, oldest)
             episode.newest = max(episode.newest, newest)
         self.touch(episode)
@@ -183,8 +183,8 @@ class ReplayBuffer:
         if not episode.greedy:
             self.cohorts.landed(group.issued_step, episode)
         if group.settled:  # a late member: trained against the siblings fixed at the deadline
-            self._move(episode, State.READY)
-        self._judge(group)
+            self._set_state(episode, State.READY)
+        self._retire_sample(group)
         self._settle(group, now)
 
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
@@ -194,11 +194,11 @@ class ReplayBuffer:
         self.reasons[f"attempt_failed/{reason}"] += 1
         if reason in FINAL_FAILURES or episode.failures > self.retries:
             group = self.live[episode.group]
-            self._move(episode, State.FAILED, reason)
+            self._set_state(episode, State.FAILED, reason)
             running = [e for e in self.members(group) if e.state is State.RUNNING]
-            self._judge(group)
+            self._retire_sample(group)
             self._settle(group, now)
-            self._retire(group)
+            self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
         if reason not in RESUMABLE:
             episode.restart()
@@ -223,32 +223,31 @@ class ReplayBuffer:
         return self.episodes[group.members[-1]] if self.greedy else None
 
     def _settle(self, group: GroupRecord, now: float) -> None:
-        """Fix the baseline of a group whose members have all ended, or whose deadline has passed. Without its
-        greedy episode it waits for that one, and without the hope of one it is dropped at once."""
+        """Fix the baseline of a group whose members have all ended, or whose deadline has passed. A greedy
+        episode must have landed as well; when it fails, the group is dropped."""
         greedy = self.greedy_of(group)
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
-        all_ended, hopeless = self._ended(group), greedy is not None and greedy.state is State.FAILED
+        all_ended, no_greedy = self._ended(group), greedy is not None and greedy.state is State.FAILED
         comparable = greedy is None or greedy.state is State.LANDED
         overdue = self.config.group_policy == "partial" and now >= group.deadline and comparable
-        if group.settled or not (all_ended or overdue or hopeless):
+        if group.settled or not (all_ended or overdue or no_greedy):
             return
         group.settled = True
         group.baseline = tuple(episode.member for episode in landed)
         self._dirty_groups[group.id] = group
-        if hopeless or (all_ended and len(landed) < self.config.min_group):
+        if no_greedy or (all_ended and len(landed) < self.config.min_group):
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
-        elif all_ended and self.config.filter_zero_variance and self._even(landed, greedy):
+        elif all_ended and self.config.filter_zero_variance and self._zero_variance(landed, greedy):
             self.refills += 1
             self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
             self.settled[USABLE] += 1
             for episode in landed:
-                self._move(episode, State.READY)
+                self._set_state(episode, State.READY)
             if greedy is not None:
-                self._move(greedy, State.FILTERED, FilterReason.BASELINE)
+                self._set_state(greedy, State.FILTERED, FilterReason.BASELINE)
 
-    def _even(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
-        """Zero variance: nothing that the advantage reads differs."""
+    def _zero_variance(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
         results = [episode.result for episode in landed]
         return alike(results, greedy.result.reward if greedy else None, self.reads)
 
@@ -256,9 +255,9 @@ class ReplayBuffer:
         """No member will land any more."""
         return all(self.episodes[uid].state not in RUNS for uid in group.members)
 
-    def _judge(self, group: GroupRecord) -> None:
-        """No-positive-resampling: the sample of a group that has ended retires if enough of it was rewarded,
-        shaping apart (ScaleRL, arXiv 2510.13786)."""
+    def _retire_sample(self, group: GroupRecord) -> None:
+        """No-positive-resampling: the sample of a group that has ended is not drawn again if enough of its
+        episodes were rewarded, shaping apart (ScaleRL, arXiv 2510.13786)."""
         rate = self.config.retire_pass_rate
         if rate >= 1 or not self._ended(group):
             return
@@ -273,13 +272,13 @@ class ReplayBuffer:
         self.settled[state] += 1
         for uid in group.members:
             if self.episodes[uid].state in IN_FLIGHT:
-                self._move(self.episodes[uid], state, reason)
-        self._retire(group)
+                self._set_state(self.episodes[uid], state, reason)
+        self._forget_if_over(group)
 
     def drop(self, episode: EpisodeRecord, reason: DropReason) -> None:
         """Give up a ready, landed or not yet running episode."""
-        self._move(episode, State.DROPPED, reason)
-        self._retire(self.live[episode.group])
+        self._set_state(episode, State.DROPPED, reason)
+        self._forget_if_over(self.live[episode.group])
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Give up everything that is not taken: the run ends. Returns what was running."""
@@ -293,35 +292,35 @@ class ReplayBuffer:
 
     def take(self, episode: EpisodeRecord, step: int) -> None:
         group = self.live[episode.group]
-        self.barren = 0
+        self.untrained = 0
         if group.step < 0:
             group.step = step
             self._dirty_groups[group.id] = group
         episode.step = step
-        self._move(episode, State.TAKEN)
+        self._set_state(episode, State.TAKEN)
 
     def trained(self, episode: EpisodeRecord) -> None:
         group = self.live[episode.group]
         self.cohorts.trained(group.issued_step, episode)
-        self._move(episode, State.TRAINED)
-        self._retire(group)
+        self._set_state(episode, State.TRAINED)
+        self._forget_if_over(group)
 
-    def _move(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
+    def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
         episode.state, episode.reason = state, reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
         self.touch(episode)
 
-    def _retire(self, group: GroupRecord) -> None:
-        """Forget a group when all its episodes are over; its payloads are the store's business."""
+    def _forget_if_over(self, group: GroupRecord) -> None:
+        """Forget a group when all its episodes are over. Its payloads stay in the store."""
         if group.id not in self.live:
             return
         everyone = [self.episodes[uid] for uid in group.members]
         if all(episode.state.over for episode in everyone):
             if group.step < 0:
                 last = self.members(group)[-1]
-                self.barren += 1
-                self.barren_reason = f"{last.state} ({last.reason})"
+                self.untrained += 1
+                self.untrained_reason = f"{last.state} ({last.reason})"
             del self.live[group.id]
             self._dirty_groups[group.id] = group  # written as over
             self.cohorts.over(group.issued_step)

@@ -1,4 +1,4 @@
-"""Whether a group can teach anything: an advantage compares its members, and equal ones cancel."""
+"""Zero variance: a group whose members are all equal has advantages of zero, and trains nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum
 
 
 class Reads(msgspec.Struct, frozen=True):
-    """What the advantage reads of a member beside its reward: `turns`, on which turn what was earned;
-    `components`, the named parts."""
+    """What the advantage reads of a member beside its reward: `turns`, the reward of each turn; `components`,
+    its named parts."""
 
     turns: bool = False
     components: bool = False
@@ -31,12 +31,12 @@ def alike(results: Sequence[EpisodeResult], greedy: float | None, reads: Reads) 
         results = [*results, EpisodeResult(greedy, turn_rewards=(0.0,) * longest)]
     columns: dict[tuple[str, object], list[float]] = defaultdict(list)
     for result in results:
-        for name, value in _facts(result, reads):
+        for name, value in _values(result, reads):
             columns[name].append(value)
     return all(max(column) - min(column) <= EQUAL for column in columns.values())
 
 
-def _facts(result: EpisodeResult, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
+def _values(result: EpisodeResult, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
     yield ("reward", None), result.reward
     if reads.turns:
         for k, reward in enumerate(result.turn_rewards[:-1]):

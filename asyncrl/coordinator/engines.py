@@ -1,7 +1,7 @@
-"""The coordinator's side of the engines: embedded ones, which workers speak for, and servers with keepers.
+"""The coordinator's side of the engines: embedded ones, by their workers, and servers, by their keepers.
 
 consumes: hellos and beats of keepers, confirmations of versions
-waits for: an engine to confirm what it was sent -- with a deadline, never for a single engine
+waits for: engines to confirm what they were sent, each with a deadline
 unblocks: engines (versions, one after another), workers (the table of servers)
 
     published ──► pushed to an engine ──► loaded and checked by it ──► acked: it may sample training turns
@@ -52,7 +52,7 @@ class EngineHandler:
         self.remote = state.config.engine.remote
         self.keepers: dict[bytes, KeeperRecord] = {}
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
-        self.quarantined: set[str] = set()  # engines that hold something else than they say
+        self.quarantined: set[str] = set()  # engines whose weights are not what they should be
         self._eval_server: str | None = None
         self._sent: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
 
@@ -87,12 +87,13 @@ class EngineHandler:
             log.error("%s loaded other weights as v%d: sent again", name, version.step)
             self.quarantine(engine, now)
             return
-        self.note_probe(message)
+        self.record_probe(message)
         self.quarantined.discard(engine)
         if versions.ack(engine, version):
             self.state.progress(now)
 
-    def note_probe(self, message: Loaded) -> None:
+    def record_probe(self, message: Loaded) -> None:
+        """Keep the largest difference between an engine's log-probs and the trainer's."""
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
@@ -103,11 +104,11 @@ class EngineHandler:
             return self.state.versions.step(engine)
         steps = [self.state.versions.step(keeper.engine) for keeper in self._serving("train")]
         usable = self.state.batches.committed - self.state.config.buffer.max_staleness
-        fresh = [step for step in steps if step >= usable]  # others get no turns anyway
+        fresh = [step for step in steps if step >= usable]  # the others get no turns
         return min(fresh, default=max(steps, default=-1))
 
     def tick(self, now: float, gap: float) -> None:
-        """Expire leases, push versions. `gap`: how long the coordinator's own loop was away."""
+        """Remove silent keepers, push versions. `gap`: seconds that the coordinator itself did not run."""
         lease = self.state.config.launch.lease
         for keeper in list(self.keepers.values()):
             if gap > lease / 4:
@@ -132,7 +133,7 @@ class EngineHandler:
         due = [engine for engine in held if versions.behind(engine, now) and self._may_load(engine)]
         if not self.remote or not self.state.config.weights.rolling:
             return due
-        served = {engine for engine in held if held[engine].acked != NO_VERSION}  # healthy now or not
+        served = {engine for engine in held if held[engine].acked != NO_VERSION}  # whether healthy now or not
         idle = [engine for engine in due if engine not in served]
         if any(held[engine].acked < held[engine].pushed for engine in served):
             return idle
@@ -148,7 +149,7 @@ class EngineHandler:
     # -- keepers -------------------------------------------------------------------------------------
 
     def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
-        """A keeper reports in, for the first time or again: absolute state, so both are the same."""
+        """A keeper reports in, for the first time or again. Both are handled alike: its state is absolute."""
         for old in [k for k in self.keepers.values() if k.hello.index == message.index and k.peer != peer]:
             self._lose(old, "replaced by a new process")
         known = self.keepers.get(peer)
@@ -168,7 +169,7 @@ class EngineHandler:
         if keeper is None:
             return  # it will say hello
         keeper.seen, keeper.beat = now, message
-        if message.starting:  # the keeper has a deadline for that, and ends when it is over
+        if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.progress(now)
 
     def confirmed(self, peer: bytes, message: Loaded, now: float) -> None:

@@ -1,12 +1,12 @@
-"""The coordinator: the one authority for flow. A thin loop around pure state.
+"""The coordinator: it alone decides what is sampled and what is trained. A loop around the state of the run.
 
-consumes: everything the other roles send (two ROUTER sockets)
+consumes: all messages of the other processes (two ROUTER sockets)
 waits for: the sockets, at most TICK seconds
-unblocks: everyone
+unblocks: all other processes
 
 Each turn of the loop calls, in order: `Poller.wait`, `_drain` (messages into the state), `_tick` (admission,
 deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies). Replies go out
-only after the transaction commits, so a kill -9 cannot undo what a peer was told.
+only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Hub, Poller
 
 TICK = 0.05
-MAX_BARREN_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run is ended
+MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
 DRAIN = 256  # messages per socket and turn of the loop
 STATUS_EVERY = 0.5
 
@@ -61,12 +61,12 @@ class Phase(enum.StrEnum):
     RUNNING = "running"
     DRAINING = "draining"  # the last batch is committed: last push, last checkpoint
     EVALUATING = "evaluating"
-    STOPPING = "stopping"  # asked to stop: the trainer leaves a checkpoint
+    STOPPING = "stopping"  # asked to stop: the trainer writes a checkpoint
     CLOSED = "closed"
 
 
 def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
-    """Be the coordinator until the run is over. `incarnation` names this launch of the run: the same
+    """Run the coordinator until the run is over. `incarnation` names this launch of the run: the same
     after a restart of this process alone, another after a resume. Returns the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
     try:
@@ -77,7 +77,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
 
 
 class Coordinator:
-    """Owner of the sockets, the phase and the loop; the handlers own the rest."""
+    """Owner of the sockets, the phase and the loop; the handlers do the rest."""
 
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
@@ -103,13 +103,14 @@ class Coordinator:
         self.deadline = time.monotonic() + config.launch.start_timeout
         self._status_at = 0.0
         self._reported = 0
-        self._adopt(incarnation)
+        self._resume(incarnation)
 
-    def _adopt(self, incarnation: str) -> None:
-        """Go on from the store. Workers of another launch are gone; ours may still be there."""
+    def _resume(self, incarnation: str) -> None:
+        """Continue what the store holds. Episodes of an earlier launch are issued again at once; the workers
+        of this launch (only the coordinator was restarted) have a lease's time to report theirs."""
         state = self.state
         if state.store.read.meta("launch") != incarnation:
-            self.workers.orphans(time.monotonic())
+            self.workers.reissue_orphans(time.monotonic())
             state.store.put_meta("launch", incarnation)
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
         state.store.put_meta("coordinator_epoch", str(state.coordinator_epoch))
@@ -187,11 +188,11 @@ class Coordinator:
         self._advance(now)
         if self._orphans_at is not None and now > self._orphans_at:
             self._orphans_at = None
-            self.workers.orphans(now)
+            self.workers.reissue_orphans(now)
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             self._admit(now)
             state.buffer.tick(now)
-            self._check_barren()
+            self._check_untrained()
         if self.phase is not Phase.STOPPING:
             self.engines.tick(now, gap)
             self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
@@ -212,7 +213,7 @@ class Coordinator:
             self._drop_remainder()
 
     def _drop_remainder(self) -> None:
-        """Data exhausted: what cannot fill a batch any more is dropped, by name."""
+        """The data is over: drop the groups that cannot fill a batch any more."""
         live = list(self.state.buffer.live.values())
         untaken = [group for group in live if group.step < 0]
         room = self.config.buffer.groups_per_batch
@@ -220,12 +221,12 @@ class Coordinator:
         if len(untaken) + (len(batch.groups) if batch else 0) < room and (batch is None or not batch.micros):
             self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
 
-    def _check_barren(self) -> None:
+    def _check_untrained(self) -> None:
         config, buffer = self.config.buffer, self.state.buffer
-        if buffer.barren > MAX_BARREN_BATCHES * config.groups_per_batch:
+        if buffer.untrained > MAX_UNTRAINED_BATCHES * config.groups_per_batch:
             raise ProtocolError(
-                f"{buffer.barren} groups in a row could not be trained; the last one: "
-                f"{buffer.barren_reason}; see logs/ for errors and validation/ for transcripts"
+                f"{buffer.untrained} groups in a row could not be trained; the last one: "
+                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts"
             )
 
     # -- phases ----------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ class Coordinator:
                 self.reporter.begin()
                 if self.state.batches.committed == 0:
                     self.validation.begin(0, self.config.validation.samples, True, now)
-            case Phase.RUNNING if self._trained_out():
+            case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.config.weights.deadline)
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
@@ -259,7 +260,7 @@ class Coordinator:
         self.phase, self.deadline = phase, now + seconds
         self.state.progress(now)
 
-    def _trained_out(self) -> bool:
+    def _training_over(self) -> bool:
         """No batch is left to train."""
         batches = self.state.batches
         return batches.committed >= self.config.total_steps or batches.over
@@ -268,9 +269,8 @@ class Coordinator:
         """The last checkpoint is in place, and the last version acked by all, or its time is up."""
         if self.trainer.checkpoint_step < self.state.batches.committed:
             return False
-        pushed = (
-            self.state.versions.newest.step >= self.state.batches.committed and self.state.versions.all_acked
-        )
+        versions = self.state.versions
+        pushed = versions.newest.step >= self.state.batches.committed and versions.all_acked
         return pushed or now > self.deadline
 
     def _missing(self) -> str:
@@ -293,7 +293,7 @@ class Coordinator:
         self._end("failed")
 
     def _end(self, outcome: str) -> None:
-        """Write the summary, tell everyone, close."""
+        """Write the summary, send all processes the end, close."""
         self.outcome, self.phase = outcome, Phase.CLOSED
         self.state.persist()
         now = {"training/step": float(self.state.batches.committed), "time_s": self.reporter.seconds}
@@ -349,7 +349,7 @@ class Coordinator:
             self.state.outbox.to_control(peer, message)
 
     def _watch(self, now: float) -> None:
-        """Nothing hangs silently: a run in which nothing moves ends, and says who waited on whom."""
+        """End a run in which nothing moves any more. The error says who waits for what."""
         limit = self.config.launch.stall_timeout
         if now - self.state.progress_at > limit:
             waits = "; ".join(self._status().waits) or "no wait is known"

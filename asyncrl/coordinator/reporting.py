@@ -37,7 +37,7 @@ class Landed:
 
 
 class Reporter:
-    """Collects, and writes `metrics.jsonl`. Totals survive a restart through the file."""
+    """Collects numbers and writes `metrics.jsonl`. A restarted one reads the run's time there."""
 
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, trainer: TrainerHandler
@@ -202,7 +202,7 @@ class Reporter:
         return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
 
     def audit(self) -> tuple[Flow, bool]:
-        """The conservation identity, held against counters that were not derived from it.
+        """(the conservation identity, whether it and independent counters agree).
 
         `issued` comes from the data cursor; the buffer's states, the store's index, the plans of committed
         batches and, if it is of the last step, the checkpoint's own count of the lineage must agree.

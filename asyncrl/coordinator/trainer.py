@@ -42,14 +42,14 @@ class Ranks:
 
 
 class TrainerHandler:
-    """Plans out, commits in. `on_commit(step, metrics)` is told of each new committed batch."""
+    """Answers takes with plans and records commits. `on_commit` is called with each new commit."""
 
     def __init__(self, state: RunState, on_commit: Callable[[Commit], None]) -> None:
         self.state, self.on_commit = state, on_commit
         self.ranks = Ranks(incarnation=state.store.read.meta("trainer_incarnation"))
         epoch, step, micro = map(int, state.store.read.meta("last_go", "0 0 0").split())
         self.last_go = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
-        self.stopping = self.finished = False  # asked to leave a checkpoint; it is there
+        self.stopping = self.finished = False  # asked to write a checkpoint; it is written
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
@@ -57,7 +57,7 @@ class TrainerHandler:
     # -- control -------------------------------------------------------------------------------------
 
     def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
-        """A rank reports in. A new incarnation is a new trainer epoch: the ones before are fenced."""
+        """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
         state = self.state
         if message.incarnation != self.ranks.incarnation or not self.ranks.size:
             if message.incarnation != self.ranks.incarnation:
@@ -67,7 +67,7 @@ class TrainerHandler:
             self.ranks = Ranks(message.incarnation, message.ranks)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
             self._check_position(message.step)
-            state.progress(now)  # a hello repeated out of silence is none
+            state.progress(now)  # a hello that is only repeated is no progress
         self.ranks.control[message.rank] = peer
         state.welcome(peer)
 
@@ -82,8 +82,8 @@ class TrainerHandler:
             )
 
     def beat(self, peer: bytes, message: TrainerBeat, now: float) -> None:
-        """A sign of life. Only work that was done since the last one is progress: the steps behind a barrier
-        may take longer than the watchdog waits, but a rank that hangs in one of them is to be found."""
+        """A heartbeat. Only work done since the last one is progress: a long step must not trip the watchdog,
+        but a rank that hangs in one must."""
         if self.ranks.control.get(message.rank) != peer:
             return  # of a trainer that another has replaced
         before = self.ranks.beats.get(message.rank)
@@ -92,7 +92,7 @@ class TrainerHandler:
             self.state.progress(now)
 
     def commit(self, peer: bytes, message: Commit, now: float) -> None:
-        """Idempotent on the step: a repeat is answered alike, another plan under that step is fatal."""
+        """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error."""
         state = self.state
         if message.trainer_epoch != state.trainer_epoch:
             state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
@@ -122,11 +122,11 @@ class TrainerHandler:
             state.progress(now)
 
     def checkpointed(self, message: Checkpointed, now: float) -> None:
-        """A checkpoint is in place: what the oldest retained one covers may be forgotten."""
+        """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
         state = self.state
         self.finished = self.stopping and message.step >= state.batches.committed
         if message.step == self.checkpoint_step:
-            return  # told again, for a coordinator that may not have heard
+            return  # sent again, as a restarted coordinator may have missed it
         state.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
         self.checkpoint_step = message.step
         at_end = message.step == state.batches.committed
@@ -143,26 +143,26 @@ class TrainerHandler:
         state.progress(now)
 
     def finish(self) -> None:
-        """Let the ranks leave a checkpoint at the next micro-batch, and nothing more."""
+        """Let the ranks write a checkpoint at the next micro-batch, then end."""
         self.stopping, self.finished = True, not self.ranks.size
 
     def stop(self, reason: str) -> None:
-        """The ranks leave now."""
+        """Let the ranks end now."""
         for peer in self.ranks.control.values():
             self.state.outbox.to_control(peer, Stop(reason))
 
     # -- bulk ----------------------------------------------------------------------------------------
 
     def take(self, peer: bytes, message: Take) -> None:
-        """Remember who asks for what; `serve` answers when there is something."""
+        """Remember the request; `serve` answers it when there is something to train."""
         if message.trainer_epoch == self.state.trainer_epoch and message.rank < self.ranks.size:
             self.ranks.takes[message.rank] = (peer, message)
 
     def confirm(self, peer: bytes, message: Confirm) -> None:
         """All ranks hold a plan's payloads: let them run the forward.
 
-        The word is stored before it is given: after a restart in between, the rank that missed it is told
-        again, while the others are already waiting for it in a collective.
+        `last_go` is stored before Go is sent: after a restart in between, a rank that missed its Go gets it
+        again; the others may already wait for that rank in a collective.
         """
         if message.trainer_epoch != self.state.trainer_epoch:
             return

@@ -4,7 +4,7 @@ An embedded engine has a second one for it in each worker; of several servers on
 server the weights go on changing, and the versions that sampled are reported.
 
 consumes: validation episodes' records, from the worker handler
-waits for: a free share of slots, engines that hold the pinned version -- with a deadline
+waits for: a share of the slots, engines that hold the pinned version; with a deadline
 unblocks: the end of the run (the last validation)
 """
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.workers import EVAL, Record, WorkerHandler, WorkerRecord, sampling_key
+from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord, sampling_key
 from asyncrl.types import Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Attempt, LoadWeights
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel
 
 MODES = ("sampled", "greedy")
@@ -48,7 +48,7 @@ class ValidationSession:
 
 
 class Validation:
-    """Runs at most one session at a time; a session that cannot end in time is abandoned, with its name."""
+    """Runs at most one session at a time. One that is not over by its deadline is abandoned and logged."""
 
     def __init__(
         self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: list[Sample]
@@ -79,7 +79,7 @@ class Validation:
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:
-        """Assign what fits. `exclusive`: training has ended, all slots are ours."""
+        """Assign what fits. `exclusive`: training has ended, and validation may use all slots."""
         session = self.session
         if session is None:
             return
@@ -95,7 +95,7 @@ class Validation:
                 continue
             share = 1.0 if exclusive else MID_RUN_SHARE
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
-                self._give(session, worker)
+                self._assign(session, worker)
         self._recover(session)
 
     def record(self, worker: WorkerRecord, message: Record) -> None:
@@ -109,7 +109,7 @@ class Validation:
             session.scores[uid] = message
         elif isinstance(message, Failed):
             log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
-            self._again(session, uid)
+            self._retry(session, uid)
         else:
             if isinstance(message, Generated) and message.model_tokens:
                 session.versions |= {message.oldest, message.newest}
@@ -117,7 +117,7 @@ class Validation:
         del session.running[uid]
         worker.eval_running -= 1
 
-    def _again(self, session: ValidationSession, uid: str) -> None:
+    def _retry(self, session: ValidationSession, uid: str) -> None:
         """An attempt failed: try again as often as in training."""
         session.failures[uid] += 1
         if session.failures[uid] > self.state.config.rollout.retries:
@@ -149,7 +149,7 @@ class Validation:
         silence."""
         if self.engines.remote:
             ready = self.engines.pin(session.ref.version)
-            self.engines.send_table(self.workers.workers, now)  # of the lease, ahead of the episodes
+            self.engines.send_table(self.workers.workers, now)  # ahead of the episodes
             return ready
         if worker.eval_version == session.ref.version:
             return True
@@ -158,7 +158,7 @@ class Validation:
             self.state.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
         return False
 
-    def _give(self, session: ValidationSession, worker: WorkerRecord) -> None:
+    def _assign(self, session: ValidationSession, worker: WorkerRecord) -> None:
         uid = session.queue.pop()
         _, mode, row = uid.split("/")
         attempt = session.attempts[uid]
@@ -214,7 +214,7 @@ class Validation:
 
     def _metrics(self, session: ValidationSession) -> dict[str, float]:
         """`val-core/<source>/<mode>/mean@1` per data source, and over all of them. An episode that failed at
-        every attempt counts as 0: who breaks the world would be left out of the mean otherwise."""
+        every attempt counts as 0, so that a policy which makes its episodes fail gains nothing."""
         scores: dict[str, list[float]] = defaultdict(list)
         earned = {uid: finished.result.reward for uid, finished in session.scores.items()}
         for uid, reward in (earned | dict.fromkeys(session.failed, 0.0)).items():
@@ -227,7 +227,7 @@ class Validation:
             scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
         means = {name: sum(values) / len(values) for name, values in scores.items()}
         unfinished = len(session.running) + len(session.queue)
-        if unfinished:  # what is missing is long: the mean of the rest would flatter
+        if unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
             means = {}
         return means | {
             "val-aux/episodes": float(len(session.scores)),

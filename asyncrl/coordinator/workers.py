@@ -1,7 +1,7 @@
 """The coordinator's side of the rollout workers.
 
 consumes: hellos, heartbeats, loads (control); turns, endings (bulk)
-waits for: a lease to run out, an engine to confirm a version -- never for a single worker
+waits for: a lease to run out, an engine to confirm a version
 unblocks: workers (assignments, acks, the clock), through the buffer the trainer
 """
 
@@ -17,12 +17,10 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
 EVAL = "val"  # uids of validation episodes begin with it
-
-Record = Generated | Replied | Finished | Failed
 
 
 @dataclass
@@ -49,8 +47,8 @@ class WorkerRecord:
 
 
 class WorkerHandler:
-    """Leases, assignments and records. `on_landed` is told of each finished episode, `on_eval` of each
-    record of a validation episode; `eval_wanted` says whether such an attempt is current."""
+    """Leases, assignments and records. `on_landed` is called with each finished episode, `on_eval` with each
+    record of a validation episode; `eval_wanted` says whether an attempt of validation is current."""
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ class WorkerHandler:
     # -- control -------------------------------------------------------------------------------------
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
-        """A worker reports in, for the first time or again: absolute state, so both are the same."""
+        """A worker reports in, for the first time or again. Both are handled alike: its state is absolute."""
         for old in [w for w in self.workers.values() if w.hello.index == message.index and w.peer != peer]:
             self.lose(old, "replaced by a new process", now)
         if peer not in self.workers:
@@ -87,7 +85,7 @@ class WorkerHandler:
         if self.engines.remote:
             self.engines.forget_table(peer)
         else:
-            state.versions.resend(peer.decode(), now)  # whatever it was sent before, it gets the latest
+            state.versions.resend(peer.decode(), now)  # it may have missed what it was sent
 
     def _adopt(self, worker: WorkerRecord, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
@@ -111,7 +109,7 @@ class WorkerHandler:
                 self.state.outbox.to_control(peer, Cancel(attempt))
 
     def _wanted(self, worker: WorkerRecord, attempt: Attempt) -> bool:
-        """False for an attempt that was given to somebody else, or given up, in the worker's absence."""
+        """False for an attempt that was given to another worker, or given up, while this one was silent."""
         if attempt.uid.startswith(EVAL):
             return self.eval_wanted(attempt)
         episode = self.state.buffer.episodes.get(attempt.uid)
@@ -132,11 +130,11 @@ class WorkerHandler:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
             worker.eval_asked = 0.0
         else:
-            self.engines.note_probe(message)
+            self.engines.record_probe(message)
             worker.eval_version = message.ref.version
 
     def clock(self) -> None:
-        """Tell all workers the committed step, and the oldest version a turn may start on."""
+        """Send all workers the committed step, and the oldest version a turn may start on."""
         for worker in self.workers.values():
             self.state.outbox.to_control(worker.peer, self._clock())
 
@@ -223,10 +221,10 @@ class WorkerHandler:
     # -- losing --------------------------------------------------------------------------------------
 
     def tick(self, now: float, gap: float) -> None:
-        """Expire leases, assign. `gap`: how long this loop itself was away."""
+        """Remove silent workers, assign. `gap`: seconds that the coordinator's own loop did not run."""
         lease = self.state.config.launch.lease
         if gap > lease / 4:
-            log.warning("the coordinator was away for %.1f s: all leases are extended", gap)
+            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             for worker in self.workers.values():
                 worker.seen = now
         for worker in [w for w in self.workers.values() if now - w.seen > lease]:
@@ -242,8 +240,8 @@ class WorkerHandler:
         if not self.engines.remote:
             self.engines.leave(worker.peer.decode())
 
-    def orphans(self, now: float) -> None:
-        """Episodes assigned to a process that is not connected (after a coordinator's restart)."""
+    def reissue_orphans(self, now: float) -> None:
+        """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
         here = {worker.hello.incarnation for worker in self.workers.values()}
         for episode in list(self.state.buffer.episodes.values()):
             if episode.state == "running" and episode.worker not in here:
@@ -267,14 +265,14 @@ class WorkerHandler:
             self.state.store.forget_frames(episode.uid)
 
     def cancel(self, episodes: list[EpisodeRecord]) -> None:
-        """These running episodes are not wanted any more."""
+        """Let the workers stop these running episodes."""
         uids = {episode.uid: episode for episode in episodes}
         for worker in self.workers.values():
             for uid in uids.keys() & worker.running.keys():
                 del worker.running[uid]
                 self.state.outbox.to_control(worker.peer, Cancel(Attempt(uid, uids[uid].attempt)))
 
-    # -- giving out ----------------------------------------------------------------------------------
+    # -- assigning ----------------------------------------------------------------------------------
 
     @property
     def free_slots(self) -> int:
@@ -307,11 +305,11 @@ class WorkerHandler:
             ]
             if not fit:
                 state.waits.append(self._named_wait(rank))
-                return  # younger groups need fresher weights still
-            self._give(max(fit, key=lambda worker: worker.free), episode, now)
+                return  # younger groups need even fresher weights
+            self._assign_to(max(fit, key=lambda worker: worker.free), episode, now)
             open_slots -= 1
 
-    def _give(self, worker: WorkerRecord, episode: EpisodeRecord, now: float) -> None:
+    def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, now: float) -> None:
         self.assign_seq += 1
         self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, self._acked(worker))
         worker.running[episode.uid] = (self.assign_seq, now)
@@ -338,10 +336,10 @@ class WorkerHandler:
         fresh = sum(step >= needed for step in held)
         return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 
-    # -- answering -----------------------------------------------------------------------------------
+    # -- acks ---------------------------------------------------------------------------------------
 
     def queue_acks(self) -> None:
-        """One cumulative ack per worker heard in this turn of the loop; it leaves after the commit."""
+        """One cumulative ack per worker that sent records in this turn of the loop."""
         for peer in self._acks:
             worker = self.workers.get(peer)
             if worker is not None:

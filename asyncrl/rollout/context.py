@@ -22,9 +22,9 @@ from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import EpisodeEnd, EpisodeStats, Generation, Message, RewardResult, Turn, TurnReply
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.messages.worker_control import Assign
-from asyncrl.wire.outbox import Outbox, Record
+from asyncrl.wire.outbox import Outbox
 
 NO_VERSION = 1 << 62  # Generated.oldest of a turn without model tokens
 _ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers

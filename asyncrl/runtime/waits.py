@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PATIENCE = 1.0  # seconds; shorter waits are everyday business and are not reported
+PATIENCE = 1.0  # seconds; shorter waits are normal and not reported
 
 
 class Changed:
-    """Wakes everybody who waits for a condition, to look at it again."""
+    """Wakes all tasks that wait for a condition, to check it again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -44,7 +44,7 @@ class Waits:
             del self._open[number]
 
     def longest(self) -> str:
-        """The oldest wait that is worth telling, with how many wait for the same, or ''."""
+        """The oldest wait if it is longer than PATIENCE, with the number of waits for the same; else ''."""
         if not self._open:
             return ""
         since, name = next(iter(self._open.values()))

@@ -22,7 +22,7 @@ from asyncrl.wire.messages.shared import Loaded
 
 
 class Loadable(Protocol):
-    """An `Engine`, or the keeper's end of a server; see `Engine` for the methods."""
+    """An `Engine`, or a keeper's server; see `Engine` for the methods."""
 
     @property
     def version(self) -> int: ...

@@ -33,7 +33,7 @@ class StoredRun(msgspec.Struct):
 
 
 class RunReader:
-    """All that can be asked of a run's database and segments. No query keeps a transaction open."""
+    """Queries on a run's database and segments. None keeps a transaction open."""
 
     def __init__(self, db: sqlite3.Connection, segments: SegmentReader) -> None:
         self._db, self._segments = db, segments
@@ -75,7 +75,7 @@ class RunReader:
         return (PolicyVersion(*found[:2]), found[2]) if found else (NO_VERSION, "")
 
     def counts(self) -> dict[State, int]:
-        """Episodes by state, from the index alone: the audit's second opinion."""
+        """Episodes by state, counted in the index: the audit compares them with the buffer's."""
         rows = self._db.execute("SELECT state, count(*) FROM episodes GROUP BY state")
         return {State(state): count for state, count in rows}
 
@@ -95,7 +95,7 @@ class RunReader:
         return self._records(EpisodeRecord, "SELECT record FROM episodes WHERE uid=?", uid)[0]
 
     def baseline(self, group: int) -> Baseline:
-        """What the rewards of a settled group are compared with: the records of its members say it."""
+        """The baseline of a settled group, from the records of its members."""
         (record,) = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", group)
         members = self._records(EpisodeRecord, "SELECT record FROM episodes WHERE group_id=?", group)
         return Baseline.of(record, {episode.uid: episode for episode in members})

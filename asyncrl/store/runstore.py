@@ -1,7 +1,7 @@
 """The run's journal: one SQLite index (flow, plans, commits, versions) over payload segments.
 
-The coordinator is the only writer. It puts everything that one turn of its loop changed into one transaction
-and answers peers only afterwards. Others read the run with `reader.RunReader`, at any time.
+The coordinator is the only writer. It puts everything that one turn of its loop changed into one transaction,
+and sends messages only after it. Others read the run with `reader.RunReader`, at any time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ class RunStore:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._db = open_to_write(run_dir)
         self._db.execute("BEGIN")
-        self._segments, self._written = (
-            SegmentWriter(run_dir / "segments"),
-            SegmentReader(run_dir / "segments"),
-        )
+        self._segments = SegmentWriter(run_dir / "segments")
+        self._written = SegmentReader(run_dir / "segments")
         self.read = RunReader(self._db, self._written)
 
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
@@ -91,7 +89,7 @@ class RunStore:
         self._segments.close()
 
     def forget_frames(self, uid: str) -> None:
-        """The episode is over and no plan needs it: its payloads may go."""
+        """Delete the payloads of an episode that is over and in no plan."""
         self._db.execute("DELETE FROM frames WHERE uid=?", (uid,))
 
     def forget_plans(self, below: int, rows: int) -> None:

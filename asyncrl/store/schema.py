@@ -33,7 +33,7 @@ CREATE TABLE versions(
 
 
 class StoreError(AsyncrlError):
-    """The run store is damaged, full or somebody else's."""
+    """The run store is damaged, full or cannot be opened."""
 
 
 def open_to_write(run_dir: Path) -> sqlite3.Connection:
@@ -66,7 +66,7 @@ def open_to_read(run_dir: Path) -> sqlite3.Connection:
 def check_schema(run_dir: Path) -> None:
     """ConfigError when the run in a directory, if there is one, cannot be continued by this version."""
     path = run_dir / DATABASE
-    if path.exists() and path.stat().st_size:  # 0: its first coordinator did not come so far
+    if path.exists() and path.stat().st_size:  # empty: its first coordinator ended before it made the tables
         with closing(open_to_read(run_dir)):
             pass
 

@@ -36,7 +36,7 @@ class SegmentWriter:
         self._roll()
 
     def append(self, payload: bytes) -> FramePlace:
-        """Write one record. StoreError when the disk is full; nothing is half-referenced then."""
+        """Write one record. StoreError when the disk is full; a record that was half written is cut off."""
         if self._offset >= self.segment_bytes:
             self._roll()
         place = FramePlace(self.current, self._offset)

@@ -17,11 +17,10 @@ import msgspec
 
 from asyncrl.errors import DeadlineError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_bulk import Record
 
 log = logging.getLogger("asyncrl.worker")
 
-Record = Generated | Replied | Finished | Failed
 Send = Callable[[Record, Sequence[bytes]], Awaitable[None]]
 
 WINDOW = 32 << 20
@@ -39,7 +38,7 @@ class _Entry:
 
 
 class Outbox:
-    """Owner of the sequence numbers of one incarnation, from 1."""
+    """Numbers the records of one incarnation from 1, sends them in order, and again if no ack comes."""
 
     def __init__(self, send: Send, window: int = WINDOW, clock: Callable[[], float] = time.monotonic) -> None:
         self._send, self._window, self._clock = send, window, clock
@@ -89,13 +88,13 @@ class Outbox:
             self._bytes -= entry.size
             self._next = max(0, self._next - 1)
             self._moved, self._patience = self._clock(), RESEND
-            if not entry.durable.done():  # whoever waited for it may have been cancelled
+            if not entry.durable.done():  # a waiter that was cancelled has cancelled it
                 entry.durable.set_result(None)
         self._fire()
 
     def pause(self) -> None:
-        """Send nothing until `rewind`: the receiver may not know us, and would take a later record for the
-        first one."""
+        """Send nothing until `rewind`: a coordinator that does not know this worker would take a later record
+        for the first one."""
         self.paused = True
 
     def rewind(self) -> None:
@@ -104,7 +103,7 @@ class Outbox:
         self._fire()
 
     def check(self) -> None:
-        """Rewind when no ack has come for long. To be called now and then."""
+        """Rewind when no ack has come for too long. Called with each heartbeat."""
         overdue = self._next > 0 and self._clock() - self._moved > self._patience
         if overdue and not self.paused:
             log.warning("no ack for record %d in %.0f s: sending again", self.acked + 1, self._patience)

@@ -5,8 +5,8 @@
 | Hub    | `send` returns False        | the peer (no ack)            | nobody    |
 | Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
 
-Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER can never hand it the mail
-of the old one. Messages are typed and bounded by MAX_BYTES; anything else raises ProtocolError.
+Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers it a
+message for the old one. Messages are typed and bounded by MAX_BYTES; anything else raises ProtocolError.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Turn
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record
 from asyncrl.wire.messages.worker_control import Assign
-from asyncrl.wire.outbox import Outbox, Record
+from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import FakeChat, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle

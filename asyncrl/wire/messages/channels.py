@@ -18,14 +18,14 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
 
 ToCoordinatorControl = (
     WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Published
     | Checkpointed | TrainerBeat | ObserverHello | Stop
 )  # fmt: skip
-ToCoordinatorBulk = Generated | Replied | Finished | Failed | Take | Confirm
+ToCoordinatorBulk = Record | Take | Confirm
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
 ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced

@@ -18,7 +18,7 @@ class Status(WireMessage, frozen=True):
     step: int
     total_steps: int
     gauges: dict[str, float]
-    waits: tuple[str, ...]  # who waits on whom, by name
+    waits: tuple[str, ...]  # who waits for what
 
 
 class StepReport(WireMessage, frozen=True):

@@ -19,7 +19,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(WireMessage, frozen=True):
-    """The coordinator knows the peer. `step` is the number of committed batches."""
+    """Answer to a hello: the coordinator knows the peer. `step` is the number of committed batches."""
 
     coordinator_epoch: int
     trainer_epoch: int
@@ -36,7 +36,7 @@ class LoadWeights(WireMessage, frozen=True):
 class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
     log-probs of the version's probe and the trainer's, over `probe_tokens` tokens. `superseded`: the trainer
-    has a newer version by now, and only that."""
+    has only a newer version by now."""
 
     ref: WeightsRef
     lane: str
@@ -49,6 +49,6 @@ class Loaded(WireMessage, frozen=True):
 
 
 class Stop(WireMessage, frozen=True):
-    """To the coordinator: end the run, leave a checkpoint. To a worker or rank: leave now."""
+    """To the coordinator: write a checkpoint and end the run. To any other process: end now."""
 
     reason: str

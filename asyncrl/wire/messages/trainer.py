@@ -21,7 +21,7 @@ class TrainerHello(WireMessage, frozen=True):
 
 class TrainerBeat(WireMessage, frozen=True):
     """Sign of life of a rank. Seconds and `work`, the micro-batches scored or trained, are totals since the
-    start: a rank that goes on sending the same `work` is alive, but makes no progress."""
+    start: a rank whose `work` stays the same is alive, but makes no progress."""
 
     rank: int
     busy_s: float
@@ -51,7 +51,7 @@ class Published(WireMessage, frozen=True):
 
     ref: WeightsRef
     snapshot_s: float  # what the trainer waited
-    write_s: float  # in the background; a broadcast is only offered here, keepers tell what each took
+    write_s: float  # in the background; of a broadcast only the offer, keepers report each load
 
 
 class Checkpointed(WireMessage, frozen=True):
@@ -100,7 +100,7 @@ class WorkPlan(WireMessage, frozen=True):
     """What a rank does next; all ranks get the same kind for the same (step, micro).
 
     work: train the trajectories (none: a dummy of weight zero). step: the batch is complete, take the
-    optimizer step. end: no more batches, leave a checkpoint. stop: leave a checkpoint now, mid-batch.
+    optimizer step. end: no more batches, write a checkpoint. stop: write a checkpoint now, mid-batch.
     """
 
     trainer_epoch: int

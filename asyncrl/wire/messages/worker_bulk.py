@@ -22,7 +22,7 @@ class Generated(WireMessage, frozen=True):
 
 
 class Replied(WireMessage, frozen=True):
-    """What tools and the environment said to a turn. Frame: TurnReply."""
+    """The replies of tools and the environment to a turn. Frame: TurnReply."""
 
     seq: int
     attempt: Attempt
@@ -40,12 +40,15 @@ class Finished(WireMessage, frozen=True):
 
 
 class Failed(WireMessage, frozen=True):
-    """The episode has no trajectory, for a reason that is not the policy's."""
+    """The episode has no trajectory; the policy is not the cause."""
 
     seq: int
     attempt: Attempt
     reason: FailReason
     detail: str
+
+
+Record = Generated | Replied | Finished | Failed
 
 
 class Ack(WireMessage, frozen=True):

@@ -60,13 +60,13 @@ class Assign(WireMessage, frozen=True):
 
 
 class Cancel(WireMessage, frozen=True):
-    """Stop an episode and say nothing more about it."""
+    """Stop an episode and send no more records of it."""
 
     attempt: Attempt
 
 
 class EngineEntry(msgspec.Struct, frozen=True):
-    """A server as workers are to see it. `version` is what its keeper has confirmed last; only `healthy`
+    """A server that workers may use. `version` is what its keeper has confirmed last; only `healthy`
     ones take requests. `lane` "eval": set aside for validation, its weights do not change."""
 
     name: str
@@ -78,7 +78,7 @@ class EngineEntry(msgspec.Struct, frozen=True):
 
 
 class Engines(WireMessage, frozen=True):
-    """All servers, whenever something about one changes."""
+    """All servers. Sent again whenever something about one changes."""
 
     entries: tuple[EngineEntry, ...]
 

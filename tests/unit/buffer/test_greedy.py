@@ -92,7 +92,7 @@ def test_a_short_group_takes_its_greedy_episode_along() -> None:
     give_up(buffer, "0.1")
     found = flow(buffer)
     assert (found.failed, found.dropped, list(buffer.live)) == (1, 2, [1])
-    assert (buffer.barren, buffer.barren_reason) == (1, "failed (prompt_too_long)")
+    assert (buffer.untrained, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
 
 
 @pytest.mark.parametrize(("greedy", "filtered"), [(1.0, 3), (0.0, 1)])

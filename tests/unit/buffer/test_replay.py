@@ -110,10 +110,10 @@ def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
     for uid in ("0.0", "0.1"):
         buffer.assign(buffer.episodes[uid], "w", 1, 0)
         buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, 0.0)
-    assert (buffer.barren, buffer.barren_reason) == (1, "failed (prompt_too_long)")
+    assert (buffer.untrained, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
     land(buffer, "1.0"), land(buffer, "1.1")
     train(batches, 0)
-    assert buffer.barren == 0
+    assert buffer.untrained == 0
 
 
 def test_settled_partial_group_leaves_when_its_late_member_fails() -> None:

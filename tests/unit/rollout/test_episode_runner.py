@@ -22,9 +22,9 @@ from asyncrl.runtime.waits import Waits
 from asyncrl.tools import Tool, Toolbox, tool
 from asyncrl.types import EpisodeEnd, FailReason, Turn, TurnReply
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.messages.worker_control import Assign
-from asyncrl.wire.outbox import Outbox, Record
+from asyncrl.wire.outbox import Outbox
 from tests.fakes.chat import call, rules, sample
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle

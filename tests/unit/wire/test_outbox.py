@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from asyncrl.errors import DeadlineError
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Replied
-from asyncrl.wire.outbox import RESEND, Outbox, Record
+from asyncrl.wire.messages.worker_bulk import Record, Replied
+from asyncrl.wire.outbox import RESEND, Outbox
 from tests.fakes.loop import settle
 
 A = Attempt("a", 0)
