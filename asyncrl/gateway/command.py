@@ -37,7 +37,7 @@ class CommandError(AsyncrlError):
 async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: str = "") -> Any:
     """Run `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
     where the run was started). CommandError on an exit code other than 0, with the last line of stderr."""
-    words = _split(line)
+    words, given = _split(line), _written(sample)
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
@@ -51,13 +51,13 @@ async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: 
         )
     except OSError as error:
         raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
-    talk = asyncio.ensure_future(_talk(process, _written(sample)))
+    talk = asyncio.ensure_future(_talk(process, given))
     try:
         result, complaint = await asyncio.shield(talk)
     finally:
         if not talk.done():
             with suppress(ProcessLookupError):
-                os.kill(process.pid, KILL)
+                process.send_signal(KILL)
             await asyncio.wait([talk], timeout=2 * KILL_SECONDS)
     if process.returncode:
         raise CommandError(f"{words[0]} ended with code {process.returncode}: {complaint or 'no message'}")

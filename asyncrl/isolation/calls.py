@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import queue
 import threading
 import time
@@ -37,7 +36,7 @@ class Late(AsyncrlError):
 
 async def call_user(
     function: Callable[[], Any],
-    seconds: float = math.inf,
+    seconds: float | None = None,
     *,
     blocking: bool = False,
     running: set[asyncio.Task[Any]] | None = None,
@@ -45,12 +44,12 @@ async def call_user(
 ) -> Any:
     """What a sync or async function returns; `blocking`: a sync one, called in a thread of its own.
 
-    After `seconds` it is cancelled, and not waited for: Late. With a deadline, what it raises is an
-    Exception, whatever it was. A task is in `running` as long as it is waited for; something is in `live`
-    until the function has really ended, which may be later.
+    After `seconds` it is cancelled, and not waited for: Late. With a deadline (`math.inf` is one), what it
+    raises is an Exception, whatever it was. A task is in `running` as long as it is waited for; something is
+    in `live` until the function has really ended, which may be later.
     """
     work = _live(function, blocking, live if live is not None else set())
-    if math.isinf(seconds):
+    if seconds is None:
         return await work
     task = begin(work)
     running = running if running is not None else set()
@@ -237,6 +236,9 @@ class LoopThread:
             tasks.append(begin(function()))
             return await tasks[0]
 
+        async def cancel() -> None:  # a task as `work` is one, and later: it finds what that has begun
+            tasks[0].cancel()
+
         there = self._started()
         done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), there))
         done.add_done_callback(_retrieve)  # the caller may have been cancelled
@@ -246,7 +248,7 @@ class LoopThread:
             here = asyncio.current_task()
             if here is not None and not here.cancelling():
                 raise RuntimeError("it was cancelled by its own code") from None
-            there.call_soon_threadsafe(lambda: tasks[0].cancel())
+            asyncio.run_coroutine_threadsafe(cancel(), there)
             await asyncio.wait([done], timeout=CLOSE_SECONDS)
             done.cancel()
             raise
