@@ -29,6 +29,7 @@ from asyncrl.errors import AsyncrlError, one_line, reason
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.calls import Late, in_thread
 from asyncrl.registry import load_object
+from asyncrl.values import encodable
 
 GRACE = 1.0  # seconds from SIGTERM to SIGKILL
 HEAD = 4  # bytes of the length before each frame
@@ -215,7 +216,7 @@ def serve() -> None:
                 reply = ChildReply(result=function(request(frame)))
             answer = _encode(reply)
         except BaseException as error:  # an error of users' code, SystemExit too, is sent as the answer
-            answer = _encode(ChildReply(error=reason(error)[:MAX_ERROR]))
+            answer = _encode(ChildReply(error=encodable(reason(error)[:MAX_ERROR])))
         if len(answer) > largest:
             answer = _encode(
                 ChildReply(error=f"the answer has {len(answer)} bytes, at most {largest} are allowed")

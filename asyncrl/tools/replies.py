@@ -33,10 +33,11 @@ def reply_of(value: Any) -> tuple[str, float]:
 
 
 def within_memory(text: str) -> str:
-    """The text, or its two ends where it has more than MAX_REPLY bytes. As quick for any length."""
+    """The text as UTF-8 can hold it, or its two ends where it has more than MAX_REPLY bytes. As quick for any
+    length."""
     data = text[: MAX_REPLY + 1].encode(errors="replace")
     if len(data) <= MAX_REPLY:
-        return text
+        return data.decode()
     half = MAX_REPLY // 2
     end = text[-half:].encode(errors="replace")[-half:]
     return f"{data[:half].decode(errors='ignore')}\n[...]\n{end.decode(errors='ignore')}"

@@ -84,6 +84,8 @@ def act(given):
             return os.getpid()
         case ["length"]:
             return len(given.transcript) + len(given.messages[0].tool_calls)
+        case ["surrogate"]:
+            raise ValueError("\\ud800")
     return 1.0
 
 async def late(given):
@@ -154,6 +156,7 @@ SURVIVED: dict[str, float | str] = {
     "fine": 1.0,
     "raise": "KeyError: 'no key' (mine.py:27)",
     "exit": "SystemExit: 4 (mine.py:25)",
+    "surrogate": "ValueError: ? (mine.py:69)",
     "nan": "ValueError: the reward is nan, which is no finite number",
     "print": 1.0,
     "read": 0.0,
