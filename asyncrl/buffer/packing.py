@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> list[list[int]]:
-    """Micro-batches of episodes of like length: rows × longest row <= budget, or a single larger episode.
-    Indices into `lengths` (tokens of an episode's longest row), and a function of the arguments alone.
-    `rows`: of each episode; none given: one each."""
+    """Micro-batches of episodes of similar length: rows × longest row <= budget, or a single larger episode.
+    They are lists of indices into `lengths` (tokens of an episode's longest row). `rows` of each episode;
+    none given: one each. bucket([5, 9, 4], 10) is [[1], [0, 2]]: 1 × 9, then 2 × 5."""
     batches: list[list[int]] = []
     longest = held = 0
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

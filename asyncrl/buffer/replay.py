@@ -90,9 +90,9 @@ class ReplayBuffer:
     # -- admission -----------------------------------------------------------------------------------
 
     def can_admit(self, free_slots: int, total_slots: int) -> bool:
-        """Rule 1: a whole group, iff the live groups stay within the pace and its members find slots.
-
-        A group whose batch is committed, and of which only a late member is left, is not counted.
+        """Rule 1: a whole group, if it is live group number (1 + target_staleness) * groups_per_batch at most
+        (16 for 1 and 8) and its members find slots. A group of a committed batch, of which only a late member
+        is left, is not counted.
         """
         live = sum(self._open(group) for group in self.live.values())
         return (
@@ -149,8 +149,8 @@ class ReplayBuffer:
         return group.step < 0 or group.step >= self.committed
 
     def fresh_enough(self, acked: int, step: int, rank: int) -> bool:
-        """Rule 2: an episode started on weights `acked` will be within the bound when its turn to train
-        comes, after `rank` older groups."""
+        """Rule 2: an episode started on weights `acked` will be within the bound when it is trained, after
+        `rank` older groups: with 20 of them and 8 groups per batch that is at `step` + 2."""
         return acked + self.config.max_staleness >= step + rank // self.config.groups_per_batch
 
     def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int) -> None:

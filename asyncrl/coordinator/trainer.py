@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
@@ -194,24 +195,22 @@ class TrainerHandler:
             self.state.outbox.to_bulk(peer, plan, frames)
 
     def _answer(self, take: Take, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
-        state, size = self.state, self.ranks.size
-        if take.step > state.batches.committed:
+        """The plan for a take, with its payloads. None: the take has to wait."""
+        batches, size = self.state.batches, self.ranks.size
+        plan = partial(WorkPlan, take.trainer_epoch, take.step, take.micro)
+        if take.step > batches.committed:
             raise ProtocolError(f"the trainer asks for step {take.step} before committing {take.step - 1}")
         if self.stopping and (take.step, take.micro) not in self.ranks.answered:
-            return WorkPlan(take.trainer_epoch, take.step, take.micro, "stop"), []
-        if take.step >= state.config.total_steps:
-            return self._end(take), []
-        uids = state.batches.plan(take.step, take.micro, size)
+            return plan("stop"), []
+        if take.step >= self.state.config.total_steps:
+            return plan("end"), []
+        uids = batches.plan(take.step, take.micro, size)
         if uids is None:
-            return (self._end(take), []) if state.batches.over and take.micro == 0 else (None, [])
+            return (plan("end") if batches.over and take.micro == 0 else None), []
         if not uids:
-            plan_hash = state.batches.batches[take.step].plan_hash
-            return WorkPlan(take.trainer_epoch, take.step, take.micro, "step", plan_hash=plan_hash), []
-        trajectories, frames = self._trajectories(state.batches.deal(uids, size)[rank])
-        return WorkPlan(take.trainer_epoch, take.step, take.micro, "work", trajectories), frames
-
-    def _end(self, take: Take) -> WorkPlan:
-        return WorkPlan(take.trainer_epoch, take.step, take.micro, "end")
+            return plan("step", plan_hash=batches.batches[take.step].plan_hash), []
+        trajectories, frames = self._trajectories(batches.deal(uids, size)[rank])
+        return plan("work", trajectories), frames
 
     def _trajectories(self, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
         """Trajectories of a recorded plan, and their turns' payloads."""

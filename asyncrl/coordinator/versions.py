@@ -53,7 +53,7 @@ class VersionLedger:
         held.pushed, held.pushed_at = self.newest, now
 
     def same_weights(self, version: PolicyVersion, checksum: str) -> bool:
-        """False when an engine loaded as the newest version something else than the first one that did."""
+        """False when the checksum of the newest version is not the one that the first engine reported."""
         if version > self._checksum[0]:
             self._checksum = (version, checksum)
         return version < self._checksum[0] or checksum == self._checksum[1]

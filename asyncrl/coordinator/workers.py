@@ -182,7 +182,7 @@ class WorkerHandler:
             case Generated():
                 self._generated(worker, episode, message, frames, now)
             case Replied():
-                state.store.put_frame(episode.uid, message.turn, "replied", _only(frames))
+                state.store.put_frame(episode.uid, message.turn, "replied", _single_frame(frames))
             case Finished():
                 if message.stats.turns != episode.turns:
                     known = f"{episode.turns} of its turns are durable"
@@ -213,7 +213,7 @@ class WorkerHandler:
                 self.engines.quarantine(worker.peer.decode(), now)
             self._give_up(worker, episode, FailReason.ENGINE_ERROR, now)
             return
-        self.state.store.put_frame(episode.uid, message.turn, "generated", _only(frames))
+        self.state.store.put_frame(episode.uid, message.turn, "generated", _single_frame(frames))
         self.tokens += message.model_tokens
         self.turns += 1
         self.state.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
@@ -353,7 +353,7 @@ def sampling_key(seed: int, uid: str, attempt: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _only(frames: list[bytes]) -> bytes:
+def _single_frame(frames: list[bytes]) -> bytes:
     if len(frames) != 1:
         raise ProtocolError(f"expected one frame, got {len(frames)}")
     return frames[0]

@@ -21,7 +21,7 @@ def make(
     reads: Reads = Reads(),
     **keys: object,
 ) -> tuple[ReplayBuffer, Batches]:
-    """A buffer of 2 groups of 2 per batch unless told otherwise; one micro-batch fits everything."""
+    """A buffer of 2 groups of 2 per batch unless given otherwise; one micro-batch fits everything."""
     config = BufferConfig(
         **{"groups_per_batch": 2, "episodes_per_group": 2, "filter_zero_variance": False} | keys
     )

@@ -26,7 +26,7 @@ def test_gaps_are_trained_minus_landed_of_the_same_cohort() -> None:
     found = cohorts.take(before=1)
     assert abs(found["cohort/reward_gap"] - 1 / 6) < 1e-15
     assert found["cohort/length_gap"] == -5.0
-    assert cohorts.take(before=9) == {}  # told once; of cohort 1 nothing was trained
+    assert cohorts.take(before=9) == {}  # reported once; of cohort 1 nothing was trained
 
 
 def test_several_cohorts_weigh_by_what_they_trained() -> None:

@@ -56,7 +56,7 @@ def test_components_by_hand(parts: list[dict[str, float]], reads: Reads, same: b
     assert alike(group, None, reads) is same
 
 
-def lessons(name: str, group: list[EpisodeResult], greedy: float | None) -> list[float]:
+def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -> list[float]:
     """The advantages themselves, with one token per turn."""
     found: list[float] = []
     for place, own in enumerate(group):
@@ -72,9 +72,9 @@ def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
 ) -> None:
     entry, group = advantages.load(name), results(*turns)
     baseline = greedy if entry.greedy else None
-    taught = any(abs(value) > 1e-9 for value in lessons(name, group, baseline))
+    trains = any(abs(value) > 1e-9 for value in advantages_of(name, group, baseline))
     reads = Reads(turns=entry.turns, components=entry.components)
-    assert alike(group, baseline, reads) is not taught
+    assert alike(group, baseline, reads) is not trains
 
 
 @pytest.mark.parametrize(("reads", "filtered"), [(Reads(), 2), (PARTS, 0)])

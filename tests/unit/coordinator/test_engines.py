@@ -92,7 +92,7 @@ def test_a_server_gets_no_work_before_it_holds_a_published_version(setup: Engine
     assert setup.table() == [(0, False, "train")] * 2 and not setup.handler.ready
     assert setup.handler.version("any worker") == -1
     first = setup.publish(0)
-    assert setup.pushed() == {A: 0, B: 0}  # neither serves: nobody has to wait for the other
+    assert setup.pushed() == {A: 0, B: 0}  # neither serves: neither has to wait for the other
     setup.ack(A, first)
     assert setup.table() == [(0, True, "train"), (0, False, "train")] and setup.handler.ready
     assert setup.handler.version("any worker") == 0
@@ -181,17 +181,17 @@ def test_a_coordinator_that_was_away_does_not_blame_the_keepers(setup: EngineSet
     assert len(setup.handler.keepers) == 2
 
 
-def test_workers_are_told_what_changed_and_all_of_it_after_a_hello(setup: EngineSetup) -> None:
-    def told() -> list[tuple[EngineEntry, ...]]:
+def test_workers_get_the_table_when_it_changes_and_after_a_hello(setup: EngineSetup) -> None:
+    def tables() -> list[tuple[EngineEntry, ...]]:
         setup.handler.send_table([WORKER], 0.0)
         return [message.entries for _, message in setup.sent.take(Engines)]
 
-    assert told() == [setup.handler.table()]
-    assert told() == []
+    assert tables() == [setup.handler.table()]
+    assert tables() == []
     setup.serve(0)
-    assert told() == [setup.handler.table()]
+    assert tables() == [setup.handler.table()]
     setup.handler.forget_table(WORKER)
-    assert told() == [setup.handler.table()]
+    assert tables() == [setup.handler.table()]
 
 
 def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> None:

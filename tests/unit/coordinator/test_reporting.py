@@ -60,7 +60,7 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
 
 
-def test_cohorts_and_retired_samples_are_told(reporter: Reporter) -> None:
+def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     buffer = reporter.state.buffer
     buffer.retired = {3, 4}
     episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))

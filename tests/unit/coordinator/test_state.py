@@ -87,7 +87,7 @@ def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> No
         ("gdpo", Reads(components=True)),
     ],
 )
-def test_the_buffer_is_told_what_the_advantage_reads(tmp_path: Path, advantage: str, reads: Reads) -> None:
+def test_the_buffer_knows_what_the_advantage_reads(tmp_path: Path, advantage: str, reads: Reads) -> None:
     assert build(tmp_path, advantage=advantage).buffer.reads == reads
 
 

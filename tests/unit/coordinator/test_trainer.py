@@ -64,7 +64,7 @@ class TrainerSetup:
         return answers[0] if answers else None
 
     def confirm(self, rank: int, step: int, micro: int) -> list[bytes]:
-        """Who is told to go."""
+        """The ranks that may go."""
         self.handler.confirm(PEERS[rank], Confirm(self.state.trainer_epoch, step, micro, rank))
         return [peer for peer, _ in self.sent.take(Go)]
 
@@ -92,7 +92,7 @@ def test_ranks_share_a_plan_and_retries_repeat_it(setup: TrainerSetup) -> None:
     assert setup.take(0, 0, 0) == first
 
 
-def test_nobody_goes_before_all_hold_their_plan_and_a_missed_word_is_repeated(setup: TrainerSetup) -> None:
+def test_no_rank_goes_before_all_hold_their_plan_and_a_missed_go_is_repeated(setup: TrainerSetup) -> None:
     assert setup.confirm(0, 0, 0) == []
     assert setup.confirm(1, 0, 0) == PEERS
     setup.state.store.commit()
@@ -107,7 +107,7 @@ def test_a_stop_reaches_all_ranks_at_the_same_place(setup: TrainerSetup, first: 
     assert setup.take(first, 0, 0) is not None
     setup.handler.finish()
     other = setup.take(1 - first, 0, 0)
-    assert other is not None and other.kind == "work"  # somebody has this plan already
+    assert other is not None and other.kind == "work"  # one rank has this plan already
     kinds = [plan.kind if (plan := setup.take(rank, 0, 1)) else None for rank in (first, 1 - first, first)]
     assert kinds == ["stop", "stop", "stop"]
 
@@ -152,7 +152,7 @@ def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(setup
     assert setup.state.versions.ref == published.ref
 
 
-def test_a_beat_is_progress_only_if_more_was_done_than_the_one_before_told(setup: TrainerSetup) -> None:
+def test_a_beat_is_progress_only_if_work_was_done_since_the_one_before(setup: TrainerSetup) -> None:
     """Two ranks behind a barrier. Each row: when, which rank, its micro-batches so far, newest progress."""
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
     for now, rank, work, moved in rows:

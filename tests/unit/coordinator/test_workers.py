@@ -111,7 +111,7 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     assert setup.sent.take(Fenced) == [(A, Fenced(first))] and setup.landed == []
 
 
-def test_the_coordinators_own_absence_is_held_against_nobody(setup: WorkerSetup) -> None:
+def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) -> None:
     setup.tick()
     setup.handler.tick(now=60.0, gap=59.0)
     assert A in setup.handler.workers
@@ -124,7 +124,7 @@ def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: Worke
     assert setup.state_of(second.uid) == (State.RUNNING, 0)
 
 
-def test_a_held_attempt_that_is_somebody_elses_is_cancelled(setup: WorkerSetup) -> None:
+def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     stale = Attempt(first.uid, first.attempt + 7)
     setup.handler.heartbeat(A, Heartbeat(1, setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)

@@ -16,7 +16,7 @@ B = Attempt("b", 0)
 
 
 class Wire:
-    """Takes what is sent, and can be told to refuse or to hold it."""
+    """Takes what is sent, and can refuse or hold it."""
 
     def __init__(self) -> None:
         self.seqs: list[int] = []
