@@ -37,6 +37,7 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.sglang.client import SGLangClient
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.rollout.server_pool import PooledServer, choose
+from asyncrl.types import NO_VERSION
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
 VOCABULARY = 512
@@ -90,7 +91,9 @@ class Run:
     def _server(self, url: str) -> PooledServer:
         use = EngineUse(url)
         return PooledServer(
-            EngineEntry(url, url, "1", 0, 0, True), SGLangClient(ServerApi(url), CONFIG, VOCABULARY, use), use
+            EngineEntry(url, url, "1", NO_VERSION, True),
+            SGLangClient(ServerApi(url), CONFIG, VOCABULARY, use),
+            use,
         )
 
     async def figures(self, episodes: int) -> Figures:
