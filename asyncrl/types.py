@@ -34,7 +34,7 @@ class StopReason(enum.StrEnum):
 
     STOP = "stop"  # the model wrote a stop id
     LENGTH = "length"  # the token budget ran out
-    ABORT = "abort"  # the engine was told to stop
+    ABORT = "abort"  # the engine got an abort request
 
 
 class EpisodeEnd(enum.StrEnum):

@@ -231,7 +231,7 @@ def veto(given: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 
     """Drop the episode if any fresh token has ρ < least (plain).
 
     Use: against broken log-probs: a token that the policy would hardly write. Any staleness; with a long lag
-    it fires on honest tokens, too.
+    it also drops correct tokens.
     """
     absurd = (given.log_ratio < math.log(least)).to(given.log_ratio.dtype)
     return CorrectionMask(keep=pooled(absurd, given, "sequence")[0] == 0)
@@ -243,7 +243,7 @@ def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> Corre
     DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A.
 
     Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
-    little and destabilise.
+    little and make training unstable.
     """
     punished = mean_over(given.advantage, given, "sequence") < 0
     return CorrectionMask(keep=~(punished & (mean_over(-given.log_ratio, given, "sequence") > delta)))

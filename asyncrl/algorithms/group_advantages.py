@@ -1,6 +1,6 @@
 """Advantages of whole episodes: a reward against those of the siblings.
 
-An episode with nobody to compare with gets 0, never its raw reward. Equal rewards give exactly 0: every
+An episode without siblings gets 0, never its raw reward. Equal rewards give exactly 0: every
 comparison is a sum of differences. Every std has ddof 1. A mean over the siblings contains the own reward:
 that shrinks its advantage by (n − 1)/n and leaves the gradient's direction; rloo has no such factor.
 """
@@ -76,7 +76,7 @@ def gpg(given: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Cr
     """α·(R − mean) / f_norm, α = episodes of the batch / those with an advantage other than 0 (GPG, arXiv
     2504.02546).
 
-    Use: sparse rewards without a filter: α makes up for groups that teach nothing. Any staleness. The form
+    Use: sparse rewards without a filter: α makes up for groups of equal rewards. Any staleness. The form
     whose f_norm is the group std is grpo with normalise=nonzero.
     """
     return centred(given.own.reward, rewards(given.siblings)) / f_norm
@@ -118,7 +118,7 @@ def _weights(given: CreditInput, weights: str) -> dict[str, float]:
     for member in (given.own, *given.siblings):
         if not weight or not weight.keys() <= member.components.keys():
             raise ConfigError(
-                f"$.algorithm.advantage gdpo wants reward components {', '.join(sorted(weight)) or '(any)'}, "
+                f"$.algorithm.advantage gdpo needs reward components {', '.join(sorted(weight)) or '(any)'}, "
                 f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )

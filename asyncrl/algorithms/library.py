@@ -1,4 +1,4 @@
-"""The registries with every built-in component in them: whoever imports one from here knows all names."""
+"""The registries with all built-in components: import them from here, so that every name is registered."""
 
 from asyncrl.algorithms import batch_losses, sequence_losses, token_losses
 from asyncrl.algorithms.losses import losses

@@ -60,7 +60,7 @@ class LossInput:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`value` [N] is the loss of each token, correction weight included; `clipped` [N] tells where the trust
+    """`value` [N] is the loss of each token, correction weight included; `clipped` [N] says where the trust
     region cut or bounded the gradient, `clipped_lower` where the dual clip did. `ratio` [N]: what a `mu` loss
     weighs A·∇log pi with itself, 0 where it drops a token; for reports only."""
 

@@ -1,6 +1,6 @@
-"""From names in the configuration to one composed objective, or the reason why it cannot be.
+"""From names in the configuration to one composed objective, or a ConfigError with the reason.
 
-Every component says what it needs; what cannot work together is refused here, before any process starts.
+Every component declares what it needs; what cannot work together is refused here, before any process starts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ END_SCALARS = ("batch_std", "nonzero")
 class Recipe:
     """The components of a run, options bound.
 
-    `barrier`: the whole batch must be in hand before the first backward. `optimizer_steps`: per batch.
-    `prox`: how log prox comes about. `critic`, `own_critic`, `reference`: whether the model is needed.
+    `barrier`: the whole batch must have arrived before the first backward. `optimizer_steps`: per batch.
+    `prox`: how log prox is computed. `critic`, `own_critic`, `reference`: whether the model is needed.
     """
 
     advantage_name: str
@@ -56,7 +56,7 @@ class Recipe:
 
     @property
     def weighted(self) -> bool:
-        """A correction weight is in force."""
+        """A correction weight is used."""
         return any(rule.kind == "weight" for rule in self.rules)
 
 
@@ -109,20 +109,20 @@ def compose(config: RunConfig) -> Recipe:
 
 
 def default_rules(loss: Loss) -> Mapping[str, Options]:
-    """What a loss is corrected with where the configuration says nothing: nothing beside pi/mu."""
+    """The correction of a loss where the configuration has none: no rules for a loss with pi/mu."""
     if loss.ratio == "mu":
         return {}
     return {"mask": {}, "truncate": {}} if loss.level == "token" else {"truncate": {"level": loss.level}}
 
 
 def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
-    """What each key allows but together is wrong: message → whether it is the case."""
+    """Combinations of valid values that are wrong: message → whether it applies."""
     parts = (_of_ratios, _of_groups, _of_filters, _of_no_effect)
     return {message: refused for part in parts for message, refused in part(config, recipe).items()}
 
 
 def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
-    """Ratios counted twice or not at all, and trust regions that are none."""
+    """Ratios counted twice or not at all, and trust regions without effect."""
     algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
     beside = kl.where == "loss" or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
@@ -198,7 +198,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 
 def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
-    """Groups that the zero-variance filter would take away, and something learns from."""
+    """Groups that the zero-variance filter removes although a component learns from them."""
     credit = recipe.advantage
     key, on = "$.buffer.filter_zero_variance", config.buffer.filter_zero_variance
     return {
@@ -218,12 +218,12 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 
 def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
-    """Settings of which nothing would come."""
+    """Settings without effect."""
     return {
         "$.algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        "$.kl has settings, but where=none: nothing would come of them; set $.kl.where, or leave the "
+        "$.kl has settings, but where=none: they have no effect; set $.kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
         f"$.critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
         "leave them out": not recipe.critic and config.critic != CriticConfig(),

@@ -58,7 +58,7 @@ def gmpo(given: LossInput, *, clip_low: Positive = 0.4, clip_high: Positive = 0.
 def topr(given: LossInput) -> TokenLoss:
     """L = −sg(r)·A·log π, r = 1 where A > 0, else min(Π over the episode of π/μ, 1) (TOPR, arXiv 2503.14286).
 
-    Successes are imitated whatever their age; failures fade as the policy leaves them behind.
+    Successes are imitated at any age; the weight of failures falls as the policy moves away from them.
 
     Use: stale or offline data with outcome rewards; any staleness.
     """

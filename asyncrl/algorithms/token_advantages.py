@@ -1,7 +1,7 @@
 """Advantages of tokens and turns: what came after them.
 
-"Next" is the next *model* token: tokens of tools and templates do not exist here. Episodes end where they
-end: a limit on turns or length is the last state, nothing is bootstrapped from it.
+"Next" is the next *model* token: tokens of tools and templates do not count here. An episode that a limit
+ended is treated as complete: no value is bootstrapped after its last token.
 """
 
 from __future__ import annotations

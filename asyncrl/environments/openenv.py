@@ -46,7 +46,7 @@ class _ServerError(msgspec.Struct, frozen=True):
     errors: tuple[_FieldError, ...] = ()
 
     @property
-    def flaws(self) -> str:
+    def problems(self) -> str:
         """What is wrong with an action."""
         return "; ".join(f"{'.'.join(map(str, flaw.loc))}: {flaw.msg}" for flaw in self.errors)[:300]
 
@@ -104,7 +104,7 @@ class OpenEnv(Environment):
         if isinstance(found, _StepResult):
             return self._observed(found)
         if found.code == INVALID:
-            return text_observation(f"error: {found.flaws or found.message[:300]}", self._unreadable)
+            return text_observation(f"error: {found.problems or found.message[:300]}", self._unreadable)
         raise OpenEnvError(f"{self._url}: {found.code}: {found.message[:200]}")
 
     async def close(self) -> None:

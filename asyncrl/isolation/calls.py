@@ -95,7 +95,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 
 
 async def _without_exits(work: Coroutine[Any, Any, Any]) -> Any:
-    """Turn SystemExit and KeyboardInterrupt, which would end the event loop, into errors."""
+    """Turn SystemExit and KeyboardInterrupt, which would end the event loop, into RuntimeError."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as problem:

@@ -53,7 +53,7 @@ def main(parent: int, grace: float, program: list[str]) -> None:
     own = os.getpid()
     if (pid := os.fork()) == 0:
         _run(program, own, mask)
-    _let_go(keep={woken, wake, alive})
+    _close_pipes(keep={woken, wake, alive})
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _end(_kill_all(pid, _watch(pid, woken, alive, grace), woken))
 
@@ -74,7 +74,7 @@ def _run(program: list[str], parent: int, mask: set[int]) -> None:
         os._exit(CANNOT_RUN)
 
 
-def _let_go(keep: set[int]) -> None:
+def _close_pipes(keep: set[int]) -> None:
     """Close the program's pipes here, so that they end when the program closes them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):

@@ -7,7 +7,7 @@ unblocks: the coordinator (an engine that can sample, versions confirmed)
     start / attach ──► ready ──► checked ──► hello with its url ──► loads and beats ──► end
 
 It is the only one who pauses the server or changes its weights; workers only sample. A server that dies, is
-restarted by somebody else or cannot be loaded ends the keeper, and the launcher starts both anew.
+restarted from outside or cannot be loaded ends the keeper, and the launcher starts both anew.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Keeper:
         return server
 
     async def _connect(self, url: str) -> ServerLoader:
-        """Waits for it: somebody else's server may be being restarted, too."""
+        """Waits for it: a server that is attached to may be restarting."""
         return await connect(self.config, self.index, url, *keys(self.config.engine), patient=True)
 
     async def _fail_at_end(self, process: ServerProcess) -> NoReturn:
@@ -189,7 +189,7 @@ class Keeper:
             if loaded == self._loaded and not server.broken and label != expected:
                 raise EngineError(
                     f"engine {self.index}: its server holds {label!r} and not {expected!r}: "
-                    "it was restarted, or somebody else loads weights into it"
+                    "it was restarted, or another program loads weights into it"
                 )
 
     # -- versions ------------------------------------------------------------------------------------

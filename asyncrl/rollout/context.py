@@ -109,7 +109,7 @@ class EpisodeRun:
         self._durable = await self.post(*generated(self.attempt, turn))
 
     async def until_durable(self) -> None:
-        """Wait until the newest turn would survive a crash: whoever gets it may have side effects. The wait
+        """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait
         ends with the ack, the episode's deadline or the worker's lease."""
         if self._durable is not None:
             with self.context.waits.named("acks: turns that are not yet durable"):

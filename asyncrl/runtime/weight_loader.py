@@ -2,7 +2,7 @@
 
 consumes: versions offered
 waits for: the engine, at most `deadline` seconds a load
-unblocks: whoever waits for fresher weights, by `changed`
+unblocks: tasks that wait for fresher weights, by `changed`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A batch behind a barrier: what the episodes of all ranks give each other before the first backward.
+"""A batch behind a barrier: what the ranks exchange about its episodes before the first backward.
 
     scored ──compared──► advantages ──prepared──► what the loss prepares ──deal──► mini-batches
 
@@ -60,7 +60,7 @@ def compared(
 def _scaling(
     recipe: Recipe, sums: AdvantageSums, whitening: Whitening | None
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """What the batch does to each of its advantages."""
+    """The function that the batch's statistics apply to each advantage."""
     if recipe.scale == "whiten":
         return Whitening.of(sums).apply
     if recipe.scale == "whiten_running":
@@ -104,6 +104,6 @@ def _view(e: Example) -> dict[str, np.ndarray]:
 
 
 def deal(groups: Iterable[str], steps: int, key: str) -> dict[str, int]:
-    """Group → mini-batch, shuffled by `key` and the groups' names: any number of ranks cuts alike."""
+    """Group → mini-batch, shuffled by `key` and the groups' names: the same for any number of ranks."""
     order = sorted(groups, key=lambda group: blake2b(f"{key}/{group}".encode()).digest())
     return {group: i * steps // len(order) for i, group in enumerate(order)}

@@ -2,7 +2,7 @@
 
     turns ──example──► Example ──collate──► MicroBatch
 
-What decides a token's gradient apart from the models is fixed here, before any forward: its weight, its
+What a token's gradient depends on beside the models is fixed here, before any forward: its weight, its
 lag, whether it may contribute. Log-probs and values that models compute are added to an Example later.
 """
 
@@ -124,7 +124,7 @@ class MicroBatch:
         return Selected(self.ids, self.row, self.position, self.temperature)
 
     def updated(self, examples: Sequence[Example]) -> MicroBatch:
-        """With what was added to the examples since they were collated; nothing else is moved again."""
+        """With the fields added to the examples since they were collated; no others are copied again."""
         if not self.counted.any():
             return self
         return replace(self, **_added(examples, self.mu.dtype, self.mu.device))

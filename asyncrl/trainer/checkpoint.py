@@ -146,7 +146,7 @@ def _state(learner: Learner) -> dict[str, Any]:
 
 
 def _carried(learner: Learner, state: dict[str, float]) -> dict[str, float]:
-    """What of `state` outlives a run. A KL coefficient that does not adapt is what the config says."""
+    """The part of `state` that a resumed run takes over. A fixed KL coefficient comes from the config."""
     kl = learner.config.kl
     adapts = kl.where != "none" and kl.target > 0
     return {name: value for name, value in state.items() if adapts or name != "kl_coef"}
@@ -158,7 +158,7 @@ def _of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Weights and moments; the optimizer's settings stay what the config says."""
+    """Weights and moments; the optimizer's settings are those of the config."""
     settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):

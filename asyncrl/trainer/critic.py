@@ -35,7 +35,7 @@ class Critic(nn.Module):
 def load_critic(config: RunConfig, world: World) -> Critic:
     """The critic of a run (`critic.backbone: own`) with its AdamW, sharded over the ranks. A collective.
 
-    All its weights train, also where the policy has adapters. Raises ConfigError when its directory
+    All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.
     """
     path, key = config.critic.path, "$.critic.path"

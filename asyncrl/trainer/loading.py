@@ -23,7 +23,7 @@ from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.world import World
 
-LAYER_MIN_PARAMETERS = 10_000_000  # below, per-layer gathering costs more than it hides
+LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slower
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
         filled = kind.from_pretrained(path, dtype=master) if world.rank == 0 else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
-    model.tie_weights()  # emptying parameters one by one parts the shared ones
+    model.tie_weights()  # emptying parameters one by one separates shared ones
     return WeightsSource(model.eval(), filled, dtype)  # eval: no dropout, rho must be 1 at lag 0
 
 

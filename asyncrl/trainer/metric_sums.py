@@ -46,7 +46,7 @@ class MetricSums(msgspec.Struct):
             self.low(name, value)
 
     def metrics(self) -> dict[str, float]:
-        """One number per name. A ratio over nothing is unknown, and left out."""
+        """One number per name. A ratio with denominator 0 is left out."""
         means = {name: a / b for name, (a, b) in self.ratios.items() if b}
         return {**means, **self.totals, **self.highest, **self.lowest}
 

@@ -95,10 +95,10 @@ def _check_cut(policy: Policy, world: World) -> None:
     ids = tuple(range(8))
     found = score(policy, ids, world.device)
     policy.whole = True
-    wanted = score(policy, ids, world.device)
-    policy.whole = any(abs(a - b) > AGREE for a, b in zip(found, wanted, strict=True))
+    expected = score(policy, ids, world.device)
+    policy.whole = any(abs(a - b) > AGREE for a, b in zip(found, expected, strict=True))
     if policy.whole:
-        logger.warning("%s scores otherwise when cut at its output layer: logits are not chunked", kind)
+        logger.warning("%s gives other log-probs when cut at its output layer: logits are not chunked", kind)
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ def evaluate(
 
 
 def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:
-    """What a loss that contains pi/mu did to each token, as if the correction had done it: for reports."""
+    """The correction as reports show it: the ratio of a loss that contains pi/mu counts as its weight."""
     if token.ratio is None:
         return correction
     dropped = token.ratio == 0

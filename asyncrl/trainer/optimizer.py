@@ -1,4 +1,4 @@
-"""AdamW, with its state there from the start, so that a checkpoint holds all of it; and one step of it."""
+"""AdamW whose state exists from the start, so that a checkpoint holds all of it; and one step of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def take_step(
 ) -> float | None:
     """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip; step.
 
-    Returns their norm before clipping; None where it is not finite: then nothing was done. `clip` 0: off.
+    Returns their norm before clipping; None where it is not finite: then no step was taken. `clip` 0: off.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     for grad in grads:

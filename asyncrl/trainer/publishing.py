@@ -48,8 +48,8 @@ class Publishing:
             self._publisher = Publisher(write, self._announcer(endpoints))
 
     def publish(self, version: PolicyVersion) -> None:
-        """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises what an
-        earlier one failed with."""
+        """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
+        of an earlier publish."""
         start = time.monotonic()
         claimed = self._host.claim() if self.mesh.rank == 0 else 0
         index = self.mesh.gather(claimed, int)[0]
@@ -61,7 +61,7 @@ class Publishing:
             self._publisher.submit(self._host.snapshot(index, version, probe, stall))
 
     def check(self) -> None:
-        """Raises what writing, or reading what is broadcast, failed with."""
+        """Raises the error of a failed write or broadcast."""
         for part in (self._publisher, self._sender):
             if part is not None and part.error is not None:
                 raise part.error

@@ -1,7 +1,7 @@
 """One trainer rank.
 
 consumes: plans with their trajectories (bulk), welcome, committed, stop (control)
-waits for: ready trajectories, its fellow ranks (go, collectives), the ack of a commit -- each by name
+waits for: ready trajectories, the other ranks (go, collectives), the ack of a commit -- each by name
 unblocks: the coordinator (commits), the engines (published versions)
 
 The loop: `_take` a plan, `_train` its micro-batch or `_finish` the optimizer step (commit, then publish, then
@@ -71,7 +71,7 @@ class Stopped(Exception):
 
 
 def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, rendezvous: str = "") -> int:
-    """Be a trainer rank until the coordinator sends Stop. Returns the exit code."""
+    """Run a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join(
@@ -129,7 +129,7 @@ class TrainerRank:
     # -- the loop --------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Take, train, commit, publish, until the coordinator says stop."""
+        """Take, train, commit, publish, until the coordinator sends Stop."""
         frontier = self._hello().step
         self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
         if not self.repeating:
@@ -244,7 +244,7 @@ class TrainerRank:
                 yield received
 
     def _pulse(self) -> None:
-        """After every micro-batch: a beat is due in a long batch, too, where nothing is asked."""
+        """Called after every micro-batch, so that beats are sent during a long batch, too."""
         self.work += 1
         self._beat_if_due(time.monotonic())
 
@@ -263,7 +263,7 @@ class TrainerRank:
             self.control.send(self._greeting())
 
     def _await_stop(self, kind: str) -> NoReturn:
-        """Repeat where the checkpoint is until Stop comes: a restarted coordinator does not know it yet."""
+        """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
         with self.watch.phase("wait_stop", waiting=True):
             self._ask(
                 self.control, self._checkpointed(), f"the coordinator's stop after {kind}", patient=True

@@ -29,8 +29,8 @@ class Reference:
 
     @torch.no_grad()
     def logp(self, tokens: Selected) -> Tensor:
-        """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Nothing else is
-        kept: weights that were gathered are let go."""
+        """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights are
+        freed."""
         with self.policy.base():
             found = self.policy(tokens).logp
         if self.own:  # those of the policy in training are about to be used

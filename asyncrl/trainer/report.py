@@ -1,4 +1,4 @@
-"""Metrics of a batch, from sums, under the names that dashboards know."""
+"""Metrics of a batch, from sums, under verl's metric names where they mean the same."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     split:  ids ──backbone──► [B, T, H] ──selected──► [N, H];  n of them ──the rest──► logits [n, V]
     whole:  ids ──the model's forward, selecting in front of its output layer──► logits [N, V]
 
-"The rest" is the model's own forward with the backbone stood in for: whatever it does to its logits
-(scaling, soft caps) is done.
+"The rest" is the model's own forward with the backbone replaced by its result, so whatever the model does to
+its logits (scaling, soft caps) is kept.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Cut:
 
 
 class _WideGradient(Function):
-    """Stands for a weight where gradients come in: holds no numbers, and what autograd sums up is float32."""
+    """A placeholder that collects a weight's gradient: it holds no numbers, and autograd sums in float32."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:

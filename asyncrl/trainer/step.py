@@ -63,7 +63,7 @@ class Learner:
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
-        self._expected = 256.0  # guess of D, for a loss of about 1; see apply
+        self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held: list[Example] = []
         self._tally = MetricSums()
 
@@ -106,7 +106,7 @@ class Learner:
         return metrics
 
     def _advance(self, tally: MetricSums, metrics: dict[str, float]) -> None:
-        """What the next batch works with: the KL coefficient, the running moments of advantages."""
+        """Update what the next batch uses: the KL coefficient, the running moments of advantages."""
         kl = self.config.kl
         if kl.where != "none":
             metrics["actor/kl_coef"] = self.state["kl_coef"]
@@ -232,7 +232,7 @@ class Learner:
                 with self.watch.phase("update_critic"):
                     self._apply_critic(self.critic, whole, scale)
             self._apply_actor(whole, scale)
-            # A power of two scales exactly: the guess never changes a bit of the result.
+            # A power of two scales exactly: the estimate never changes a bit of the result.
             self._expected = 2.0 ** round(math.log2(denominator))
         else:
             whole.total("actor/skipped_steps", 1)
@@ -247,7 +247,7 @@ class Learner:
         warming = recipe.critic and self.step < config.critic.warmup_steps
         if warming:
             self._keep_head_only()
-        # What is beside the policy loss does not ask whether the correction, or the loss, drops a token.
+        # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         kl = config.kl.where == "loss" and recipe.loss.ratio == "mu"
         beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
@@ -275,8 +275,8 @@ class Learner:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)
 
     def _end_factor(self, whole: MetricSums) -> float:
-        """What divides the gradient by the batch: 1/std of advantages, 1/mean weight. Behind a barrier the
-        advantages were divided already."""
+        """Factor of the gradient from the whole batch: 1/std of advantages, 1/mean weight. Behind a barrier
+        the advantages were divided already."""
         factor = 1.0
         if self.recipe.batch_mean_weight and whole.totals.get("_weight"):
             factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: every second belongs to exactly one phase."""
+"""How a rank spends its time: every second belongs to exactly one phase."""
 
 from __future__ import annotations
 

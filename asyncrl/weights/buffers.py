@@ -40,7 +40,7 @@ class Buffers:
         self.copies = 0
 
     def claim(self) -> int:
-        """The buffer to write next, the oldest that nobody reads; it holds nothing from now on."""
+        """The buffer to write next, the oldest that is not being read; it holds nothing from now on."""
         with self._changed:
             free = [buffer for buffer in self._buffers if not buffer.readers]
             if not free:  # the trainer does not wait
@@ -61,8 +61,8 @@ class Buffers:
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.reshape(-1), non_blocking=True)
         if self._pinned:
-            # From a GPU all this is only enqueued; what changes the weights next is behind it on the stream.
-            # Not run so far: for want of a GPU.
+            # From a GPU all this is only enqueued, in front of the next change of the weights on the stream.
+            # Not run so far, for lack of a GPU.
             buffer.event = torch.cuda.Event()
             buffer.event.record()
         with self._changed:

@@ -42,8 +42,8 @@ def encode(old: np.ndarray, new: np.ndarray, item: int) -> bytes:
 
 
 def apply(target: np.ndarray, piece: bytes, item: int) -> None:
-    """Change the bytes `target` in place. Raises WeightsError for a damaged piece; that the result is the
-    right one, only its checksum tells."""
+    """Change the bytes `target` in place. Raises WeightsError for a damaged piece; only the
+    checksum shows that the result is right."""
     try:
         found = _decoder.decode(piece)
         for words, block in zip(_blocks(target, item), found, strict=True):

@@ -1,7 +1,7 @@
 """Weights through a process group: the trainer's end, and the protocol with the keepers.
 
 The trainer's rank 0 has one `Sender`. Each server's keeper has one `Receiver` (engines/sglang/receiver.py),
-which asks, and which tells its server over HTTP what to do. The weights go from the trainer to the server.
+which asks for versions and controls its server over HTTP. The weights go from the trainer to the server.
 
     keeper                                trainer                        server
     Want(version)             ──►  its turn; rank 0 listens
@@ -45,9 +45,9 @@ from asyncrl.weights.collective_messages import (
     Refused,
     Sent,
     Want,
-    hear,
-    left,
-    tell,
+    receive_question,
+    seconds_left,
+    send_answer,
 )
 from asyncrl.weights.group import ServerGroup, background
 from asyncrl.weights.manifest import (
@@ -103,9 +103,9 @@ class Sender:
             try:
                 connection, _ = self._listener.accept()
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            except OSError as error:  # closed, or out of file descriptors, or a keeper was gone already
+            except OSError as error:  # closed, or out of file descriptors, or a keeper has left already
                 if not self._closing.is_set():
-                    log.warning("weights: a keeper could not be heard, next try soon: %s", one_line(error))
+                    log.warning("weights: cannot accept a keeper, next try soon: %s", one_line(error))
                 self._closing.wait(PAUSE)
                 continue
             served = EngineConnection(self, connection)
@@ -125,13 +125,13 @@ class EngineConnection:
         """Until the engine leaves, or a push fails."""
         try:
             while True:
-                want = hear(self._socket, Want, None)
+                want = receive_question(self._socket, Want, None)
                 self._engine = want.engine
                 deadline = time.monotonic() + min(want.seconds, self._sender.seconds)
                 self._take_turn(want, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
-        except Exception as error:  # whatever a foreign process or the network did: others go on
+        except Exception as error:  # an error of the keeper or the network: other pushes go on
             log.warning("push to %s ended: %s", self._engine, one_line(error))
             self._refuse(one_line(error), isinstance(error, Superseded))
         finally:
@@ -146,8 +146,8 @@ class EngineConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _take_turn(self, want: Want, deadline: float) -> None:
-        if not self._sender.turn.acquire(timeout=left(deadline)):
-            raise DeadlineError("other engines were being served all the time")
+        if not self._sender.turn.acquire(timeout=seconds_left(deadline)):
+            raise DeadlineError("other engines were served until the deadline")
         try:
             snapshot = self._sender.latest
             if snapshot is not None and snapshot.version == want.version:
@@ -162,18 +162,18 @@ class EngineConnection:
         buckets = tuple(_aligned(snapshot.layout[part]) for part in self._parts(snapshot))
         entries: dict[str, TensorEntry] = {}
         with closing(self._flattened(snapshot, buckets, entries)) as flattened:
-            ready = next(flattened)  # Superseded is said before the engine has done anything
+            ready = next(flattened)  # raises Superseded before the engine has done anything
             group, port = self._join(1 + want.ranks, deadline)
-            tell(self._socket, BroadcastPlan(group.name, port, group.backend, buckets), deadline)
+            send_answer(self._socket, BroadcastPlan(group.name, port, group.backend, buckets), deadline)
             under_way: Future[None] | None = None
             for index in range(len(buckets)):
                 self._arrived(index, under_way, deadline)
-                tell(self._socket, Going(index), deadline)
+                send_answer(self._socket, Going(index), deadline)
                 under_way = group.broadcast(ready)
                 ready = next(flattened, ready)  # meanwhile
         self._arrived(len(buckets), under_way, deadline)
         manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout), snapshot.probe)
-        tell(self._socket, Sent(manifest), deadline)
+        send_answer(self._socket, Sent(manifest), deadline)
 
     def _parts(self, snapshot: Snapshot) -> Iterator[slice]:
         return split(snapshot.layout, self._sender.bucket_bytes)
@@ -209,15 +209,15 @@ class EngineConnection:
 
     def _arrived(self, count: int, last: Future[None] | None, deadline: float) -> None:
         """Wait until the engine has `count` buckets, of which the last one was sent by `last`."""
-        asked = hear(self._socket, Next, deadline).bucket
+        asked = receive_question(self._socket, Next, deadline).bucket
         if asked != count:
             raise ProtocolError(f"asked for bucket {asked} when {count} were sent")
         if last is not None:
-            last.result(left(deadline))
+            last.result(seconds_left(deadline))
 
     def _refuse(self, reason: str, superseded: bool) -> None:
         with suppress(OSError):
-            tell(self._socket, Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS)
+            send_answer(self._socket, Refused(reason, superseded), time.monotonic() + REFUSAL_SECONDS)
 
 
 def _aligned(specs: Layout) -> Layout:

@@ -62,7 +62,7 @@ class Sent(msgspec.Struct, frozen=True, tag="sent"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """There will be no more of this push. `superseded`: the version is not to be had any more."""
+    """The push has ended. `superseded`: the version does not exist any more."""
 
     reason: str
     superseded: bool = False
@@ -82,13 +82,13 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, questi
     return _decoded(await reader.readexactly(size), _answer)
 
 
-def tell(connection: socket.socket, answer: Answer, deadline: float) -> None:
+def send_answer(connection: socket.socket, answer: Answer, deadline: float) -> None:
     """The sender's answer. Raises TimeoutError at `deadline` (monotonic), OSError when the keeper left."""
-    connection.settimeout(left(deadline))
+    connection.settimeout(seconds_left(deadline))
     connection.sendall(_framed(answer))
 
 
-def hear(connection: socket.socket, kind: type[T], deadline: float | None) -> T:
+def receive_question(connection: socket.socket, kind: type[T], deadline: float | None) -> T:
     """A keeper's next question, waited for until `deadline` (None: for ever). Raises EOFError when the keeper
     left, TimeoutError, ProtocolError when it is another one."""
     size = _checked(_read(connection, _LENGTH.size, deadline), QUESTION_BYTES)
@@ -98,7 +98,7 @@ def hear(connection: socket.socket, kind: type[T], deadline: float | None) -> T:
     return question
 
 
-def left(deadline: float) -> float:
+def seconds_left(deadline: float) -> float:
     """Seconds, more than none: a socket takes 0 for not waiting at all."""
     return max(0.001, deadline - time.monotonic())
 
@@ -106,7 +106,7 @@ def left(deadline: float) -> float:
 def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
     data = b""
     while len(data) < size:
-        connection.settimeout(None if deadline is None else left(deadline))
+        connection.settimeout(None if deadline is None else seconds_left(deadline))
         more = connection.recv(size - len(data))
         if not more:
             raise EOFError("the keeper closed the connection")

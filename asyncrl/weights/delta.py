@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from asyncrl.weights import codec, disk, tensorfile
 from asyncrl.weights.manifest import ITEM_BYTES, Delta, Manifest, WeightsError, WeightsRef, describe, entry
 
-if TYPE_CHECKING:  # readers do without torch
+if TYPE_CHECKING:  # readers do not import torch
     from asyncrl.weights.snapshot import Snapshot
 
 log = logging.getLogger("asyncrl.weights")

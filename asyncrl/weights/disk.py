@@ -1,13 +1,13 @@
 """Weights through a directory: both ends of the file protocol.
 
 A version is a directory `e<epoch>-v<version>` with a manifest and either all tensors (`model.safetensors`, so
-that it is a directory of weights for whoever reads Hugging Face's format) or what changed since an earlier
+that anything that reads Hugging Face's format can load it) or what changed since an earlier
 version (`delta.bin`; `weights.full_every` > 1 writes those). It is written under a temporary name and renamed
 when complete, so a reader sees all of it or nothing. One process publishes to a directory; any number read.
 Nothing is synced to the disk: a version lost in a power cut is published again, and a damaged one does not
 pass its checksums.
 
-Versions that are held, and those that kept ones build upon, are not pruned. A version that nobody holds may
+Versions that are held, and those that kept ones build upon, are not pruned. A version that is not held may
 be deleted at any time: what a reader has mapped stays readable, everything else is a WeightsError. To hold a
 version is to lock its manifest (flock), which works on network file systems, too.
 """
@@ -42,7 +42,7 @@ from asyncrl.weights.manifest import (
 )
 from asyncrl.weights.tensorfile import Arrays
 
-if TYPE_CHECKING:  # who only checks and prunes files does without torch
+if TYPE_CHECKING:  # processes that only check and prune files do not import torch
     import torch
 
     from asyncrl.weights.snapshot import Snapshot
@@ -200,7 +200,7 @@ def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
     what was deleted."""
     refs = published(directory)
     old = refs[: max(0, len(refs) - keep)]
-    with ExitStack() as stack:  # what nobody holds now cannot be held before it is deleted
+    with ExitStack() as stack:  # a version that is not held now cannot be held before it is deleted
         held = [ref for ref in old if not stack.enter_context(_claimed(ref))]
         needed = set[PolicyVersion]().union(*(_needs(ref) for ref in [*held, *refs[len(old) :]]))
         doomed = [ref for ref in old if ref.version not in needed]
@@ -269,7 +269,7 @@ def _needs(ref: WeightsRef) -> set[PolicyVersion]:
 
 @contextmanager
 def _claimed(ref: WeightsRef) -> Iterator[bool]:
-    """True: nobody holds the version, nor can before the end of the body. A version that cannot be locked
+    """True: the version is not held, nor can be before the end of the body. A version that cannot be locked
     counts as held."""
     with ExitStack() as stack:
         try:
@@ -277,7 +277,7 @@ def _claimed(ref: WeightsRef) -> Iterator[bool]:
             descriptor = os.open(Path(ref.path) / MANIFEST, os.O_RDWR)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:  # no version: somebody has begun to delete it
+        except FileNotFoundError:  # no version: another process has begun to delete it
             claimed = True
         except OSError as error:
             if not isinstance(error, BlockingIOError):

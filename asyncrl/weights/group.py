@@ -33,7 +33,7 @@ def background(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # whoever waits for the result gets it
+        except Exception as error:  # raised where the result is awaited
             future.set_exception(error)
 
     threading.Thread(target=run, name="weights-group", daemon=True).start()
@@ -47,7 +47,7 @@ class ServerGroup:
         self.name, self.ranks = name, ranks
         self.backend: Backend = "nccl" if device.type == "cuda" else "gloo"
         self._device, self._seconds = device, timedelta(seconds=seconds)
-        # On all interfaces. Rank 0 itself waits for nobody in it.
+        # On all interfaces. Rank 0 itself does not wait for other ranks here.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._store.port
         self._made = background(self._make)
@@ -81,7 +81,7 @@ class ServerGroup:
             group = ProcessGroupGloo(PrefixStore("cpu/", inner), 0, self.ranks, default_pg_timeout)
             group._set_default_timeout(self._seconds)
             return group
-        # Has not been run: no GPU was at hand.
+        # Has not been run, for lack of a GPU.
         from torch.distributed import ProcessGroupNCCL  # exists with CUDA only
 
         options = ProcessGroupNCCL.Options()

@@ -28,7 +28,7 @@ from asyncrl.weights.snapshot import Read, Snapshot, Tensors
 log = logging.getLogger("asyncrl.weights")
 
 Shards = Mapping[str, DTensor]  # parameters as FSDP2 shards them, along the first dimension
-IDLE_S = 365 * 86400.0  # rank 0 may need nothing for as long as it likes; its death ends the wait
+IDLE_S = 365 * 86400.0  # rank 0 may ask for nothing for a long time; its death ends the wait
 _END = torch.tensor([-1, 0, 0, 0])
 
 
@@ -127,7 +127,10 @@ class HostShards:
                     data = self._mine(memory, slice(start, stop))
                     if data.numel():
                         _wait(dist.isend(data.view(torch.uint8), 0, group=self._group), self._deadline)
-        except (RuntimeError, Superseded) as error:  # one rank alone cannot go on: the supervisor sees to it
+        except (
+            RuntimeError,
+            Superseded,
+        ) as error:  # one rank cannot go on: the supervisor restarts all
             log.error("rank %d delivers no more weights: %s", self.rank, error)
 
     # -- both ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A safetensors file, written tensor by tensor and read in place.
 
 Its header follows from the layout alone, so a file whose header is another one is not that version's. There
-is no torch here: who only keeps and checks files does without.
+is no torch here: processes that only keep and check files do not need it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def mapped(path: Path, layout: Layout, mode: Literal["c", "r+"]) -> Arrays:
 
 
 def header(layout: Layout) -> bytes:
-    """What stands before the data, which starts at a multiple of 8."""
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    """The header before the data, which starts at a multiple of 8."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for spec in layout:
         start, end = end, end + spec.nbytes

@@ -1,7 +1,7 @@
 """A worker's records on their way to the coordinator: in sequence, kept until acknowledged, bounded in bytes.
 
 Full: `post` waits. Lost (a restarted coordinator, a dropped answer): everything unacknowledged is sent
-again, in order; the receiver skips what it has. Reordered: never, one task sends. May block: whoever posts.
+again, in order; the receiver skips what it has. Reordered: never, one task sends. May block: `post`.
 """
 
 from __future__ import annotations

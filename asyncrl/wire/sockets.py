@@ -42,13 +42,13 @@ class Endpoints(msgspec.Struct, frozen=True):
 def choose_endpoints(host: str, port: int) -> Endpoints:
     """Two ports on `host`: `port` and the next one, or free ones for 0. ConfigError if taken."""
     with socket.socket() as first, socket.socket() as second:
-        for sock, wanted in ((first, port), (second, port + 1 if port else 0)):
+        for sock, number in ((first, port), (second, port + 1 if port else 0)):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((host, wanted))
+                sock.bind((host, number))
             except OSError as error:
                 raise ConfigError(
-                    f"launch.host={host} launch.port={wanted}: cannot bind ({error.strerror}); "
+                    f"launch.host={host} launch.port={number}: cannot bind ({error.strerror}); "
                     "end what uses it, or set launch.port=0 for a free port"
                 ) from None
         return Endpoints(

@@ -120,7 +120,7 @@ class Receiver:
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:
-            raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which nobody joined")
+            raise ProtocolError(f"weights {ref.path}: a push over group {plan.group}, which was not joined")
         return Push(ref.label, plan, connection, self._server, deadline)
 
     async def _connect(self, path: str) -> SenderConnection:

@@ -96,7 +96,7 @@ async def _seen(config: RunConfig, server: ServerApi) -> tuple[ServerInfo, Model
 
 
 async def _until_ready(server: ServerApi, fresh: bool) -> None:
-    """`fresh`: nobody can have paused it yet."""
+    """`fresh`: just started, so not paused."""
     if not fresh and not await server.ready():
         await server.disown()  # its last keeper may have died in the middle of a load
     await server.resume()
@@ -138,7 +138,7 @@ def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list
     else:
         mine = own.get_text_config()
         pairs += [(size, getattr(mine, size, None), getattr(their, size, None)) for size in SIZES]
-    return [f"{what} {found} instead of {wanted}" for what, wanted, found in pairs if found != wanted]
+    return [f"{what} {found} instead of {expected}" for what, expected, found in pairs if found != expected]
 
 
 def _shape_of(path: str) -> Any:

@@ -1,6 +1,6 @@
 """Rollout worker and coordinator, bulk channel: the records of episodes, numbered and acknowledged.
 
-The coordinator reads headers only. Frames hold a `Turn` or a `TurnReply`, decoded by whoever trains on them.
+The coordinator reads headers only. Frames hold a `Turn` or a `TurnReply`, decoded by the trainer.
 """
 
 from __future__ import annotations

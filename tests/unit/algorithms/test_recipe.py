@@ -118,7 +118,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ),
         ({"algorithm": {"loss": "m2po", "prox": "loglinear"}}, "at the start of the batch; use auto"),
         ({"algorithm": {"prox": "loglinear"}}, "pi itself with one optimizer step"),
-        ({"kl": {"coef": 0.5}}, "nothing would come of them"),
+        ({"kl": {"coef": 0.5}}, "they have no effect"),
         ({"critic": {"warmup_steps": 3}}, "has no critic"),
         ({"kl": {"where": "loss", "estimator": "k1"}}, "expectation zero"),
         ({"kl": {"where": "reward"}, "algorithm": {"advantage": "gdpo"}}, "reads the reward's components"),
