@@ -54,7 +54,7 @@ def main(parent: int, grace: float, program: list[str]) -> None:
     if (pid := os.fork()) == 0:
         _run(program, own, mask)
     _close_pipes(keep={woken, wake, alive})
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OURS)  # even if they were blocked from the start
     _end(_kill_all(pid, _watch(pid, woken, alive, grace), woken))
 
 

@@ -48,6 +48,17 @@ def test_nothing_is_left_when_it_has_ended(end: signal.Signals | None) -> None:
     assert not Path(f"/proc/{daemon}").exists()
 
 
+def test_it_can_be_killed_where_signals_were_blocked() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {wrapper.KILL})
+    try:
+        process = start("echo up; sleep 600")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert first_line(process) == "up"
+    process.send_signal(wrapper.KILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+
 def test_a_program_gets_its_signals_and_has_time_to_end() -> None:
     process = start("trap 'exit 5' TERM; echo up; while :; do sleep 0.01; done")
     assert first_line(process) == "up"
