@@ -102,7 +102,6 @@ class Coordinator:
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
         self._status_at = 0.0
-        self._reported = 0
         self._resume(incarnation)
 
     def _resume(self, incarnation: str) -> None:

@@ -26,7 +26,6 @@ from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Recor
 from asyncrl.wire.messages.worker_control import Assign
 from asyncrl.wire.outbox import Outbox
 
-NO_VERSION = 1 << 62  # Generated.oldest of a turn without model tokens
 _ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
 _KEYS = (1 << 63) - 1
 
@@ -200,8 +199,8 @@ def generated(attempt: Attempt, turn: Turn) -> tuple[Generated, bytes]:
         turn=turn.index,
         tokens=len(turn.context) + len(turn.ids),
         model_tokens=len(turn.ids),
-        oldest=min(versions, default=NO_VERSION),
-        newest=max(versions, default=-1),
+        oldest=min(versions),
+        newest=max(versions),
     )
     return record, _encode(msgspec.structs.replace(turn, replies=(), observation=None))
 

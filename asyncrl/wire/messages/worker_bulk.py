@@ -17,7 +17,7 @@ class Generated(WireMessage, frozen=True):
     turn: int
     tokens: int  # context + model tokens of this turn
     model_tokens: int
-    oldest: int  # lowest version of a span; a large number when there are no model tokens
+    oldest: int  # lowest version of a span
     newest: int
 
 
