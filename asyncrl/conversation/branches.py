@@ -129,7 +129,7 @@ class Branches:
 
     def recorded_turn(self, place: Placement) -> Turn | None:
         """The recorded turn that answers it; it can be added once all before it are. None: sample it.
-        ProtocolError when no recorded turn that is left does: the agent does not repeat itself."""
+        ProtocolError when recorded turns are left but none answers it: the agent does not repeat itself."""
         if not self.replaying:
             return None
         seen: set[int] = set()
@@ -244,7 +244,7 @@ class Branches:
         return max(shown, key=len, default=())
 
     def _message(self, turn: Turn, request: AgentRequest) -> Message:
-        """What an agent that sends no tools gets is text, whatever it looks like."""
+        """An agent that sends no tools gets all of the turn as text, calls included."""
         return turn_message(self._rules, turn, tools=bool(request.tools))
 
     def _number(self, place: Placement) -> int:
@@ -255,7 +255,7 @@ class Branches:
 
 
 def same_message(ours: Message, theirs: Message) -> bool:
-    """Whether an agent's message is the one that we know. Clients change messages of the model: white space
+    """Whether an agent's message is the recorded one. Clients change messages of the model: white space
     around the content, the spelling of arguments, the reasoning left out."""
     if ours.role != "assistant":
         return ours == theirs

@@ -93,7 +93,7 @@ class Chat:
 
     def check(self, history: Literal["append", "fork", "fold"], roles: Iterable[str]) -> list[str]:
         """Whether messages of these roles (tool, user) can answer a turn under this `rollout.history`:
-        ConfigError if not. Warnings about what works, but perhaps not as meant."""
+        ConfigError if not. Returns warnings about what works, but perhaps not as expected."""
         roles = tuple(dict.fromkeys(roles))
         warnings = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
         if "tool" not in roles:

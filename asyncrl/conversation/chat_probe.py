@@ -71,7 +71,7 @@ class TemplateProbe:
 
     def rest(self, messages: tuple[Message, ...]) -> str:
         """What the template writes after the end of a turn: the messages, and the start of the next turn.
-        ConfigError where that cannot be told from the turn."""
+        ConfigError where that cannot be found from the turn."""
         calls = _calls(messages)  # with tools, some tokenizers use another template
         text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
         rest = self.end(messages).rest(text)

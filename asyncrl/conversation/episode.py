@@ -1,7 +1,7 @@
 """An episode as a state machine: a pure function (episode, event) -> episode.
 
-The state is the command that the episode waits for. Whoever drives it (rollout/turn_player.py) carries the
-command out and gives the answer back as an event:
+The state is the command that the episode waits for. Its driver (rollout/turn_player.py) carries the command
+out and gives the answer back as an event:
 
     command     to be done                             answered by     commands that may follow
     Open        open the tools, reset the environment  Opened          Generate
@@ -260,7 +260,7 @@ def _observed(rules: Rules, episode: Episode, observation: Observation) -> Episo
     if len(episode.turns) >= rules.config.max_turns:
         return _score(rules, episode, EpisodeEnd.MAX_TURNS)
     if not observation.messages:
-        return _fail(episode, FailReason.ENVIRONMENT_ERROR, "the environment said nothing, and is not done")
+        return _fail(episode, FailReason.ENVIRONMENT_ERROR, "the environment sent nothing, and is not done")
     return _next_turn(rules, episode, observation.messages)
 
 

@@ -1,4 +1,4 @@
-"""What samples tokens: ids in, ids with log-probs and version spans out."""
+"""The interface of engines: ids in, ids with log-probs and version spans out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineBusy(EngineError):
 
 
 class EngineLost(EngineError):
-    """The server died, or took the request back, after it had sampled `partial`: the turn can be continued
+    """The server died, or aborted the request, after it had sampled `partial`: the turn can be continued
     from there, on the same or another server."""
 
     def __init__(self, message: str, partial: Generation) -> None:

@@ -46,7 +46,7 @@ OTHER_MODEL = 1.0  # nats between server and trainer on the first version: not t
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Be a keeper until `Stop` or a signal. Returns 0, or 1 when the server or the coordinator is lost.
+    """Run a keeper until `Stop` or a signal. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
     keeper = Keeper(config, endpoints, index, incarnation)
     try:

@@ -1,4 +1,4 @@
-"""What a run's episodes are made of, from its configuration: chat, tools, rewards. ConfigError names the key.
+"""The parts of a run's episodes, from its configuration: chat, tools, rewards. ConfigError names the key.
 
 Used by the worker, and by the launcher before it starts any process. Nothing here imports torch.
 """
@@ -46,8 +46,8 @@ def load_chat(config: RunConfig) -> Chat:
 
 
 def chat_warnings(config: RunConfig, chat: Chat) -> list[str]:
-    """What may surprise in how the template writes tool replies and an environment's messages. ConfigError
-    where it cannot write them."""
+    """Warnings about how the template writes tool replies and an environment's messages. ConfigError where it
+    cannot write them."""
     rollout = config.rollout
     if rollout.agent:  # its requests begin a new row wherever they must
         return []

@@ -29,7 +29,7 @@ LONGEST_NAME = 256  # characters of a role, a name or an id
 
 class EpisodeEnvironment:
     """The environment of one episode. `limit`: seconds for each answer, where the environment states none of
-    its own. What does not end by then is cancelled and left behind. Only EnvironmentFailed is raised."""
+    its own. A call that does not end by then is cancelled and abandoned. Only EnvironmentFailed is raised."""
 
     def __init__(self, make: Callable[[], Environment], limit: float, waits: Waits) -> None:
         try:

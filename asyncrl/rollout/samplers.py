@@ -21,7 +21,7 @@ from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
-BROKEN = 8  # failed turns in a row that tell a broken engine from bad requests
+BROKEN = 8  # failed turns in a row after which the engine counts as broken
 
 
 @dataclass
@@ -54,7 +54,7 @@ class LocalSampler:
 
     async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
         """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken:
-        only another process can help."""
+        the process must be restarted."""
         while True:
             while not self.loads.waiting or (self.pinned and self.running):
                 if self.failures >= BROKEN:

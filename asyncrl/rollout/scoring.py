@@ -3,7 +3,7 @@
     RewardInput ──┬─► in the loop (async, or quick) ─────┐
                   └─► RewardPool: child processes (sync) ┴──► combine ──► RewardResult
 
-Whatever a reward function does becomes a RewardResult, or a RewardError of one line.
+Every call of a reward function ends with a RewardResult, or with a RewardError of one line.
 """
 
 from __future__ import annotations

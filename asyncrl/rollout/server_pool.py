@@ -38,7 +38,7 @@ log = logging.getLogger("asyncrl.worker")
 
 BOUND = 1.25  # load of a server that is chosen for its prefix, relative to the mean
 FEW = 2  # requests side by side that are no overload: with fewer requests than servers the mean says nothing
-LOSSES = 8  # in a row that brought no token end a turn: it may be what kills the servers
+LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
 PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, doubled each time
 SUSPICION = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
 

@@ -1,4 +1,4 @@
-"""What a rollout worker is made of, from the configuration. ConfigError says which key is wrong."""
+"""The parts of a rollout worker, from the configuration. ConfigError says which key is wrong."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights 
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Be a rollout worker until told to stop. Returns 0, or 1 when left alone or with a broken engine."""
+    """Run a rollout worker until `Stop` or a signal. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     parts = prepare(config)
     engine = parts.build() if parts.build is not None else None

@@ -98,7 +98,7 @@ def call_format(
 
 
 def parse_turn(parser: Parser, text: str, *, tools: bool) -> Parsed:
-    """A turn, read. Where there are no `tools`, nothing is a call: whatever looks like one is content."""
+    """A turn, read. Without `tools` nothing is a call: text that looks like one is content."""
     if tools:
         return parser(text)
     if isinstance(parser, CallFormat):

@@ -1,4 +1,4 @@
-"""A worker's client of one SGLang server: ids in; ids, log-probs and who sampled them out. Never text.
+"""A worker's client of one SGLang server: ids in; ids, log-probs and their versions out. Never text.
 
     request ──► room ──► stream ──► events put together ──► Generation
                            └► cut, silent or taken back ──► EngineLost, with what was streamed
@@ -112,10 +112,10 @@ class SGLangClient:
             "sampling_params": {
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
-                # The server stops at end-of-sequence ids of its own, too, or, told not to, at no id at all.
+                # The server stops at end-of-sequence ids of its own, too, or, with `ignore_eos`, at no id.
                 "stop_token_ids": sampling.stop_ids,
                 "ignore_eos": not sampling.stop_ids,
-                "sampling_seed": request.key & SEED_MASK,  # heeded by deterministic servers only
+                "sampling_seed": request.key & SEED_MASK,  # used by deterministic servers only
             },
             "return_logprob": True,
         }
@@ -134,7 +134,7 @@ class SGLangClient:
         if finish.type == "length":
             short = f"{len(sampled.ids)} of {stream.request.sampling.max_new_tokens} tokens"
             raise EngineError(f"server {self.api.url} cut a turn to {short}: raise its --context-length")
-        if isinstance(finish.matched, str):  # its way to say "NaN happened"
+        if isinstance(finish.matched, str):  # the server reports NaN in this way
             raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
 
     def _lost(self, why: object, stream: StreamedTurn | None) -> EngineLost:

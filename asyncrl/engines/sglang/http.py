@@ -116,7 +116,7 @@ class ServerApi:
 
     async def pause(self, mode: PauseMode) -> None:
         """Hold new requests. Running ones: `abort` ends them, `retract` frees their KV cache (it is computed
-        again), `in_place` freezes them as they are. Whoever pauses must `resume`."""
+        again), `in_place` freezes them as they are. The caller must `resume`."""
         await self._command("/pause_generation", {"mode": mode}, ADMIN_SECONDS)
 
     async def resume(self, seconds: float = ADMIN_SECONDS) -> None:

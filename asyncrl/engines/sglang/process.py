@@ -108,7 +108,7 @@ class ServerProcess:
         return await self._process.wait()
 
     def forget_keys(self) -> None:
-        """The server has read them: the file goes."""
+        """Delete the file: the server has read the keys."""
         if self._key_file is not None:
             self._key_file.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""From a configuration and a URL to a server: what it is, whether it serves this run, who loads it."""
+"""From a configuration and a URL to a server: its model and version, checks, and its weight loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an SGLang server streams back for one request, put together: ids, log-probs and who sampled them.
+"""What an SGLang server streams back for one request, put together: ids, log-probs and their versions.
 
 Streams are cumulative (each event repeats all tokens so far) or incremental (each has only the new ones).
 Which of the two follows from the number of tokens so far, which stands in every event. Ids are read from the
@@ -143,7 +143,7 @@ class StreamedTurn:
         return Generation(ids, logprobs, self.spans(), ending(self.request, ids), seconds)
 
     def spans(self) -> tuple[VersionSpan, ...]:
-        """Who sampled what. Raises ForeignWeights."""
+        """Which version sampled which tokens. Raises ForeignWeights."""
         stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
         ends = [start for start, _, _ in stamps[1:]] + [len(self.tokens)]
         return tuple(

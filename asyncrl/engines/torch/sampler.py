@@ -1,7 +1,7 @@
 """Sampling of one token per slot, reproducible whatever the batch.
 
 The random number of a token is a hash of (the request's key, the token's position): no generator state, so
-the same request on the same weights gives the same ids in any company (up to rounding of the logits).
+the same request on the same weights gives the same ids in any batch (up to rounding of the logits).
 """
 
 from __future__ import annotations

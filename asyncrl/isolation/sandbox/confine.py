@@ -1,4 +1,4 @@
-"""Take rights away from this process, one by one; a step that the kernel refuses is noted, and does not hold.
+"""Drop the rights of this process, step by step; steps that the kernel refuses are noted and skipped.
 
     guard ── unshare(pid) ── fork ──► warden: unshare(net, ipc, uts, mount), a new root, another user,
     (waits, cleans up)                no capabilities, then warden.py: it forks what runs the code
@@ -76,7 +76,7 @@ def new_process_namespace(notes: list[str]) -> set[str]:
 
 
 def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confinement:
-    """In that child: everything else."""
+    """In that child: all other steps."""
     holds = {"orphans"} if "pid" in spaces else set()
     attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
     if attempt(lambda: unshare(NEWNET), notes):
