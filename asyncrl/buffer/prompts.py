@@ -18,11 +18,11 @@ class Prompts:
         """True when there is no sample at this position."""
         return self.limit is not None and position >= self.limit
 
-    def draw(self, position: int) -> tuple[int, int]:
-        """(epoch, index of the sample) at a position."""
+    def draw(self, position: int) -> int:
+        """Index of the sample at a position."""
         epoch, place = divmod(position, self.samples)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(self.samples))
             if self.shuffle:
                 random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
-        return epoch, self._order[place]
+        return self._order[place]

@@ -71,8 +71,7 @@ class GroupRecord(msgspec.Struct):
     drawn again."""
 
     id: int
-    row: int
-    data_epoch: int
+    sample: int  # its index in the data
     issued_step: int
     deadline: float  # of the baseline under group_policy=partial, on the caller's clock
     members: list[str]

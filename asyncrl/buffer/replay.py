@@ -55,7 +55,7 @@ class ReplayBuffer:
         self.episodes: dict[str, EpisodeRecord] = {}
         self.next_group = 0
         self.cursor = 0  # position of the next sample in the order of the data
-        self.retired: set[int] = set()  # rows that are not drawn again
+        self.retired: set[int] = set()  # samples that are not drawn again
         self.committed = 0  # batches
         self.left: Counter[State] = Counter()  # episodes that have left memory, by state
         self.reasons: Counter[str] = Counter()
@@ -106,10 +106,9 @@ class ReplayBuffer:
         """Issue the next group: all its episodes become pending."""
         number = self.next_group
         position = self._next_position()
-        epoch, row = self.prompts.draw(position)
         members = [f"{number}.{member}" for member in range(self.group_size)]
         deadline = now + self.config.group_deadline
-        group = GroupRecord(number, row, epoch, step, deadline, members, position=position)
+        group = GroupRecord(number, self.prompts.draw(position), step, deadline, members, position=position)
         self.live[number] = group
         self._dirty_groups[number] = group
         for member, uid in enumerate(members):
@@ -128,7 +127,7 @@ class ReplayBuffer:
 
     def _next_position(self) -> int:
         """The cursor, moved past samples that have retired. Not all have."""
-        while not self.prompts.exhausted(self.cursor) and self.prompts.draw(self.cursor)[1] in self.retired:
+        while not self.prompts.exhausted(self.cursor) and self.prompts.draw(self.cursor) in self.retired:
             self.cursor += 1
         return self.cursor
 
@@ -265,7 +264,7 @@ class ReplayBuffer:
         passed = sum(episode.result.score > EQUAL for episode in landed)
         if len(landed) >= self.config.min_group and passed >= rate * len(landed):
             group.retires = True
-            self.retired.add(group.row)
+            self.retired.add(group.sample)
             self._dirty_groups[group.id] = group
 
     def _discard(self, group: GroupRecord, state: State, reason: str) -> None:

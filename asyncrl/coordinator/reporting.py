@@ -21,19 +21,11 @@ from asyncrl.types import EpisodeEnd, FailReason
 
 @dataclass
 class Landed:
-    """Training episodes that landed since the last row, whatever became of their group."""
+    """Training episodes that landed since the last row, whatever became of their group: their numbers by
+    metric, and how they ended. Of greedy episodes only the score is kept, as a metric of its own."""
 
-    scores: list[float] = field(default_factory=list)  # rewards before shaping
-    greedy: list[float] = field(default_factory=list)  # scores of greedy episodes, which the rest leaves out
-    components: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    turns: list[float] = field(default_factory=list)
-    rows: list[float] = field(default_factory=list)
-    calls: list[float] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tool_s: list[float] = field(default_factory=list)
+    columns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ends: Counter[str] = field(default_factory=Counter)
-    multi_version: int = 0
 
 
 class Reporter:
@@ -57,21 +49,22 @@ class Reporter:
         self.row_at, self._busy = time.monotonic(), self._totals()
 
     def on_landed(self, episode: EpisodeRecord) -> None:
-        landed, result, stats = self.landed, episode.result, episode.stats
+        columns, result, stats = self.landed.columns, episode.result, episode.stats
         if episode.greedy:
-            landed.greedy.append(result.score)
+            columns["rollout/greedy_score"].append(result.score)
             return
-        landed.scores.append(result.score)
-        for name, value in result.components.items():
-            landed.components[name].append(value)
-        landed.turns.append(stats.turns)
-        landed.rows.append(stats.rows)
-        landed.calls.append(stats.tool_calls)
-        landed.lengths.append(result.tokens)
-        landed.seconds.append(stats.seconds)
-        landed.tool_s.append(stats.tool_s)
-        landed.ends[result.end] += 1
-        landed.multi_version += episode.oldest != episode.newest
+        numbers = {
+            "rollout/score": result.score,  # before shaping
+            "num_turns": stats.turns,
+            "rollout/rows": stats.rows,
+            "tool_call_counts": stats.tool_calls,
+            "rollout/response_length": result.tokens,
+            "timing_s/episode": stats.seconds,
+            "timing_s/tools": stats.tool_s,
+        } | {f"rollout/component/{name}": value for name, value in result.components.items()}
+        for name, value in numbers.items():
+            columns[name].append(value)
+        self.landed.ends[result.end] += 1
         self.finished += 1
         self.multi_version += episode.oldest != episode.newest
 
@@ -137,24 +130,13 @@ class Reporter:
         return self.engines.gauges(uses) | hit
 
     def _episodes(self) -> dict[str, float]:
-        landed = self.landed
-        if not landed.scores:
+        columns, landed = self.landed.columns, self.landed.ends.total()
+        if not landed:
             return {}
-        columns: dict[str, list[float]] = {
-            "rollout/score": landed.scores,
-            "num_turns": landed.turns,
-            "rollout/rows": landed.rows,
-            "tool_call_counts": landed.calls,
-            "rollout/response_length": landed.lengths,
-            "timing_s/episode": landed.seconds,
-            "timing_s/tools": landed.tool_s,
-        } | {f"rollout/component/{name}": values for name, values in landed.components.items()}
-        if landed.greedy:
-            columns["rollout/greedy_score"] = landed.greedy
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
-        row |= {f"rollout/end/{end}": landed.ends[end] / len(landed.scores) for end in EpisodeEnd}
-        row["rollout/landed"] = float(len(landed.scores))
+        row |= {f"rollout/end/{end}": self.landed.ends[end] / landed for end in EpisodeEnd}
+        row["rollout/landed"] = float(landed)
         return row
 
     def _groups(self, step: int) -> dict[str, float]:

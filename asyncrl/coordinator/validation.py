@@ -36,7 +36,6 @@ class ValidationSession:
 
     step: int
     ref: WeightsRef
-    final: bool
     queue: list[str]
     deadline: float
     running: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # uid -> (worker, assign seq)
@@ -75,7 +74,7 @@ class Validation:
             log.warning("no validation of step %d: its weights are gone (%s)", step, error)
             return False
         deadline = now + self.state.config.rollout.episode_timeout * (2 if final else 1)
-        self.session = ValidationSession(step, self.state.versions.ref, final, queue, deadline)
+        self.session = ValidationSession(step, self.state.versions.ref, queue, deadline)
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:

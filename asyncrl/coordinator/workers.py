@@ -317,7 +317,7 @@ class WorkerHandler:
         message = Assign(
             seq=self.assign_seq,
             attempt=Attempt(episode.uid, episode.attempt),
-            sample=self.state.samples[group.row],
+            sample=self.state.samples[group.sample],
             lane="train",
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
             key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),

@@ -119,7 +119,7 @@ class RunReader:
             left=left,
             next_group=last[0].id + 1 if last else 0,
             cursor=last[0].position + 1 if last else 0,
-            retired={row for (row,) in self._db.execute("SELECT row FROM retired")},
+            retired={sample for (sample,) in self._db.execute("SELECT sample FROM retired")},
             batches=batches,
             taken=taken,
             baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},

@@ -38,7 +38,7 @@ class RunStore:
 
     def put_groups(self, groups: Collection[GroupRecord], live: dict[int, GroupRecord]) -> None:
         self._put("groups", *((g.id, g.id not in live, msgspec.msgpack.encode(g)) for g in groups))
-        self._put("retired", *((group.row,) for group in groups if group.retires))
+        self._put("retired", *((group.sample,) for group in groups if group.retires))
 
     def put_episodes(self, episodes: Iterable[EpisodeRecord]) -> None:
         rows = (

@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1  # to be raised when a table, or a struct that is stored in o
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
-CREATE TABLE retired(row INTEGER PRIMARY KEY);
+CREATE TABLE retired(sample INTEGER PRIMARY KEY);
 CREATE TABLE episodes(
     uid TEXT PRIMARY KEY, group_id INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
     step INTEGER NOT NULL, reward REAL NOT NULL, record BLOB NOT NULL) WITHOUT ROWID;

@@ -78,7 +78,7 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
 
 
 def rows_of(buffer: ReplayBuffer, count: int) -> list[int]:
-    return [buffer.admit(0, 0.0).row for _ in range(count)]
+    return [buffer.admit(0, 0.0).sample for _ in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_sample_retires_at_its_pass_rate(rewards: tuple[float, ...], retires: 
     land_group(buffer, 0, *rewards[:3])
     assert not buffer.retired  # the group is not complete
     land(buffer, "0.3", rewards[3])
-    assert buffer.retired == ({group.row} if retires else set())
+    assert buffer.retired == ({group.sample} if retires else set())
 
 
 def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
@@ -114,17 +114,17 @@ def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
     group = buffer.admit(0, 0.0)
     land_group(buffer, 0, 1.0, 1.0)
     give_up(buffer, "0.2")
-    assert buffer.retired == {group.row}
+    assert buffer.retired == {group.sample}
     buffer.admit(0, 0.0)
     land(buffer, "1.0")
     give_up(buffer, "1.1"), give_up(buffer, "1.2")  # one of three is no group
-    assert buffer.retired == {group.row}
+    assert buffer.retired == {group.sample}
 
 
 def test_retired_samples_are_skipped_and_the_order_of_the_rest_stays() -> None:
     buffer, _ = make(rows=4, retire_pass_rate=0.9)
     plain = Prompts(4, 0, True, 0)
-    order = [plain.draw(position)[1] for position in range(8)]
+    order = [plain.draw(position) for position in range(8)]
     assert rows_of(buffer, 4) == order[:4]
     land_group(buffer, 1, 1.0, 1.0)
     assert rows_of(buffer, 3) == [row for row in order[4:] if row != order[1]]
@@ -150,7 +150,7 @@ def test_a_pass_over_the_data_ends_where_it_did_before() -> None:
     land_group(buffer, 0, 1.0, 1.0)
     second = []
     while not buffer.data_over:
-        second.append(buffer.admit(0, 0.0).row)
+        second.append(buffer.admit(0, 0.0).sample)
     assert sorted(second) == sorted(first[1:])
 
 
@@ -164,4 +164,4 @@ def test_a_late_member_completes_the_record_of_its_sample() -> None:
     train(batches, 0)
     assert not buffer.retired
     land(buffer, "0.2", now=6.0)
-    assert buffer.retired == {group.row}
+    assert buffer.retired == {group.sample}

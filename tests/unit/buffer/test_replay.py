@@ -156,7 +156,7 @@ class FlowMachine(RuleBasedStateMachine):
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
                 gone = set(self.buffer.retired)
-                assert self.buffer.admit(self.batches.committed, self.now).row not in gone
+                assert self.buffer.admit(self.batches.committed, self.now).sample not in gone
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:

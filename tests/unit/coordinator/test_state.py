@@ -47,7 +47,7 @@ def play(state: RunState, groups: int) -> list[int]:
     rows = []
     for _ in range(groups):
         group = state.buffer.admit(0, 0.0)
-        rows.append(group.row)
+        rows.append(group.sample)
         land_group(state.buffer, group.id, 1.0, float(group.id % 2 == 0))
         state.persist()
     return rows
