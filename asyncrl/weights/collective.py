@@ -18,8 +18,7 @@ up too, so that a server that waits for a broadcast gets an error instead. A ser
 listening, and receives only when the bucket is ready, so that it never waits for a process that is not there.
 
 Processes may also freeze: both ends have deadlines, but a server that waits for a frozen trainer answers no
-request and has to be started again. Nothing here is authenticated or encrypted: for private
-networks.
+request and has to be started again. Nothing here is authenticated or encrypted: for private networks.
 """
 
 from __future__ import annotations

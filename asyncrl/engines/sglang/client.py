@@ -136,6 +136,8 @@ class SGLangClient:
             raise EngineError(f"server {self.api.url} cut a turn to {short}: raise its --context-length")
         if isinstance(finish.matched, str):  # the server reports NaN in this way
             raise EngineError(f"server {self.api.url} ended a turn: {finish.matched}")
+        if not sampled.ids:  # asked again at once it may do so for ever; losses are counted
+            raise self._lost("the server ended the request before its first token", stream)
 
     def _lost(self, why: object, stream: StreamedTurn | None) -> EngineLost:
         partial = NOTHING

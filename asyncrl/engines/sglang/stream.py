@@ -17,9 +17,8 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, VersionSpan
 from asyncrl.weights.manifest import version_of
 
-Stamp = tuple[
-    int, PolicyVersion, bool
-]  # tokens from this one on were sampled by that version; False: or a newer one
+# Tokens from this one on were sampled by that version; False: or by a newer one.
+Stamp = tuple[int, PolicyVersion, bool]
 
 QUEUE_FULL = 503
 UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known

@@ -97,6 +97,15 @@ def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():
     run(test)
 
 
+def test_a_request_that_ends_without_a_token_is_a_loss():
+    async def test(script: Script, engine: SGLangClient) -> None:
+        script.streams(event([], 0, finish=STOP), DONE)
+        with pytest.raises(EngineLost, match="before its first token"):
+            await engine.generate(ask((1,), 10, stop_ids=(9,)))
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("parts", "cut", "text"),
     [
