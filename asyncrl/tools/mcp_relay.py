@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -41,10 +42,10 @@ def keep_all(errors: IO[bytes]) -> None:
 
 
 def pass_on(output: IO[bytes]) -> None:
-    """Pass on lines that are JSON objects. More than MAX_NOISE bytes of other lines end the server."""
+    """Pass on lines that are messages. More than MAX_NOISE bytes of other lines end the server."""
     noise = 0
     while line := output.readline(MAX_BYTES):
-        if line.lstrip().startswith(b"{") and line.endswith(b"\n"):
+        if is_message(line):
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
             continue
@@ -54,6 +55,15 @@ def pass_on(output: IO[bytes]) -> None:
             keep(b"\nit sent %d bytes that are no MCP messages of at most %d bytes" % (noise, MAX_BYTES))
             os._exit(1)
     os.close(1)
+
+
+def is_message(line: bytes) -> bool:
+    """Servers may log in JSON, too."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "jsonrpc" in found
 
 
 def main(command: list[str]) -> None:

@@ -376,7 +376,7 @@ def test_over_http() -> None:
         ({"command": f"{PLAIN} silent_list", "start_timeout": 1.0}, "does not list its tools: TimeoutError"),
         ({"command": "/no/such/server"}, "no MCP server at .*/no/such/server cannot be run: No such file"),
         ({"command": f"{sys.executable} -c 'raise SystemExit(\"no licence\")'"}, r"it wrote: no licence"),
-        ({"command": "yes no protocol"}, r"no protocol it sent 26\d+ bytes that are no MCP messages"),
+        ({"command": """yes '{"log": 1}'"""}, r'{"log": 1} it sent 26\d+ bytes that are no MCP messages'),
         ({"command": "sleep 100", "start_timeout": 0.3}, "no handshake within 0.3 s"),
         ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
         ({"comand": "x"}, "unknown option 'comand'"),
