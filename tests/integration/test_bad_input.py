@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "empty data": (empty, ("empty",)),
     "a tool that is not there": (
         data(rows(40, extra_info={"tools": ["weather"]})),
-        ("sample 0", "'weather'", "rollout.tools"),
+        ("sample 0", "weather", "rollout.tools"),
     ),
     "less than a batch": (data(rows(31)), ("31 samples", "groups_per_batch (32)")),
     "no test data": (setting("data.test=nowhere.parquet"), ("nowhere.parquet",)),
