@@ -186,7 +186,7 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
         worker = SGLangClient(ServerApi(server.url), sglang_config(MAX_LEN), VOCABULARY)
         async with keeping(server) as keeper, in_use(worker):
             await keeper.load(offer(sender, versions, 1))
-            worker.mark((EPOCH, 1))
+            worker.mark(PolicyVersion(EPOCH, 1))
             keeper.watched.expect(3)
             trainer = SenderProcess(2, str(versions.paths[3] / "model.safetensors"), BUCKET_BYTES)
             tasks = [asyncio.create_task(worker.generate(request)) for request in requests]
@@ -206,7 +206,7 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
             assert (await lost(held)).ids == ()
             assert (await lost(worker.generate(ask(prompt(9), 20)))).ids == ()
             await keeper.load(offer(sender, versions, 2))
-            worker.mark((EPOCH, 2))
+            worker.mark(PolicyVersion(EPOCH, 2))
             await keeper.check(versions, 2)
             request = ask(prompt(9), 20)
             assert versions.check(request, await worker.generate(request)) == 20
