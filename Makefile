@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+# Two tests at a time, a file by one of the two processes (tests/conftest.py).
+PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
 # The SGLang that tests run against, in an environment of its own; another version gets another environment.
 SGLANG ?= 0.5.23
 SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLANG))
@@ -22,7 +24,7 @@ demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, sh
 		observe.console=auto $(ARGS)
 
 test: $(VENV)/dev  ## all but `long`; the SGLang part is skipped without `make sglang-cpu`
-	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(ARGS)
+	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(PARALLEL) $(ARGS)
 
 test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
 	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)
@@ -30,7 +32,7 @@ test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLA
 sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving
 
 quick: $(VENV)/dev  ## what to run while editing: a minute
-	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(ARGS)
+	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(PARALLEL) $(ARGS)
 
 long: $(VENV)/dev  ## what is too long for every change, an hour: learning, chaos, three seeds, memory
 	$(PYTEST) tests -m long $(ARGS)

@@ -107,6 +107,7 @@ def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) ->
     ):
         engine = {"name": "sglang", "urls": [url], "api_key_env": api, "admin_key_env": admin}
         required = {"name": "x", "model": {"path": str(model)}, "data": {"train": "t.parquet"}}
+        required["rollout"] = {"max_tokens": 256, "max_new_tokens": 48}
         with pytest.raises(ConfigError, match=complaint):
             check_urls(parse(required | {"engine": engine}))
 
