@@ -177,10 +177,10 @@ def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step:
     groups, members = config.buffer.groups_per_batch, config.buffer.episodes_per_group
     asks = []
     for group in range(step * groups, (step + 1) * groups):
-        row = prompts.draw(group)
+        sample = samples[prompts.draw(group)]
         for member in range(members):
             uid = f"{group}/{member}"
-            asks.append(Ask(uid, samples[row], sampling_key(config.seed, uid, 0)))
+            asks.append(Ask(uid, sample, sampling_key(config.seed, uid, 0)))
     return asks
 
 
