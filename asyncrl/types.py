@@ -41,7 +41,7 @@ class EpisodeEnd(enum.StrEnum):
     """Why an episode ended. Endings caused by the policy are rewarded; the others are not trained."""
 
     ANSWERED = "answered"  # a turn without tool calls, and no environment that replies to it
-    DONE = "done"  # the environment, or the agent program, said so
+    DONE = "done"  # the environment, or the agent program, ended it
     LENGTH = "length"  # token budget of the turn or the row
     MAX_TURNS = "max_turns"
     MAX_CALLS = "max_calls"  # more tool calls than an episode may make

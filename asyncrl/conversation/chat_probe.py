@@ -76,7 +76,7 @@ class TemplateProbe:
         text = self._render([_USER, _turn(calls), *messages], (_TOOL,) if calls else ())
         rest = self.end(messages).rest(text)
         if rest is None:
-            raise ConfigError("the chat template does not show what the model said; use another one")
+            raise ConfigError("the chat template does not show the model's words; use another one")
         return rest
 
     def stops(self) -> Iterator[str]:
@@ -160,7 +160,7 @@ class TemplateProbe:
             raise
         at, mark = max((text.rfind(mark), mark) for mark in (TURN, CALL))
         if at < 0:
-            raise ConfigError("the chat template does not show what the model said; use another one")
+            raise ConfigError("the chat template does not show the model's words; use another one")
         tail = text[at + len(mark) :].rstrip()
         allowed = (self._plain_end.token, *ENDS) if calls else self._controls
         token = next((token for token in allowed if token and tail.endswith(token)), "")

@@ -195,7 +195,7 @@ class Keeper:
     # -- versions ------------------------------------------------------------------------------------
 
     async def _report(self, message: Loaded) -> None:
-        """Tell the coordinator. Raises when the server cannot be loaded, whatever state it is in."""
+        """Report to the coordinator. Raises when the server cannot be loaded, whatever state it is in."""
         if message.error:
             self._healthy = self._server is not None and not self._server.broken
             await self._beat()

@@ -106,7 +106,7 @@ class Session:
                 if self._outcome is None and ended.code != COMPLETED and self._coordinator_lives():
                     self._stop(ended, ended.error.partition("\n")[0], now)
                 elif self._outcome is None or not self._coordinator_lives():
-                    return self._judge(ended)
+                    return self._final_outcome(ended)
             if self._stop_by is not None and now > self._stop_by:
                 return self._late()
             if self._stop_by is None and (overdue := self._watch(now)):
@@ -158,7 +158,7 @@ class Session:
             self._view.note(f"{reason}: stopping, with a checkpoint (Ctrl-C again kills at once)")
             self._link.send(Stop(reason))
 
-    def _judge(self, ended: RunOutcome) -> RunOutcome:
+    def _final_outcome(self, ended: RunOutcome) -> RunOutcome:
         """The coordinator has ended: its outcome counts, unless we had decided on another one before."""
         self._listen(0.2)  # its last message may be on the way
         if self._outcome is None or ended.code not in (COMPLETED, FAILED):

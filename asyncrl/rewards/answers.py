@@ -71,7 +71,7 @@ def exact(
     answer = tagged(solution_str, tag)
     if answer is None:
         return 0.0
-    return float(_squeezed(answer, case) in {_squeezed(truth, case) for truth in targets(ground_truth)})
+    return float(_normalised(answer, case) in {_normalised(truth, case) for truth in targets(ground_truth)})
 
 
 @rewards.register("f1")
@@ -99,8 +99,8 @@ def regex(given: RewardInput, *, pattern: str, of: Literal["answer", "transcript
     matches = list(re.finditer(pattern, given.answer if of == "answer" else given.transcript, re.DOTALL))
     if not matches or not matches[-1].re.groups:
         return float(bool(matches))
-    truths = {_squeezed(truth, True) for truth in targets(json.loads(given.sample.ground_truth))}
-    return float(_squeezed(matches[-1][1] or "", True) in truths)
+    truths = {_normalised(truth, True) for truth in targets(json.loads(given.sample.ground_truth))}
+    return float(_normalised(matches[-1][1] or "", True) in truths)
 
 
 @rewards.register("format")
@@ -157,7 +157,7 @@ def _value(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def _squeezed(text: str, case: bool) -> str:
+def _normalised(text: str, case: bool) -> str:
     text = " ".join(text.split())
     return text if case else text.casefold()
 

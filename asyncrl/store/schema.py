@@ -1,4 +1,4 @@
-"""The tables of `run.db`, and their version. Whoever opens a run's database opens it here."""
+"""The tables of `run.db`, and their version. All code that opens it does so here."""
 
 from __future__ import annotations
 

@@ -45,20 +45,20 @@ def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Exa
     penalty = -coefficient * divergence.numpy()
     by_turn = np.zeros(max(example.turns, 1))
     np.add.at(by_turn, example.turn, penalty)
-    planned = msgspec.structs.replace(example.planned, own=_less(example.planned.own, by_turn))
+    planned = msgspec.structs.replace(example.planned, own=_minus_penalties(example.planned.own, by_turn))
     return replace(example, planned=planned, rewards=example.rewards + penalty), by_turn.tolist()
 
 
 def with_penalised_siblings(example: Example, penalties: Penalties) -> Example:
     """The baseline sees the siblings' penalties as well."""
     siblings = tuple(
-        _less(sibling, penalties.get((example.group, place), ()))
+        _minus_penalties(sibling, penalties.get((example.group, place), ()))
         for place, sibling in enumerate(example.planned.siblings)
     )
     return replace(example, planned=msgspec.structs.replace(example.planned, siblings=siblings))
 
 
-def _less(result: EpisodeResult, by_turn: Sequence[float] | np.ndarray) -> EpisodeResult:
+def _minus_penalties(result: EpisodeResult, by_turn: Sequence[float] | np.ndarray) -> EpisodeResult:
     turns = tuple(a + float(b) for a, b in zip(result.turn_rewards, by_turn, strict=False))
     reward = result.reward + float(np.sum(by_turn))
     return msgspec.structs.replace(result, reward=reward, turn_rewards=turns)

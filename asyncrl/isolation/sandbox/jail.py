@@ -110,7 +110,7 @@ class Jail:
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._connect()
-                await self._greet()
+                await self._handshake()
         except (OSError, EOFError) as error:
             await self._end()
             raise SandboxError(f"the sandbox did not start: {one_line(error)}") from error
@@ -210,7 +210,7 @@ class Jail:
             start_new_session=True,
         )
 
-    async def _greet(self) -> None:
+    async def _handshake(self) -> None:
         bits, size = wire.HELLO.unpack(await self._reader.readexactly(wire.HELLO.size))
         if size > MAX_OUTPUT:
             raise SandboxError("the sandbox broke the protocol")

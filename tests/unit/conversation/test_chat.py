@@ -364,7 +364,7 @@ def test_a_template_that_rewrites_late_is_found_out(part: str) -> None:
     [
         (None, "no chat template"),
         (lambda messages, opening: "".join(m["content"] for m in messages), "no end of turn"),
-        (lambda messages, opening: "@a" * opening, "does not show what the model said"),
+        (lambda messages, opening: "@a" * opening, "does not show the model's words"),
         (lambda messages, opening: 1 // 0, r"refuses the roles \(user, assistant\): ZeroDivisionError"),
     ],
 )
