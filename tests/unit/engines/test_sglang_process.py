@@ -71,7 +71,7 @@ def test_keys_are_in_a_private_file_and_not_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY", "sesame")
-    monkeypatch.setenv("ADMIN", "open")
+    monkeypatch.setenv("ADMIN", "barley")
     out = tmp_path / "argv"
     (tmp_path / "run").mkdir()
     left = tmp_path / "run" / "keys-0.yaml"  # by a keeper that was killed
@@ -90,8 +90,8 @@ def test_keys_are_in_a_private_file_and_not_on_the_command_line(
 
     asyncio.run(main())
     argv, _, file = out.read_text().partition("]")
-    assert "sesame" not in argv and "open" not in argv
-    assert "api-key: sesame" in file and "admin-api-key: open" in file
+    assert "sesame" not in argv and "barley" not in argv
+    assert "api-key: sesame" in file and "admin-api-key: barley" in file
 
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
