@@ -17,7 +17,7 @@ def world() -> Iterator[World]:
     leave()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n 2 --dist loadgroup` a file is run by one worker. The files that share SGLang servers are one
     group, and the first one: it takes longest."""
