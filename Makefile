@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 # Two tests at a time, a file by one of the two processes (tests/conftest.py).
-PARALLEL ?= -n 2 --dist loadgroup --no-loadscope-reorder
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # The SGLang that tests run against, in an environment of its own; another version gets another environment.
 SGLANG ?= 0.5.23
 SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLANG))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,20 @@ def world() -> Iterator[World]:
     leave()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2` a file is run by one process. Files that share SGLang servers count as one, which comes
+    first: it takes longest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(Path(nodeid.partition("::")[0]))
+
+    return FileScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` a file is run by one worker. The files that share SGLang servers are one
-    group, and the first one: it takes longest."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item.path)))
     items.sort(key=lambda item: _group(item.path) != "sglang")
 
 
