@@ -71,6 +71,7 @@ class Session:
         self._hello_at = 0.0
         self._outcome: RunOutcome | None = None  # decided here; the coordinator may still be saving
         self._stop_by: float | None = None
+        self._asked = False  # the coordinator was asked to stop
         self._end: RunEnd | None = None
 
     def run(self) -> RunOutcome:
@@ -153,8 +154,9 @@ class Session:
         """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
         self._outcome = outcome
         self._supervisor.stopping = True
-        self._stop_by = now + (self._config.stop_timeout - KILL_RESERVE if self._running else 0.0)
-        if self._running:
+        self._asked = self._running
+        self._stop_by = now + (self._config.stop_timeout - KILL_RESERVE if self._asked else 0.0)
+        if self._asked:
             self._view.note(f"{reason}: stopping, with a checkpoint (Ctrl-C again kills at once)")
             self._link.send(Stop(reason))
 
@@ -169,7 +171,7 @@ class Session:
 
     def _late(self) -> RunOutcome:
         assert self._outcome is not None
-        if not self._running or self._outcome.code != INTERRUPTED:
+        if not self._asked or self._outcome.code != INTERRUPTED:
             return self._outcome
         return RunOutcome(
             FAILED, f"not stopped within launch.stop_timeout ({self._config.stop_timeout:g} s); killed"

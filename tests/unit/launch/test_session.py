@@ -148,6 +148,12 @@ def test_an_interrupt_before_the_run_began_waits_for_nobody(play: Play) -> None:
     assert {process.code for process in play.processes.values()} == {-15}
 
 
+def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play) -> None:
+    play.session._stop(RunOutcome(130), "interrupted", 0.0)
+    play.session._handle(Status("running", 1, 9, {}, ()))
+    assert play.session._late() == RunOutcome(130)
+
+
 def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
     play = Play(tmp_path, start_timeout=0.01)
     ending = play.run(lambda: None)
