@@ -92,7 +92,7 @@ class Coordinator:
             self.engines,
             on_landed=lambda episode: self.reporter.on_landed(episode),
             on_eval=lambda worker, message: self.validation.record(worker, message),
-            eval_wanted=lambda attempt: self.validation.wanted(attempt),
+            is_current_eval=lambda attempt: self.validation.is_current(attempt),
         )
         self.trainer = TrainerHandler(self.state, self._committed)
         test = load_samples(config.data.test) if config.data.test else []

@@ -129,7 +129,7 @@ class Validation:
     def busy(self) -> bool:
         return self.session is not None
 
-    def wanted(self, attempt: Attempt) -> bool:
+    def is_current(self, attempt: Attempt) -> bool:
         """True for an attempt of the session under way."""
         session = self.session
         return (

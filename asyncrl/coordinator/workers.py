@@ -48,7 +48,7 @@ class WorkerRecord:
 
 class WorkerHandler:
     """Leases, assignments and records. `on_landed` is called with each finished episode, `on_eval` with each
-    record of a validation episode; `eval_wanted` says whether an attempt of validation is current."""
+    record of a validation episode; `is_current_eval` says whether an attempt of validation is current."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class WorkerHandler:
         engines: EngineHandler,
         on_landed: Callable[[EpisodeRecord], None],
         on_eval: Callable[[WorkerRecord, Record], None],
-        eval_wanted: Callable[[Attempt], bool],
+        is_current_eval: Callable[[Attempt], bool],
     ) -> None:
         self.state, self.engines = state, engines
-        self.on_landed, self.on_eval, self.eval_wanted = on_landed, on_eval, eval_wanted
+        self.on_landed, self.on_eval, self.is_current_eval = on_landed, on_eval, is_current_eval
         self.workers: dict[bytes, WorkerRecord] = {}
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
         self.tokens = 0  # model tokens of durable turns
@@ -105,13 +105,13 @@ class WorkerHandler:
             if uid not in held and (arrived or overdue):
                 self._lose_episode(worker, uid, now)
         for attempt in message.held:
-            if not self._wanted(worker, attempt):
+            if not self._is_current(worker, attempt):
                 self.state.outbox.to_control(peer, Cancel(attempt))
 
-    def _wanted(self, worker: WorkerRecord, attempt: Attempt) -> bool:
+    def _is_current(self, worker: WorkerRecord, attempt: Attempt) -> bool:
         """False for an attempt that was given to another worker, or given up, while this one was silent."""
         if attempt.uid.startswith(EVAL):
-            return self.eval_wanted(attempt)
+            return self.is_current_eval(attempt)
         episode = self.state.buffer.episodes.get(attempt.uid)
         return (
             episode is not None

@@ -108,7 +108,7 @@ class Verifiers(Environment):
         messages = await self._asked.get()
         if messages is None:
             return Observation(reward=await self._reward(), done=True)
-        return Observation(tuple(map(ours, messages)))
+        return Observation(tuple(map(from_verifiers, messages)))
 
     async def _reward(self) -> float:
         """Wait for the end of the run. Cancelling a step here does not cancel the run."""
@@ -152,7 +152,7 @@ class Verifiers(Environment):
         self._reply = asyncio.get_running_loop().create_future()
         self._asked.put_nowait(messages)
         message = await self._reply
-        return theirs(message) if message is not None else None, not self._over
+        return to_verifiers(message) if message is not None else None, not self._over
 
 
 def conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tuple[Any, bool]]]:
@@ -160,14 +160,14 @@ def conversation_with(model: RemoteModel) -> Callable[[list[Any]], Awaitable[tup
     history: list[Message] = []
 
     async def ask(messages: list[Any]) -> tuple[Any, bool]:
-        history.extend(map(ours, messages))
+        history.extend(map(from_verifiers, messages))
         history.append(Message("assistant", await model.chat(history)))
-        return theirs(history[-1]), True
+        return to_verifiers(history[-1]), True
 
     return ask
 
 
-def ours(message: Any) -> Message:
+def from_verifiers(message: Any) -> Message:
     """A message of verifiers as one of ours. ValueError: it is not text."""
     content = message.content or ""
     if not isinstance(content, str):
@@ -186,7 +186,7 @@ def ours(message: Any) -> Message:
     )
 
 
-def theirs(message: Message) -> Any:
+def to_verifiers(message: Message) -> Any:
     """A turn of the model as a message of verifiers."""
     from verifiers.v1.types import AssistantMessage
     from verifiers.v1.types import ToolCall as Call

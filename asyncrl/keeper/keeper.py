@@ -233,7 +233,7 @@ class Keeper:
     async def _listen(self) -> int:
         while True:
             message, _ = await self._control.receive()
-            self._contact.heard(asyncio.get_running_loop().time())
+            self._contact.message_arrived(asyncio.get_running_loop().time())
             match message:
                 case Welcome():
                     self._contact.welcomed = True

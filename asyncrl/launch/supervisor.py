@@ -42,10 +42,10 @@ class RunOutcome:
 
 
 @dataclass
-class Crew:
-    """A unit and its current processes."""
+class SupervisedUnit:
+    """A planned unit and its current processes."""
 
-    unit: Unit
+    plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
     restarts: int = 0
     retry_at: float | None = None
@@ -83,31 +83,31 @@ class Supervisor:
         rendezvous: Callable[[Unit, str], str],
         on_restart: Callable[[str], None] = log.warning,
     ) -> None:
-        self.crews = [Crew(unit) for unit in units]
+        self.units = [SupervisedUnit(unit) for unit in units]
         self.stopping = False
         self._spawn, self._run_dir, self._restarts = spawn, run_dir, restarts
         self._rendezvous, self._on_restart = rendezvous, on_restart
         self._launch = secrets.token_hex(6)
 
     def start(self) -> None:
-        for crew in self.crews:
-            self._start(crew)
+        for unit in self.units:
+            self._start(unit)
 
     def tick(self, now: float) -> RunOutcome | None:
         """Look at every process; restart what may be restarted."""
-        for crew in self.crews:
-            ending = self._coordinator_ended(crew)
-            if ending is None and crew.retry_at is not None:
-                self._retry(crew, now)
-            elif ending is None and (died := crew.dead(now)):
-                ending = self._died(crew, *died, now)
+        for unit in self.units:
+            ending = self._coordinator_ended(unit)
+            if ending is None and unit.retry_at is not None:
+                self._retry(unit, now)
+            elif ending is None and (died := unit.dead(now)):
+                ending = self._died(unit, *died, now)
             if ending is not None:
                 return ending
         return None
 
     @property
     def alive(self) -> list[ProcessHandle]:
-        return [handle for crew in self.crews for handle in crew.alive]
+        return [handle for unit in self.units for handle in unit.alive]
 
     def terminate(self) -> None:
         for handle in self.alive:
@@ -119,57 +119,57 @@ class Supervisor:
 
     def kill_role(self, role: str) -> None:
         """End a role that does not answer; the next tick restarts it."""
-        for crew in self.crews:
-            if crew.unit.role == role:
-                for handle in crew.alive:
+        for unit in self.units:
+            if unit.plan.role == role:
+                for handle in unit.alive:
                     handle.kill()
 
-    # -- one crew --------------------------------------------------------------------------------------
+    # -- one unit --------------------------------------------------------------------------------------
 
-    def _start(self, crew: Crew) -> None:
+    def _start(self, unit: SupervisedUnit) -> None:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
-        incarnation = self._launch if crew.unit.role == COORDINATOR else secrets.token_hex(6)
-        rendezvous = self._rendezvous(crew.unit, incarnation)
-        crew.handles = [self._spawn(Order(place, incarnation, rendezvous)) for place in crew.unit.places]
-        crew.retry_at = crew.left_at = None
+        incarnation = self._launch if unit.plan.role == COORDINATOR else secrets.token_hex(6)
+        rendezvous = self._rendezvous(unit.plan, incarnation)
+        unit.handles = [self._spawn(Order(place, incarnation, rendezvous)) for place in unit.plan.places]
+        unit.retry_at = unit.left_at = None
 
-    def _coordinator_ended(self, crew: Crew) -> RunOutcome | None:
+    def _coordinator_ended(self, unit: SupervisedUnit) -> RunOutcome | None:
         """Exit codes 0 and 1 are the result of the run; with any other its process has crashed."""
-        if crew.unit.role != COORDINATOR or not crew.handles or crew.retry_at is not None:
+        if unit.plan.role != COORDINATOR or not unit.handles or unit.retry_at is not None:
             return None
-        code = crew.handles[0].poll()
+        code = unit.handles[0].poll()
         if code == FAILED:
-            return RunOutcome(FAILED, self._tail(crew.handles[0].name))
+            return RunOutcome(FAILED, self._tail(unit.handles[0].name))
         return RunOutcome(COMPLETED) if code == COMPLETED else None
 
-    def _died(self, crew: Crew, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
-        """A process of the crew died: end the others too, and plan a restart while the budget lasts."""
-        for handle in crew.alive:
+    def _died(self, unit: SupervisedUnit, dead: ProcessHandle, code: int, now: float) -> RunOutcome | None:
+        """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
+        for handle in unit.alive:
             handle.kill()
         how = describe_exit(code)
         if code == BAD_INPUT:
             return RunOutcome(BAD_INPUT, self._tail(dead.name, lines=1))
         if self.stopping:
-            if crew.unit.role == COORDINATOR:
+            if unit.plan.role == COORDINATOR:
                 return RunOutcome(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
             return None
-        if crew.restarts >= self._restarts:
+        if unit.restarts >= self._restarts:
             spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
             return RunOutcome(FAILED, f"{spent}\n{self._tail(dead.name)}")
-        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**crew.restarts)
-        crew.restarts += 1
-        crew.retry_at = now + delay
+        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2**unit.restarts)
+        unit.restarts += 1
+        unit.retry_at = now + delay
         self._on_restart(
-            f"{dead.name} {how}; {crew.unit.name} is restarted in {delay:g} s "
-            f"({crew.restarts} of {self._restarts})"
+            f"{dead.name} {how}; {unit.plan.name} is restarted in {delay:g} s "
+            f"({unit.restarts} of {self._restarts})"
         )
         return None
 
-    def _retry(self, crew: Crew, now: float) -> None:
+    def _retry(self, unit: SupervisedUnit, now: float) -> None:
         """Start again once the back-off is over and all processes of the last start have ended."""
-        assert crew.retry_at is not None
-        if now >= crew.retry_at and not crew.alive and not self.stopping:
-            self._start(crew)
+        assert unit.retry_at is not None
+        if now >= unit.retry_at and not unit.alive and not self.stopping:
+            self._start(unit)
 
     def _tail(self, name: str, lines: int = 12) -> str:
         path = log_path(self._run_dir, name)

@@ -74,7 +74,7 @@ class RewardModel:
             values = _classified(answer).embedding
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RemoteError(f"{self._url}: no answer of a reward model ({one_line(error)})") from error
-        return picked(values, self._label, self._normalise)
+        return normalised_output(values, self._label, self._normalise)
 
     def _ids(self, given: RewardInput) -> list[int]:
         if self._tokenizer is None:
@@ -132,7 +132,7 @@ class Classifier:
         with torch.inference_mode():
             row = torch.tensor([ids], device=self._device)
             values = self._model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0]
-        return picked(values.float().tolist(), self._label, self._normalise)
+        return normalised_output(values.float().tolist(), self._label, self._normalise)
 
     def _ids(self, given: RewardInput) -> list[int]:
         messages = _conversation(given, self._of)
@@ -145,7 +145,7 @@ class Classifier:
         return ids
 
 
-def picked(values: Sequence[float], label: int, normalise: Normalise) -> float:
+def normalised_output(values: Sequence[float], label: int, normalise: Normalise) -> float:
     """The output of one label, normalised. ValueError if there is no such label."""
     if label >= len(values):
         raise ValueError(f"label {label} of a model that gives {len(values)} numbers")

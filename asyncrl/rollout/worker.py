@@ -214,7 +214,7 @@ class RolloutWorker:
                     self._drop(message.attempt)
 
     def _contacted(self) -> None:
-        self.contact.heard(asyncio.get_running_loop().time())
+        self.contact.message_arrived(asyncio.get_running_loop().time())
 
     def _welcome(self, message: Welcome) -> None:
         """A new coordinator counts its assignments from 0. It may lack records that the old one had not

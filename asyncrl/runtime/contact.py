@@ -28,7 +28,7 @@ class Contact:
         self.welcomed = False
         self._heard = self._ticked = now
 
-    def heard(self, now: float) -> None:
+    def message_arrived(self, now: float) -> None:
         """A message of the coordinator arrived."""
         self._heard = now
 

@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.errors import ProtocolError, one_line, reason
 from asyncrl.isolation.calls import call_user
 from asyncrl.tools.base import Tool, ToolError, names
-from asyncrl.tools.gates import Gate
+from asyncrl.tools.call_limits import CallLimits
 from asyncrl.tools.replies import reply_of, within_memory
 from asyncrl.tools.sample_tools import (
     SampleTools,
@@ -45,7 +45,7 @@ class Toolbox:
     def __init__(self, tools: Mapping[str, Tool], timeout: float = 30.0) -> None:
         self.tools = dict(tools)
         self.timeout = timeout
-        self.gates = {name: Gate(tool) for name, tool in tools.items()}
+        self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
 
     def session(self, sample: Sample) -> ToolSession:
         """The tools of one episode, not yet open."""
@@ -53,7 +53,7 @@ class Toolbox:
 
     async def close(self) -> None:
         """End what tools share: their processes and connections, within a deadline. Never raises."""
-        pools = [gate.processes.pool.close() for gate in self.gates.values() if gate.processes]
+        pools = [limits.processes.pool.close() for limits in self.call_limits.values() if limits.processes]
         ends = {tool.end for tool in self.tools.values() if tool.end is not None}
         ended = (call_user(end, CLOSE_SECONDS) for end in ends)
         for problem in await asyncio.gather(*pools, *ended, return_exceptions=True):
@@ -177,17 +177,17 @@ class ToolSession:
 
     async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
         """(content, reward). Raises what the tool raised in its last attempt, or Late."""
-        gate, limit = self._box.gates[tool.name], self._box.limit(tool)
-        async with gate.place(limit):
+        limits, limit = self._box.call_limits[tool.name], self._box.limit(tool)
+        async with limits.place(limit):
             here = partial(self._run_here, tool, keywords)
-            run = partial(gate.processes.call, arguments) if gate.processes else here
+            run = partial(limits.processes.call, arguments) if limits.processes else here
             result: tuple[str, float] = await call_user(
                 partial(_attempts, tool, run), limit, running=self._running
             )
             return result
 
     async def _run_here(self, tool: Tool, keywords: dict[str, Any]) -> tuple[str, float]:
-        run = partial(call_user, blocking=tool.blocking, live=self._box.gates[tool.name].live)
+        run = partial(call_user, blocking=tool.blocking, live=self._box.call_limits[tool.name].live)
         if tool.state is None:
             return reply_of(await run(partial(tool.function, **keywords)))
         one = self._objects[id(tool.state)]

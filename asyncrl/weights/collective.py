@@ -4,12 +4,12 @@ The trainer's rank 0 has one `Sender`. Each server's keeper has one `Receiver` (
 which asks for versions and controls its server over HTTP. The weights go from the trainer to the server.
 
     keeper                                trainer                        server
-    Want(version)             ──►  its turn; rank 0 listens
-    /init_weights_update_group ◄── Plan(group, buckets)  ──────────────► joins rank 0
-    Next(i)                   ──►  bucket i is ready
-    /update_weights_from_...  ◄──  Going(i), and broadcasts ───────────► receives, loads
+    VersionRequest            ──►  its turn; rank 0 listens
+    /init_weights_update_group ◄── BroadcastPlan(group)  ───────────────► joins rank 0
+    BucketRequest(i)          ──►  bucket i is ready
+    /update_weights_from_...  ◄──  BucketReady(i), broadcasts ──────────► receives, loads
       (until then bucket i + 1 is read, flattened and hashed)
-    Next(behind the last)     ──►
+    BucketRequest(after last) ──►
     the version is loaded     ◄──  Sent(manifest)
 
 One connection carries this, and owns the group: while it is open the group is whole, and is used for the next
@@ -39,11 +39,11 @@ from asyncrl.errors import DeadlineError, ProtocolError, one_line
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.collective_messages import (
     BroadcastPlan,
-    Going,
-    Next,
+    BucketReady,
+    BucketRequest,
     Refused,
     Sent,
-    Want,
+    VersionRequest,
     receive_question,
     seconds_left,
     send_answer,
@@ -124,10 +124,10 @@ class EngineConnection:
         """Until the engine leaves, or a push fails."""
         try:
             while True:
-                want = receive_question(self._socket, Want, None)
-                self._engine = want.engine
-                deadline = time.monotonic() + min(want.seconds, self._sender.seconds)
-                self._take_turn(want, deadline)
+                request = receive_question(self._socket, VersionRequest, None)
+                self._engine = request.engine
+                deadline = time.monotonic() + min(request.seconds, self._sender.seconds)
+                self._take_turn(request, deadline)
         except EOFError:
             log.debug("%s needs no more weights from here", self._engine)
         except Exception as error:  # an error of the keeper or the network: other pushes go on
@@ -144,30 +144,30 @@ class EngineConnection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _take_turn(self, want: Want, deadline: float) -> None:
+    def _take_turn(self, request: VersionRequest, deadline: float) -> None:
         if not self._sender.turn.acquire(timeout=seconds_left(deadline)):
             raise DeadlineError("other engines were served until the deadline")
         try:
             snapshot = self._sender.latest
-            if snapshot is not None and snapshot.version == want.version:
-                self._push(snapshot, want, deadline)
+            if snapshot is not None and snapshot.version == request.version:
+                self._push(snapshot, request, deadline)
                 return
         finally:
             self._sender.turn.release()
         latest = snapshot.version.label if snapshot else "nothing"
-        self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > want.version)
+        self._refuse(f"the sender has {latest}", snapshot is not None and snapshot.version > request.version)
 
-    def _push(self, snapshot: Snapshot, want: Want, deadline: float) -> None:
+    def _push(self, snapshot: Snapshot, request: VersionRequest, deadline: float) -> None:
         buckets = tuple(_aligned(snapshot.layout[part]) for part in self._parts(snapshot))
         entries: dict[str, TensorEntry] = {}
         with closing(self._flattened(snapshot, buckets, entries)) as flattened:
             ready = next(flattened)  # raises Superseded before the engine has done anything
-            group, port = self._join(1 + want.ranks, deadline)
+            group, port = self._join(1 + request.ranks, deadline)
             send_answer(self._socket, BroadcastPlan(group.name, port, group.backend, buckets), deadline)
             under_way: Future[None] | None = None
             for index in range(len(buckets)):
                 self._arrived(index, under_way, deadline)
-                send_answer(self._socket, Going(index), deadline)
+                send_answer(self._socket, BucketReady(index), deadline)
                 under_way = group.broadcast(ready)
                 ready = next(flattened, ready)  # meanwhile
         self._arrived(len(buckets), under_way, deadline)
@@ -208,7 +208,7 @@ class EngineConnection:
 
     def _arrived(self, count: int, last: Future[None] | None, deadline: float) -> None:
         """Wait until the engine has `count` buckets, of which the last one was sent by `last`."""
-        asked = receive_question(self._socket, Next, deadline).bucket
+        asked = receive_question(self._socket, BucketRequest, deadline).bucket
         if asked != count:
             raise ProtocolError(f"asked for bucket {asked} when {count} were sent")
         if last is not None:

@@ -24,7 +24,7 @@ ANSWER_BYTES = 1 << 26  # and one of the sender, which lists all tensors
 _LENGTH = struct.Struct("!I")
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class VersionRequest(msgspec.Struct, frozen=True, tag="version_request"):
     """Send this version to an engine of `ranks` ranks, which waits until `seconds` from now."""
 
     engine: str
@@ -33,8 +33,8 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     seconds: float
 
 
-class Next(msgspec.Struct, frozen=True, tag="next"):
-    """All buckets before this one have arrived."""
+class BucketRequest(msgspec.Struct, frozen=True, tag="bucket_request"):
+    """Send this bucket; all before it have arrived. The number of buckets asks for the manifest."""
 
     bucket: int
 
@@ -49,14 +49,14 @@ class BroadcastPlan(msgspec.Struct, frozen=True, tag="plan"):
     buckets: tuple[Layout, ...]
 
 
-class Going(msgspec.Struct, frozen=True, tag="going"):
-    """This bucket is ready, and its broadcast begins."""
+class BucketReady(msgspec.Struct, frozen=True, tag="bucket_ready"):
+    """The broadcast of this bucket begins now."""
 
     bucket: int
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
-    """The checksums are those of what was broadcast."""
+    """All buckets were sent. The manifest has the checksums of what was broadcast."""
 
     manifest: Manifest
 
@@ -68,8 +68,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     superseded: bool = False
 
 
-Question = Want | Next
-Answer = BroadcastPlan | Going | Sent | Refused
+Question = VersionRequest | BucketRequest
+Answer = BroadcastPlan | BucketReady | Sent | Refused
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

@@ -35,7 +35,7 @@ def events(tmp_path: Path) -> Iterator[Events]:
     mailbox.close()
 
 
-class Crew:
+class SupervisedRun:
     """A supervisor over real children, with a clock of the test's."""
 
     def __init__(self, tmp_path: Path, units: tuple[placement.Unit, ...], restarts: int = 2) -> None:
@@ -55,7 +55,7 @@ class Crew:
         """Look at the processes, and again after every back-off."""
         ending = self.supervisor.tick(self.now)
         if ending is None:
-            if any(crew.retry_at is not None for crew in self.supervisor.crews):
+            if any(unit.retry_at is not None for unit in self.supervisor.units):
                 self.wait_exits()
             self.now += LATER
             ending = self.supervisor.tick(self.now)
@@ -86,56 +86,56 @@ def pid(event: list[str]) -> int:
 
 
 def test_a_killed_worker_comes_back_as_a_new_peer(tmp_path: Path, events: Events) -> None:
-    crew = Crew(tmp_path, only("rollout"))
+    run = SupervisedRun(tmp_path, only("rollout"))
     _, _, incarnation, first = events.next()
-    crew.kill(int(first))
-    assert crew.tick() is None
+    run.kill(int(first))
+    assert run.tick() is None
     _, _, again, second = events.next()
     assert (again, second) != (incarnation, first) and again != incarnation
-    assert "was killed by SIGKILL" in crew.notes[0]
-    crew.end()
+    assert "was killed by SIGKILL" in run.notes[0]
+    run.end()
 
 
 def test_a_lost_rank_takes_all_ranks_to_a_new_rendezvous(tmp_path: Path, events: Events) -> None:
-    crew = Crew(tmp_path, only("trainer", ranks="2"))
+    run = SupervisedRun(tmp_path, only("trainer", ranks="2"))
     before = [events.next(), events.next()]
-    crew.kill(pid(before[1]))
-    assert crew.tick() is None
+    run.kill(pid(before[1]))
+    assert run.tick() is None
     after = [events.next(), events.next()]
     incarnations = [{event[2] for event in start} for start in (before, after)]
     meetings = [{event[3] for event in start} for start in (before, after)]
     assert all(len(names) == 1 for names in incarnations + meetings)
     assert incarnations[0] != incarnations[1] and meetings[0] != meetings[1]
     assert meetings[0].pop().startswith("file://")
-    crew.end()
+    run.end()
 
 
 def test_a_spent_budget_ends_the_run_with_the_end_of_the_log(tmp_path: Path, events: Events) -> None:
-    crew = Crew(tmp_path, only("rollout", rollout="crashing_worker"), restarts=1)
-    crew.wait_exits()
-    assert crew.tick() is None
-    crew.wait_exits()
-    ending = crew.tick()
+    run = SupervisedRun(tmp_path, only("rollout", rollout="crashing_worker"), restarts=1)
+    run.wait_exits()
+    assert run.tick() is None
+    run.wait_exits()
+    ending = run.tick()
     assert ending is not None and ending.code == 1
     assert "rollout-0 ended with exit code 70; its 1 restarts" in ending.error
-    assert "the worker's own reason" in ending.error and str(crew.run_dir / "logs") in ending.error
-    crew.end()
+    assert "the worker's own reason" in ending.error and str(run.run_dir / "logs") in ending.error
+    run.end()
 
 
 def test_bad_input_found_late_is_not_tried_again(tmp_path: Path, events: Events) -> None:
-    crew = Crew(tmp_path, only("rollout", rollout="refusing_worker"))
-    crew.wait_exits()
-    ending = crew.tick()
+    run = SupervisedRun(tmp_path, only("rollout", rollout="refusing_worker"))
+    run.wait_exits()
+    ending = run.tick()
     assert ending is not None and ending.code == 2 and "found late; correct it" in ending.error
-    crew.end()
+    run.end()
 
 
 def test_the_coordinators_verdict_is_the_end(tmp_path: Path, events: Events) -> None:
-    crew = Crew(tmp_path, only("coordinator", coordinator="failing_coordinator"))
-    crew.wait_exits()
-    ending = crew.tick()
-    assert ending is not None and ending.code == 1 and not crew.notes
-    crew.end()
+    run = SupervisedRun(tmp_path, only("coordinator", coordinator="failing_coordinator"))
+    run.wait_exits()
+    ending = run.tick()
+    assert ending is not None and ending.code == 1 and not run.notes
+    run.end()
 
 
 def launcher(tmp_path: Path, *pairs: str) -> subprocess.Popen[bytes]:

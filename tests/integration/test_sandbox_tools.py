@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
-from asyncrl.isolation.sandbox.backends import Abilities, abilities, check_isolation
+from asyncrl.isolation.sandbox.backends import Isolation, check_isolation, detect_isolation
 from asyncrl.isolation.sandbox.base import RunEnding, RunResult, SandboxLimits
 from asyncrl.rewards import RewardError
 from asyncrl.rewards.code import Code, cases_of, last_block, read_truth, same_text, same_value
@@ -154,8 +154,8 @@ def test_schemas() -> None:
 def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="require has 'wings'; it takes words of: network files"):
         load_tools(["python"], {"python": {"require": "network wings"}})
-    poor = Abilities(frozenset({"files"}), "[Errno 1] Operation not permitted")
-    monkeypatch.setattr("asyncrl.isolation.sandbox.backends.abilities", lambda: poor)
+    poor = Isolation(frozenset({"files"}), "[Errno 1] Operation not permitted")
+    monkeypatch.setattr("asyncrl.isolation.sandbox.backends.detect_isolation", lambda: poor)
     with pytest.raises(
         ConfigError, match=r"tool 'python': this machine does not let .* network.*require less"
     ):
@@ -164,7 +164,7 @@ def test_requirements_are_checked_when_tools_are_loaded(monkeypatch: pytest.Monk
 
 
 def test_abilities_are_looked_up_once() -> None:
-    assert abilities() is abilities()
+    assert detect_isolation() is detect_isolation()
 
 
 # The reward

@@ -15,7 +15,16 @@ from urllib.parse import urlsplit
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.errors import AsyncrlError, EngineError, ProtocolError, one_line
 from asyncrl.weights.buffers import Superseded
-from asyncrl.weights.collective_messages import BroadcastPlan, Going, Next, Question, Refused, Sent, Want, ask
+from asyncrl.weights.collective_messages import (
+    BroadcastPlan,
+    BucketReady,
+    BucketRequest,
+    Question,
+    Refused,
+    Sent,
+    VersionRequest,
+    ask,
+)
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 
 T = TypeVar("T")
@@ -60,7 +69,7 @@ class Push:
         some old and some new weights: WeightsError, or another AsyncrlError when it did not answer."""
         last = len(self.plan.buckets) - 1
         for index, specs in enumerate(self.plan.buckets):
-            await self.connection.ask(Next(index), Going)
+            await self.connection.ask(BucketRequest(index), BucketReady)
             await self.server.update_from_group(
                 [spec.name for spec in specs],
                 [spec.dtype for spec in specs],
@@ -69,7 +78,7 @@ class Push:
                 label=self.label if index == last else None,
                 seconds=self.deadline - asyncio.get_running_loop().time(),
             )
-        sent = await self.connection.ask(Next(last + 1), Sent)
+        sent = await self.connection.ask(BucketRequest(last + 1), Sent)
         self.done = True
         return sent.manifest
 
@@ -115,8 +124,8 @@ class Receiver:
     async def _prepare(self, ref: WeightsRef, deadline: float) -> Push:
         connection = await self._connect(ref.path)
         seconds = deadline - asyncio.get_running_loop().time()
-        want = Want(self._engine, ref.version, self._ranks, seconds)
-        plan = await connection.ask(want, BroadcastPlan)
+        request = VersionRequest(self._engine, ref.version, self._ranks, seconds)
+        plan = await connection.ask(request, BroadcastPlan)
         if plan.port:
             await self._join(connection, plan, deadline - asyncio.get_running_loop().time())
         elif plan.group != connection.group:

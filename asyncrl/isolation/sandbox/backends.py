@@ -23,7 +23,7 @@ def new_sandbox(limits: SandboxLimits, require: Iterable[str]) -> Sandbox:
 
 
 @dataclass(frozen=True)
-class Abilities:
+class Isolation:
     """`holds`: words of ISOLATION. `notes`: why the kernel refused the others."""
 
     holds: frozenset[str]
@@ -35,7 +35,7 @@ class Abilities:
 
 
 @functools.cache
-def abilities() -> Abilities:
+def detect_isolation() -> Isolation:
     """Blocks for the start of one sandbox (some 40 ms) the first time. SandboxError when none starts."""
     with ThreadPoolExecutor(1) as pool:  # the caller may be inside an event loop
         found = pool.submit(asyncio.run, _look()).result(SECONDS)
@@ -51,17 +51,17 @@ def check_isolation(require: str, where: str) -> frozenset[str]:
     if unknown := sorted(required - set(ISOLATION)):
         raise ConfigError(f"{where}: require has {unknown[0]!r}; it takes words of: {' '.join(ISOLATION)}")
     try:
-        missing = sorted(required & set(abilities().missing))
+        missing = sorted(required & set(detect_isolation().missing))
     except SandboxError as error:
         raise ConfigError(f"{where}: {error}") from error
     if missing:
         raise ConfigError(
             f"{where}: this machine does not let the sandbox isolate {', '.join(missing)} "
-            f"({abilities().notes}); allow namespaces (docs/sandbox.md), or require less"
+            f"({detect_isolation().notes}); allow namespaces (docs/sandbox.md), or require less"
         )
     return required
 
 
-async def _look() -> Abilities:
+async def _look() -> Isolation:
     async with Jail(require=()) as jail:
-        return Abilities(jail.holds, jail.notes)
+        return Isolation(jail.holds, jail.notes)

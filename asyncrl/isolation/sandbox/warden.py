@@ -31,7 +31,7 @@ MAX_FILES = 256  # descriptors that this process may have open
 SHELLS = ("/bin/bash", "/bin/sh")
 
 
-class HeadAndTail:
+class BoundedOutput:
     """Both ends of an output, half of `limit` bytes each."""
 
     def __init__(self, limit: int) -> None:
@@ -68,7 +68,7 @@ class WatchedProcess:
         for fd in {self._ended, self._output, self.control} - {-1}:
             os.close(fd)
 
-    def watch(self, kept: HeadAndTail, seconds: float) -> bool:
+    def watch(self, kept: BoundedOutput, seconds: float) -> bool:
         """Collect output until the process or its cell has ended (True) or the time is over (False). EOFError
         when the owner goes."""
         until = time.monotonic() + seconds
@@ -86,7 +86,7 @@ class WatchedProcess:
                     poll.unregister(fd)  # all who could write have closed it
         return False
 
-    def drain(self, kept: HeadAndTail) -> None:
+    def drain(self, kept: BoundedOutput) -> None:
         """Read what is still in the pipe; its other writers have been stopped, or are few."""
         for _ in range(PIPE // 4096):
             if not self._collect(kept):
@@ -108,7 +108,7 @@ class WatchedProcess:
             return None
         return raised if found == number else None
 
-    def _collect(self, kept: HeadAndTail) -> bool:
+    def _collect(self, kept: BoundedOutput) -> bool:
         try:
             data = os.read(self._output, PIPE)
         except BlockingIOError:
@@ -146,7 +146,7 @@ class Warden:
     def _cell(self, request: RunRequest) -> RunReply:
         process = self._interpreter = self._interpreter or self._fork_interpreter()
         self._cells += 1
-        kept = HeadAndTail(self._limits.output)
+        kept = BoundedOutput(self._limits.output)
         if not process.send_cell(self._cells, request.source):
             return self._lose(process, kept, wire.DIED)
         in_time = process.watch(kept, request.seconds)
@@ -162,7 +162,7 @@ class Warden:
         ending = wire.LATE if not in_time else wire.FAILED if raised else wire.DONE
         return RunReply(ending, 0, False, *kept.join())
 
-    def _lose(self, process: WatchedProcess, kept: HeadAndTail, ending: bytes) -> RunReply:
+    def _lose(self, process: WatchedProcess, kept: BoundedOutput, ending: bytes) -> RunReply:
         """The interpreter ended or broke the protocol: end everything; the next request starts a new one."""
         self._kill_all()
         process.drain(kept)
@@ -178,7 +178,7 @@ class Warden:
         body = _run_shell if shell else interpreter.run_program
         cpu = 0 if shell else int(request.seconds) + 2  # what a shell starts may live on, and be idle
         process = self._fork(lambda: body(request.source), _file(request.stdin), cpu=cpu)
-        kept = HeadAndTail(self._limits.output)
+        kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
         if in_time and shell:
             self._signal_all(signal.SIGSTOP)

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.isolation.sandbox import wire
-from asyncrl.isolation.sandbox.warden import HeadAndTail
+from asyncrl.isolation.sandbox.warden import BoundedOutput
 
 PARTS = st.lists(st.binary(max_size=300), max_size=20)
 
 
 @given(PARTS, st.integers(2, 400))
 def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: int) -> None:
-    kept, all_of_it = HeadAndTail(limit), b"".join(parts)
+    kept, all_of_it = BoundedOutput(limit), b"".join(parts)
     for part in parts:
         kept.add(part)
     omitted, shown = kept.join()
@@ -30,7 +30,7 @@ def test_head_and_tail_are_kept_and_the_rest_counted(parts: list[bytes], limit: 
 
 
 def test_an_endless_output_is_not_held() -> None:
-    kept = HeadAndTail(1000)
+    kept = BoundedOutput(1000)
     for _ in range(500):
         kept.add(bytes(65_536))
     assert len(kept._tail) < 200_000

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rewards.models import picked
+from asyncrl.rewards.models import normalised_output
 from asyncrl.rollout.scoring import RewardError, Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import scripted
@@ -37,12 +37,12 @@ GIVEN = RewardInput(
     ],
 )
 def test_picked(values: list[float], label: int, normalise: Any, expected: float) -> None:
-    assert picked(values, label, normalise) == expected
+    assert normalised_output(values, label, normalise) == expected
 
 
 def test_a_label_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="label 2 of a model that gives 2 numbers"):
-        picked([0.0, 1.0], 2, "none")
+        normalised_output([0.0, 1.0], 2, "none")
 
 
 @pytest.fixture(scope="module")

@@ -36,10 +36,10 @@ class Clock:
 
 
 def test_a_lease_grows_quiet_expires_and_ends() -> None:
-    lease = Contact(10.0, give_up=30.0, now=0.0)
-    assert lease.tick(1.0) is ContactState.QUIET  # not welcomed yet
-    lease.welcomed = True
-    lease.heard(1.0)
+    contact = Contact(10.0, give_up=30.0, now=0.0)
+    assert contact.tick(1.0) is ContactState.QUIET  # not welcomed yet
+    contact.welcomed = True
+    contact.message_arrived(1.0)
     expected = {
         6: ContactState.FINE,
         7: ContactState.QUIET,
@@ -47,17 +47,17 @@ def test_a_lease_grows_quiet_expires_and_ends() -> None:
         12: ContactState.EXPIRED,
         32: ContactState.GONE,
     }
-    seen = {now: lease.tick(float(now)) for now in range(2, 33)}
+    seen = {now: contact.tick(float(now)) for now in range(2, 33)}
     assert {now: seen[now] for now in expected} == expected
-    lease.heard(32.5)
-    assert lease.tick(33.0) is ContactState.FINE
+    contact.message_arrived(32.5)
+    assert contact.tick(33.0) is ContactState.FINE
 
 
 def test_time_spent_stopped_is_not_held_against_the_coordinator() -> None:
-    lease = Contact(10.0, give_up=30.0, now=0.0)
-    lease.welcomed = True
-    assert lease.tick(100.0) is ContactState.FINE  # nobody read the mail for 100 s
-    assert lease.tick(101.0) is ContactState.FINE
+    contact = Contact(10.0, give_up=30.0, now=0.0)
+    contact.welcomed = True
+    assert contact.tick(100.0) is ContactState.FINE  # nobody read the mail for 100 s
+    assert contact.tick(101.0) is ContactState.FINE
 
 
 # -- waits and meter ---------------------------------------------------------------------------------

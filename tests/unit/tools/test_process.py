@@ -126,7 +126,7 @@ def program_of(wrapper: int) -> int:
 
 
 def starts_of(box: Toolbox) -> list[asyncio.Task[Any]]:
-    processes = box.gates["work"].processes
+    processes = box.call_limits["work"].processes
     assert processes is not None
     return list(processes.pool.starts)
 

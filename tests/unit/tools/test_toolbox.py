@@ -141,7 +141,7 @@ def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.Monk
 
 
 def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.gates.MOST_STRAYS", 2)
+    monkeypatch.setattr("asyncrl.tools.call_limits.MOST_STRAYS", 2)
     release = threading.Event()
     ended = threading.Semaphore(0)
 
@@ -156,7 +156,7 @@ def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pyt
         errors = [(await one_call(box, sample(), call("stuck")))[0].error for _ in range(3)]
         release.set()
         assert all(ended.acquire(timeout=10) for _ in range(2))
-        while box.gates["stuck"].live:  # noqa: ASYNC110
+        while box.call_limits["stuck"].live:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return [*errors, (await one_call(box, sample(), call("stuck")))[0].error]
 

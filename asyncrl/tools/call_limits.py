@@ -14,7 +14,7 @@ from asyncrl.tools.process import ToolPool
 MOST_STRAYS = 100  # calls of one tool that still run after their deadlines; with more it is not called
 
 
-class Gate:
+class CallLimits:
     """`live`: calls that have begun and not really ended. They may outlive the wait for them: threads cannot
     be stopped, and coroutines may ignore cancellation."""
 
