@@ -1,9 +1,17 @@
 """What changed between two versions of a tensor, in few bytes.
 
-A fine-tuning step changes a few percent of the bfloat16 numbers, in their last bits. A tensor is cut into
-blocks. In a block with few changes stand their positions, as gaps of one byte each (255: the gap is among the
-wide ones), and old XOR new of each; in a block with many, old XOR new of all. The bytes of these words are
-regrouped by significance, in which zeros gather, and compressed.
+A fine-tuning step changes a few percent of the bfloat16 numbers, mostly in their low bits. A tensor is cut
+into blocks of BLOCK numbers, and each block is stored in one of three ways:
+
+    same:   nothing changed, nothing is stored
+    sparse: the distance of each changed number to the one before it, and old XOR new of each changed number
+    dense:  old XOR new of all numbers, where so many changed that positions would cost more than zeros
+
+A distance takes one byte. WIDE (255) stands for a longer one, which follows after all distances in 4 bytes.
+Example: numbers 3, 10 and 1010 changed; stored are 3, 7, 255, then 1000, then three XOR words.
+
+XOR words are regrouped before compression: the first bytes of all words, then the second bytes, and so on.
+The high bytes are mostly zero, and a run of zeros compresses well.
 """
 
 from __future__ import annotations
@@ -17,14 +25,14 @@ import zstandard
 
 from asyncrl.weights.manifest import WeightsError
 
-BLOCK = 1 << 22  # numbers; what is in memory beside the tensors is a few times this
-DENSE = 0.25  # share of changed numbers from which their positions cost more than the zeros
-LEVEL = 1  # higher ones take longer and save nothing here
-WIDE = 255
+BLOCK = 1 << 22  # numbers; memory in use beside the tensors is a few times this
+DENSE = 0.25  # share of changed numbers above which a block is dense
+LEVEL = 1  # of zstandard; higher levels take longer and save nothing here
+WIDE = 255  # see above
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """`changed` numbers, `wide` gaps; `data` is empty when nothing changed."""
+    """`changed`: how many numbers changed. `wide`: how many distances take 4 bytes. `data`: compressed."""
 
     kind: Literal["same", "sparse", "dense"]
     changed: int = 0
@@ -36,14 +44,14 @@ _decoder = msgspec.msgpack.Decoder(list[Block])
 
 
 def encode(old: np.ndarray, new: np.ndarray, item: int) -> bytes:
-    """What turns the bytes `old` into `new`, numbers of `item` bytes."""
+    """The changes from `old` to `new`, two byte arrays of equal length that hold numbers of `item` bytes."""
     pairs = zip(_blocks(old, item), _blocks(new, item), strict=True)
     return msgspec.msgpack.encode([_encode(before, after) for before, after in pairs])
 
 
 def apply(target: np.ndarray, piece: bytes, item: int) -> None:
-    """Change the bytes `target` in place. Raises WeightsError for a damaged piece; only the
-    checksum shows that the result is right."""
+    """Apply what `encode` returned to the bytes `target`, in place. WeightsError when the piece cannot be
+    read; a piece with wrong values is noticed only by the checksum of the whole version."""
     try:
         found = _decoder.decode(piece)
         for words, block in zip(_blocks(target, item), found, strict=True):

@@ -1,4 +1,4 @@
-"""The sandbox of this machine, and what it keeps from its code: found by starting one, once per process."""
+"""Creates sandboxes, and finds out by starting one, once per process, what they isolate on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_sandbox(limits: SandboxLimits, require: Iterable[str]) -> Sandbox:
 
 @dataclass(frozen=True)
 class Isolation:
-    """`holds`: words of ISOLATION. `notes`: why the kernel refused the others."""
+    """What a sandbox isolates. `holds`: words of ISOLATION. `notes`: why the kernel refused the others."""
 
     holds: frozenset[str]
     notes: str
@@ -46,7 +46,7 @@ def detect_isolation() -> Isolation:
 
 def check_isolation(require: str, where: str) -> frozenset[str]:
     """The words of `require`, an option of a tool or reward. ConfigError for an unknown word, and for what
-    this machine does not isolate."""
+    this machine cannot isolate."""
     required = frozenset(require.replace(",", " ").split())
     if unknown := sorted(required - set(ISOLATION)):
         raise ConfigError(f"{where}: require has {unknown[0]!r}; it takes words of: {' '.join(ISOLATION)}")

@@ -1,9 +1,10 @@
-"""Drop the rights of this process, step by step; steps that the kernel refuses are noted and skipped.
+"""Confine this process step by step. A step that the kernel refuses is noted and skipped.
 
     guard ── unshare(pid) ── fork ──► warden: unshare(net, ipc, uts, mount), a new root, another user,
     (waits, cleans up)                no capabilities, then warden.py: it forks what runs the code
 
-Root needs no user namespace, and gives each sandbox a user of its own; others need one.
+Root can create these namespaces directly and runs each sandbox as a user of its own. Any other user needs
+a user namespace around them.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ MEMORY_FILES = (0x01021994, 0x858458F6)  # tmpfs, ramfs
 
 OWN_USERS = 0x70000000
 """Root's sandboxes run as a user of this number plus the guard's process id, which no other process has."""
-OWN_PROCESSES = 3  # the guard, the warden, the interpreter: beside those of the code
+OWN_PROCESSES = 3  # the guard, the warden and the interpreter are allowed on top of the code's limit
 HOME = "/sandbox"
-NEW_ROOT = "/proc"  # the new root is put together here: on every machine, and above nothing that is shown
+NEW_ROOT = "/proc"  # the new root is built here: /proc exists everywhere, and no path below it is shown
 DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
-"""By their names inside. `full` reads as `zero` does, but cannot be mapped: such memory is not counted."""
+"""Name inside: device outside. /dev/zero is /dev/full, which reads as zeros too but cannot be mapped: mapped
+memory of /dev/zero is not counted against any limit."""
 
 
 class ConfinementPlan(NamedTuple):
-    """`shown`: paths that may be read. `fallback`: the directory to make where there is no new root.
-    `number`: the guard's process id, as the machine counts."""
+    """`shown`: paths that the code may read. `fallback`: the directory to create as its home where there
+    can be no new root. `number`: the guard's process id outside all namespaces."""
 
     limits: SandboxLimits
     shown: Sequence[str]
@@ -47,10 +49,10 @@ class ConfinementPlan(NamedTuple):
 
 
 class Confinement(NamedTuple):
-    """Where code runs. `home`: its directory. `holds`: what is kept from it (wire.ISOLATION). `alone`: a
-    signal to all processes reaches its own only. `processes`: the limit to set, others of its user counted
-    in. `files`: a ruleset of landlock.py that its processes take on; -1: they need none, or there is none.
-    `filtered`: seccomp works here. `notes`: what the kernel refused."""
+    """What `confine` achieved. `home`: the code's directory. `holds`: the isolation in force (words of
+    wire.ISOLATION). `alone`: kill(-1) reaches only the sandbox's own processes. `processes`: the value for
+    RLIMIT_NPROC, which counts all processes of a user. `files`: descriptor of a Landlock ruleset for the
+    code's processes, or -1 for none. `filtered`: seccomp works here. `notes`: what the kernel refused."""
 
     home: str
     holds: frozenset[str]
@@ -62,7 +64,7 @@ class Confinement(NamedTuple):
 
 
 def new_process_namespace(notes: list[str]) -> set[str]:
-    """The next child gets one (`pid`), where needed with a `user` namespace around it."""
+    """Prepare a process namespace for the next child. Returns those created: `pid`, and `user` if needed."""
     uid, gid = os.geteuid(), os.getegid()
     if attempt(lambda: unshare(NEWPID), notes):
         return {"pid"}
@@ -76,7 +78,7 @@ def new_process_namespace(notes: list[str]) -> set[str]:
 
 
 def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confinement:
-    """In that child: all other steps."""
+    """All other steps; to be called in the child. `spaces`: what `new_process_namespace` returned."""
     holds = {"orphans"} if "pid" in spaces else set()
     attempt(lambda: unshare(NEWIPC | NEWUTS), notes)
     if attempt(lambda: unshare(NEWNET), notes):
@@ -100,7 +102,7 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
     if "network" not in holds and attempt(lambda: seccomp.refuse(seccomp.SOCKETS.values()), notes):
         holds.add("network")
     if own:
-        holds.add("orphans")  # the guard is another user, whom they cannot kill
+        holds.add("orphans")  # the guard runs as another user: the code cannot kill it
     if os.getuid() != 0:
         holds.add("processes")
     counted_apart = own or ("user" in spaces and _kernel() >= (5, 14))
@@ -110,7 +112,7 @@ def confine(plan: ConfinementPlan, spaces: set[str], notes: list[str]) -> Confin
 
 
 def new_root(plan: ConfinementPlan, uid: int) -> None:
-    """A file tree of `shown`, read-only, with a private directory that vanishes with its last process."""
+    """Change to a new read-only root with `shown`, and with HOME, a tmpfs that ends with the last process."""
     unshare(NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -163,7 +165,8 @@ def _show(path: str) -> None:
 
 
 def drop_rights() -> None:
-    """No capabilities, now or by exec; unreadable by its children; ends with its parent, inherits orphans."""
+    """Drop all capabilities, and do not regain them by exec. Children cannot read this process's memory;
+    it ends with its parent and adopts orphans."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
     prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -173,7 +176,7 @@ def drop_rights() -> None:
 
 
 def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes: list[str]) -> int:
-    """A ruleset in place of a new root. It also keeps signals inside, where the kernel is new enough."""
+    """A Landlock ruleset, used when there is no new root. On new kernels it also blocks signals to others."""
     devices = [f"/dev/{name}" for name in DEVICES.values()]
     try:
         fd = landlock.ruleset(plan.shown, [home, *devices])
@@ -183,7 +186,7 @@ def _files_by_landlock(plan: ConfinementPlan, home: str, holds: set[str], notes:
     if landlock.landlock_version() >= landlock.FILES_SINCE:
         holds.add("files")
     if landlock.landlock_version() >= landlock.SCOPES_SINCE:
-        holds.add("orphans")  # they cannot kill those who end them
+        holds.add("orphans")  # the code cannot kill the warden, which kills all it leaves behind
     return fd
 
 
@@ -206,7 +209,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def attempt(step: Callable[[], object], notes: list[str]) -> bool:
-    """Whether it worked; a refusal is added to the notes."""
+    """Run `step`. False, with the error added to `notes`, when the kernel refused it."""
     try:
         step()
     except (OSError, KeyError) as error:
@@ -216,7 +219,7 @@ def attempt(step: Callable[[], object], notes: list[str]) -> bool:
 
 
 def _user(plan: ConfinementPlan, spaces: set[str]) -> int:
-    """Who is to run the code: for root another user, where there are that many, else the present one."""
+    """The user to run the code: for root one of its own where that id is mapped, else the present one."""
     if os.geteuid() != 0 or "user" in spaces:
         return os.getuid()
     with open("/proc/self/uid_map") as file:
@@ -232,7 +235,7 @@ def _become(uid: int) -> None:
 
 
 def _library_is_public() -> bool:
-    """Whether any user may read this Python's library: root's sandbox would lose it by a change of user."""
+    """Whether every user may read this Python's library. If not, root's sandbox cannot change its user."""
     path, parts = "", os.path.dirname(os.__file__).split("/")
     for part in parts[1:]:
         path += f"/{part}"
@@ -246,7 +249,7 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _tasks(uid: int) -> int:
-    """Processes and threads of a user, which the kernel counts against the limit."""
+    """How many processes and threads a user has: the kernel counts them all against RLIMIT_NPROC."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -6,7 +6,7 @@ import os
 
 
 def remove(directory: str) -> None:
-    """With all that is in it, as far as that goes: what cannot be deleted stays."""
+    """Delete a directory with its contents. What cannot be deleted stays."""
     try:
         empty(directory)
         os.rmdir(directory)
@@ -15,9 +15,9 @@ def remove(directory: str) -> None:
 
 
 def empty(directory: str) -> None:
-    """Directories below are moved to the top and deleted there: neither paths nor the stack nor the number of
-    open files grow with the depth of the tree, and no step leads up, where others' files may lie. OSError
-    when it is in use."""
+    """Delete the contents of a directory. Directories inside are first moved to the top, so no path,
+    recursion or number of open files grows with the depth of the tree, and no step goes up (`..`) out of it.
+    OSError when something cannot be deleted."""
     os.chmod(directory, 0o700)
     top = os.open(directory, os.O_DIRECTORY)
     prefix, count, ahead = os.urandom(16).hex(), 0, [""]  # of names that the code cannot have used
@@ -39,7 +39,7 @@ def empty(directory: str) -> None:
 
 
 def _delete_files(here: int) -> list[str]:
-    """All but the directories, whose names are returned."""
+    """Delete the files of a directory; returns the names of its directories."""
     with os.scandir(here) as entries:
         kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     for name, is_directory in kinds.items():

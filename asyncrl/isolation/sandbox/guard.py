@@ -1,4 +1,4 @@
-"""The child's main program (START): the guard forks the warden, waits for it, and leaves nothing behind."""
+"""The sandbox's main program (START): it forks the warden, waits for it, and cleans up after it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(limits: tuple[int, ...], shown: list[str], fallback: str, packages: str
 
 
 def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str], packages: str) -> None:
-    """The warden's life. It ends when the owner does, and the kernel then ends all of its namespace."""
+    """The warden's process. When it ends, the kernel kills every process of its process namespace."""
     try:
         confinement = confine.confine(plan, spaces, notes)
         os.environ.update(HOME=confinement.home, TMPDIR=confinement.home)
@@ -41,7 +41,7 @@ def run_warden(plan: confine.ConfinementPlan, spaces: set[str], notes: list[str]
 
 
 def wait(warden: int, plan: confine.ConfinementPlan) -> None:
-    """Until the warden has ended, by itself or because the owner wants it (SIGTERM) or is dead."""
+    """Wait until the warden has ended, which SIGTERM and the owner's death cause, too. Then clean up."""
     signal.signal(signal.SIGTERM, lambda *_: processes.kill(warden, signal.SIGKILL))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 
 from asyncrl.isolation.sandbox import wire
 
-ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, whose module is slow to import
+ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST; the module ast is slow to import
 SHOWN_FRAMES = 6
 CELL = struct.Struct("!II")  # number of the cell, bytes of its source, which follows
 DONE = struct.Struct("!I?")  # number of the cell, whether it raised
 SOURCES: dict[str, str] = {}
-"""What was run, by the name that tracebacks give it."""
+"""Sources of the cells, by the name that tracebacks give them."""
 
 
 def serve_cells(control: int) -> NoReturn:
@@ -63,8 +63,8 @@ def fresh_main() -> types.ModuleType:
 
 
 def open_streams(output: int) -> None:
-    """Standard streams as new, whatever the cell before did to them. Lines leave at once, so that those of
-    child processes come in their order."""
+    """Replace the standard streams, whatever the last cell did to them. They are line-buffered, so that lines
+    of child processes appear in order."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdin, sys.stdout, sys.stderr = _stream(0, "r"), _stream(1, "w"), _stream(2, "w")
@@ -108,7 +108,7 @@ def _compiled(source: bytes, name: str, flags: int = 0) -> Any:
 
 
 def show(error: BaseException) -> None:
-    """The traceback, without the frames of this file, and with the lines of the cells."""
+    """Print the traceback without the frames of this file, with the source lines of the cells."""
     if isinstance(error, MemoryError):
         os.write(2, b"MemoryError\n")  # there may be no memory for a traceback
         return

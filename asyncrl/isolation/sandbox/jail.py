@@ -1,4 +1,4 @@
-"""The sandbox that needs only this Python and Linux, the owner's side: start it, ask it, end it.
+"""The owner's side of the sandbox that needs only Python and Linux: it starts, asks and ends it.
 
     owner ──socket──► guard.py ──fork──► warden.py ──fork──► interpreter.py, programs, shells
 
@@ -66,10 +66,10 @@ ENVIRONMENT = {
 
 
 class Jail:
-    """A `base.Sandbox` of namespaces, Landlock, seccomp and limits (confine.py).
+    """A `base.Sandbox` made of namespaces, Landlock, seccomp and resource limits (confine.py).
 
-    `require`: what must hold (ISOLATION); SandboxError from `start` where it does not. `show`: paths beside
-    this Python and the system's programs that may be read.
+    `require`: isolation that must be in force (words of ISOLATION), else `start` raises SandboxError. `show`:
+    paths that the code may read, beside this Python and the system's programs.
     """
 
     def __init__(

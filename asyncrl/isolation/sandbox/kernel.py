@@ -1,4 +1,4 @@
-"""Calls of libc that Python does not offer. The child imports this: nothing slow."""
+"""Calls of libc that Python does not offer. The sandbox imports this, so it must load fast."""
 
 from __future__ import annotations
 

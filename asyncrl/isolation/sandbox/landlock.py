@@ -1,6 +1,7 @@
-"""Where namespaces are forbidden, as in most containers: Landlock for files, and against signals to others.
+"""Landlock: limits which files may be opened and which processes may be signalled. Used where namespaces are
+forbidden, as in most containers.
 
-It needs no right but to give up gaining any. Linux 5.13, 6.2 against truncation, 6.12 for signals.
+Any process may use it after PR_SET_NO_NEW_PRIVS. Needs Linux 5.13; 6.2 to block truncation, 6.12 for signals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ VERSION_QUERY, PATH_BENEATH = 1, 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
 RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # first version: rights
-FILES_SINCE = 3  # before, files could be emptied
+FILES_SINCE = 3  # older versions cannot block truncation
 SCOPES_SINCE, SCOPES = 6, 3  # abstract sockets and signals stay inside
 
 
@@ -30,12 +31,12 @@ class _Beneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """0: this kernel has none, or forbids it."""
+    """0 when the kernel lacks Landlock or forbids it."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, 0, VERSION_QUERY)))
 
 
 def ruleset(read: Iterable[str], write: Iterable[str]) -> int:
-    """A descriptor for `restrict`: all beneath `read` may be read and run, beneath `write` anything goes."""
+    """A descriptor for `restrict`: what is below `read` may be read and run, below `write` all is allowed."""
     version = landlock_version()
     rights = max((number for since, number in RIGHTS.items() if since <= version), default=0)
     scoped = SCOPES if version >= SCOPES_SINCE else 0
@@ -48,7 +49,7 @@ def ruleset(read: Iterable[str], write: Iterable[str]) -> int:
 
 
 def restrict(fd: int) -> None:
-    """From now on, and for all children. Needs PR_SET_NO_NEW_PRIVS."""
+    """Apply a ruleset to this process and its children. Needs PR_SET_NO_NEW_PRIVS."""
     syscall("landlock_restrict_self", RESTRICT_SELF, fd, 0)
 
 

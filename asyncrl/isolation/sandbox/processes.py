@@ -1,4 +1,4 @@
-"""Signals to all that runs in a sandbox, with a process namespace and without."""
+"""Signals to all processes of a sandbox, with or without a process namespace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncrl.isolation.wrapper import descendants
 def end_all(alone: bool) -> dict[int, int]:
     """Kill every process below this one and wait until none is left: their exit statuses by process id.
 
-    `alone`: a signal to all reaches no others. Orphans must have become children of this process, as they do
-    of the first of a namespace and of a subreaper.
+    `alone`: kill(-1) reaches no processes but these. Orphans must be adopted by this process: it is the
+    first process of its namespace, or a subreaper.
     """
     ended: dict[int, int] = {}
     while True:

@@ -1,8 +1,8 @@
-"""System calls that a sandbox refuses its code: ways to memory that no limit counts, to another user's
-rights, and where there is no network namespace to sockets.
+"""A filter of system calls for the code in a sandbox. It blocks memory that no limit counts, ways to gain
+another user's rights and, when there is no network namespace, sockets.
 
-A seccomp filter needs no right but to give up gaining any (PR_SET_NO_NEW_PRIVS). Filters add up, and are
-inherited.
+A process may install a seccomp filter without any rights once it has set PR_SET_NO_NEW_PRIVS. Several filters
+add up, and children inherit them.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Iterable
 
 from asyncrl.isolation.sandbox.kernel import MACHINE, PR_SET_SECCOMP, prctl
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, audit's number
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables below, AUDIT_ARCH
 SOCKETS = {"socket": (41, 198)}
 MEMFD = {"memfd_create": (319, 279)}
 UNCOUNTED = {
     "memfd_secret": (447, 447),
-    "shmget": (29, 194),  # outlives its processes, as the next two
+    "shmget": (29, 194),  # these segments outlive their processes, as with the next two
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
-    "vmsplice": (278, 75),  # a pipe that holds pages after they were unmapped
+    "vmsplice": (278, 75),  # keeps pages alive in a pipe after they were unmapped
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    "io_uring_setup": (425, 425),  # memory of its own, and calls that no filter sees
+    "io_uring_setup": (425, 425),  # has memory of its own, and makes system calls that no filter sees
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
-    "unshare": (272, 97),  # a user namespace has all rights in its own, and mounts what it likes
+    "unshare": (272, 97),  # in a new user namespace the code could mount file systems
     "setns": (308, 268),
     "mount": (165, 40),
     "open_tree": (428, 428),
@@ -37,18 +37,18 @@ UNCOUNTED = {
 }
 CLONE, CLONE3, MMAP, SOCKETPAIR = (56, 220), (435, 435), (9, 222), (53, 199)
 NEW_SPACES = 0x7E020000  # CLONE_NEW*
-SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: what is left of a cut mapping keeps all its pages
-UNIX, STREAM, KIND = 1, 1, 0xF  # one of a pair of datagram sockets can send to any other
+SHARED_NAMELESS = 0x21  # MAP_SHARED | MAP_ANONYMOUS: unmapping a part does not free its pages
+UNIX, STREAM, KIND = 1, 1, 0xF  # AF_UNIX; datagram pairs could send to any socket
 
 MODE_FILTER = 2
 LOAD, EQUAL, AT_LEAST, ANY_OF, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-NUMBER, ARCHITECTURE = 0, 4  # where they lie
-FIRST, SECOND, FOURTH = 16, 24, 40  # the low halves of arguments
+NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
+FIRST, SECOND, FOURTH = 16, 24, 40  # offsets of the low halves of arguments
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # REFUSE | errno
 EACCES, ENOSYS = 13, 38
 X32 = 0x40000000
 
-BpfLine = tuple[int, int, int, int]  # code, lines to skip if true, if not, operand
+BpfLine = tuple[int, int, int, int]  # code, lines to skip if true, lines to skip if false, operand
 NO: BpfLine = (RETURN, 0, 0, REFUSE | EACCES)
 YES: BpfLine = (RETURN, 0, 0, ALLOW)
 
@@ -58,9 +58,9 @@ class _BpfProgram(ctypes.Structure):
 
 
 def refuse(calls: Iterable[tuple[int, int]]) -> None:
-    """From now on, and for all children, beside `calls` (values of the tables above): namespaces by clone,
-    shared memory without a name, pairs of sockets but streams, and calls by another machine's numbers.
-    OSError, or KeyError for a machine that is not known."""
+    """Install a filter for this process and its children. It blocks `calls` (values of the tables above), and
+    always: new namespaces by clone, shared anonymous memory, socket pairs other than streams, and system
+    calls by the numbers of another architecture. OSError; KeyError for an unknown architecture."""
     column, audit = MACHINES[MACHINE]
     lines: list[BpfLine] = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, audit), NO]
     lines += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), NO]

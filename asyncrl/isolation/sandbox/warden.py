@@ -1,10 +1,11 @@
-"""The first process inside a sandbox: it forks what runs the code, watches it, and answers the owner.
+"""The first process inside a sandbox. It starts the processes that run the code, and answers the owner.
 
     owner ◄── fd 0: requests, replies ──► warden ◄── cells, over a socket ──► interpreter, forked when needed
                                                  └─ fork ──► a program or a shell, for one request
 
-Nothing but the warden runs between two requests. It waits for: output, the end of what it watches, its owner
-(who sends nothing meanwhile, so that anything to read is the end), and the clock.
+Between two requests only the warden runs; all other processes are stopped. During a request it waits for
+output, the end of the process, the time limit and its owner. The owner sends nothing during a request, so
+a readable connection means that the owner has closed it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from asyncrl.isolation.sandbox.confine import Confinement
 from asyncrl.isolation.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 from asyncrl.isolation.sandbox.wire import RunReply, RunRequest, SandboxLimits
 
-LINK = 0
+LINK = 0  # the connection to the owner
 GRACE = 1.0  # seconds between the interrupt of a cell and its end
 PIPE = 65_536
 MAX_FILES = 256  # descriptors that this process may have open
@@ -32,7 +33,7 @@ SHELLS = ("/bin/bash", "/bin/sh")
 
 
 class BoundedOutput:
-    """Both ends of an output, half of `limit` bytes each."""
+    """The first and the last `limit` / 2 bytes of an output; the middle is left out."""
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
@@ -49,7 +50,7 @@ class BoundedOutput:
             del self._tail[: -self._half]
 
     def join(self) -> tuple[int, bytes]:
-        """How many bytes were left out, and the rest with a note of that in the middle."""
+        """How many bytes were left out, and the output with a note in their place."""
         tail = bytes(self._tail[-self._half :])
         omitted = self._seen - len(self._head) - len(tail)
         note = f"\n[{omitted} bytes left out]\n".encode() if omitted else b""
@@ -57,20 +58,20 @@ class BoundedOutput:
 
 
 class WatchedProcess:
-    """A child, its output and, for an interpreter, the socket that brings it cells (`control`, else -1)."""
+    """A child and its output pipe. `control`: the socket that brings an interpreter its cells, or -1."""
 
     def __init__(self, pid: int, output: int, control: int) -> None:
         self.pid, self.control = pid, control
         self._output = output
-        self._ended = os.pidfd_open(pid)  # readable when it has
+        self._ended = os.pidfd_open(pid)  # readable when it has ended
 
     def close(self) -> None:
         for fd in {self._ended, self._output, self.control} - {-1}:
             os.close(fd)
 
     def watch(self, kept: BoundedOutput, seconds: float) -> bool:
-        """Collect output until the process or its cell has ended (True) or the time is over (False). EOFError
-        when the owner goes."""
+        """Collect output. True when the process or its cell has ended, False after `seconds`. EOFError when
+        the owner has closed the connection."""
         until = time.monotonic() + seconds
         poll = select.poll()
         ends = {self._ended, self.control} - {-1}
@@ -83,17 +84,17 @@ class WatchedProcess:
                 if fd in ends:
                     return True
                 if not self._collect(kept):
-                    poll.unregister(fd)  # all who could write have closed it
+                    poll.unregister(fd)  # every writer has closed it
         return False
 
     def drain(self, kept: BoundedOutput) -> None:
-        """Read what is still in the pipe; its other writers have been stopped, or are few."""
+        """Read what is left in the pipe. Bounded: a process that still runs could write for ever."""
         for _ in range(PIPE // 4096):
             if not self._collect(kept):
                 return
 
     def send_cell(self, number: int, source: bytes) -> bool:
-        """Whether it was taken."""
+        """False when the interpreter has not taken it."""
         frame = interpreter.CELL.pack(number, len(source)) + source
         try:
             return os.write(self.control, frame) == len(frame)
@@ -101,7 +102,7 @@ class WatchedProcess:
             return False
 
     def cell_raised(self, number: int) -> bool | None:
-        """None when what the interpreter sent is not about this cell."""
+        """Whether the cell raised. None when the interpreter has ended or sent something else."""
         try:
             found, raised = interpreter.DONE.unpack(os.read(self.control, 64))
         except (OSError, struct.error):
@@ -122,11 +123,11 @@ class Warden:
         self._limits = limits
         self._confinement = confinement
         self._interpreter: WatchedProcess | None = None
-        self._cells = 0  # that were run
-        self._status: dict[int, int] = {}  # of processes that have ended during this request
+        self._cells = 0  # cells run so far
+        self._status: dict[int, int] = {}  # exit statuses of processes that ended during this request
 
     def serve(self) -> None:
-        """Answer requests until the owner goes, then end all."""
+        """Answer requests until the owner closes the connection, then end every process."""
         bits = sum(1 << bit for bit, name in enumerate(wire.ISOLATION) if name in self._confinement.holds)
         notes = self._confinement.notes.encode()[:2000]
         try:
@@ -163,20 +164,21 @@ class Warden:
         return RunReply(ending, 0, False, *kept.join())
 
     def _lose(self, process: WatchedProcess, kept: BoundedOutput, ending: bytes) -> RunReply:
-        """The interpreter ended or broke the protocol: end everything; the next request starts a new one."""
+        """The interpreter ended or broke the protocol: end every process. The next cell starts a new one."""
         self._kill_all()
         process.drain(kept)
         self._forget_interpreter()
         return RunReply(ending, self._status.pop(process.pid, 0), True, *kept.join())
 
     def _program(self, request: RunRequest) -> RunReply:
-        """Run one process to its end. Only what a shell started may go on, and only if it ended in time."""
+        """Run a program or a shell command to its end. What a shell started in the background may live on, if
+        the command itself ended in time."""
         shell, lost = request.kind == b"s", False
-        if not shell:  # nothing of earlier calls is left, nor of their files
+        if not shell:  # a program finds no processes and no files of earlier requests
             lost = self._kill_all_and_forget()
             emptying.empty(self._confinement.home)
         body = _run_shell if shell else interpreter.run_program
-        cpu = 0 if shell else int(request.seconds) + 2  # what a shell starts may live on, and be idle
+        cpu = 0 if shell else int(request.seconds) + 2  # a shell's background processes may live longer
         process = self._fork(lambda: body(request.source), _file(request.stdin), cpu=cpu)
         kept = BoundedOutput(self._limits.output)
         in_time = process.watch(kept, request.seconds)
@@ -202,7 +204,7 @@ class Warden:
     def _fork(
         self, body: Callable[[], object], stdin: int, control: int = -1, theirs: int = -1, cpu: int = 0
     ) -> WatchedProcess:
-        """Start a process. `control` and `theirs`: our end of its socket, and its own."""
+        """Start a process that runs `body`. `control`, `theirs`: its socket, the warden's end first."""
         output_read, output_write = os.pipe()
         os.set_blocking(output_read, False)
         pid = os.fork()
@@ -213,7 +215,7 @@ class Warden:
         return WatchedProcess(pid, output_read, control)
 
     def _become(self, body: Callable[[], object], stdin: int, output: int, keep: int, cpu: int) -> None:
-        """In the child: only its own descriptors, its limits, then the code."""
+        """In the child: close other descriptors, set the limits, run `body`, and exit."""
         status = 1
         try:
             os.setsid()
@@ -233,22 +235,22 @@ class Warden:
             os._exit(status)
 
     def _signal_all(self, number: int) -> None:
-        """Every process but this one."""
+        """Signal every process of the sandbox but this one."""
         processes.signal_all(number, self._confinement.alone)
 
     def _kill_all(self) -> None:
-        """Every process but this one."""
+        """Kill every process of the sandbox but this one."""
         self._status |= processes.end_all(self._confinement.alone)
 
     def _kill_all_and_forget(self) -> bool:
-        """Whether there was an interpreter."""
+        """True when there was an interpreter."""
         there = self._interpreter is not None
         self._kill_all()
         self._forget_interpreter()
         return there
 
     def _interpreter_ended(self) -> bool:
-        """Take the status of all that has ended. Whether the interpreter is among it."""
+        """Collect exit statuses. True when the interpreter is among the processes that ended."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._status[ended[0]] = os.waitstatus_to_exitcode(ended[1])
@@ -266,7 +268,7 @@ class Warden:
 
 
 def set_limits(limits: SandboxLimits, count: int, cpu: int) -> None:
-    """`cpu`: seconds; 0: the clock that bounds each call is enough, as nothing runs between two."""
+    """Limit the code. `count`: RLIMIT_NPROC. `cpu`: seconds of processor time, 0 for no limit."""
     if cpu:
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
     for kind, value in (
@@ -285,7 +287,7 @@ def _run_shell(command: bytes) -> None:
 
 
 def _file(data: bytes) -> int:
-    """A descriptor that reads `data`, then ends. It is memory, and does not grow any more."""
+    """A descriptor from which `data` can be read: a memory file, sealed so that it cannot grow."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     wire.write_all(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
