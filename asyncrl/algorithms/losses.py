@@ -122,12 +122,12 @@ class Loss:
         return replace(self, of=of, prepare=self.prepare and _with_known(self.prepare, of.keywords))
 
 
-FORMER = {  # names of what other options of a loss, or another loss, are
+RENAMED = {  # names of what other options of a loss, or another loss, are
     "gpg": "reinforce",
     "aipo": "{cispo_scalerl: {cap: 2}}",
     "decoupled_ppo": "{ppo: {clip_high: 0.28, dual_clip: 0}}",
 }
-losses: Registry[Loss] = Registry("loss", Loss, FORMER)
+losses: Registry[Loss] = Registry("loss", Loss, RENAMED)
 
 
 def loss(

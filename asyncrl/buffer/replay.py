@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
-from asyncrl.buffer.zero_variance import EQUAL, Reads, alike
+from asyncrl.buffer.zero_variance import EQUAL, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
@@ -45,7 +45,7 @@ class ReplayBuffer:
         retries: int,
         group_bytes: int,
         greedy: bool = False,
-        reads: Reads = Reads(),
+        reads: ComparedParts = ComparedParts(),
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
@@ -248,7 +248,7 @@ class ReplayBuffer:
 
     def _zero_variance(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
         results = [episode.result for episode in landed]
-        return alike(results, greedy.result.reward if greedy else None, self.reads)
+        return all_equal(results, greedy.result.reward if greedy else None, self.reads)
 
     def _ended(self, group: GroupRecord) -> bool:
         """No member will land any more."""

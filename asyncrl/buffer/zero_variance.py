@@ -12,7 +12,7 @@ from asyncrl.types import EpisodeResult
 EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
 
 
-class Reads(msgspec.Struct, frozen=True):
+class ComparedParts(msgspec.Struct, frozen=True):
     """What the advantage reads of a member beside its reward: `turns`, the reward of each turn; `components`,
     its named parts."""
 
@@ -20,7 +20,7 @@ class Reads(msgspec.Struct, frozen=True):
     components: bool = False
 
 
-def alike(results: Sequence[EpisodeResult], greedy: float | None, reads: Reads) -> bool:
+def all_equal(results: Sequence[EpisodeResult], greedy: float | None, reads: ComparedParts) -> bool:
     """True when the results differ in nothing that is read, nor from the `greedy` reward where there is one.
 
     Turn by turn, members are compared on the turns that they have before their last. With equal sums that
@@ -36,7 +36,7 @@ def alike(results: Sequence[EpisodeResult], greedy: float | None, reads: Reads) 
     return all(max(column) - min(column) <= EQUAL for column in columns.values())
 
 
-def _values(result: EpisodeResult, reads: Reads) -> Iterator[tuple[tuple[str, object], float]]:
+def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple[str, object], float]]:
     yield ("reward", None), result.reward
     if reads.turns:
         for k, reward in enumerate(result.turn_rewards[:-1]):

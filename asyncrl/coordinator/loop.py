@@ -38,9 +38,9 @@ from asyncrl.wire.messages.shared import Loaded, Stop, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
-    Confirm,
+    PlanReceived,
+    PlanRequest,
     Published,
-    Take,
     TrainerBeat,
     TrainerHello,
 )
@@ -175,10 +175,10 @@ class Coordinator:
         match message:
             case Generated() | Replied() | Finished() | Failed():
                 self.workers.record(peer, message, frames, now)
-            case Take():
-                self.trainer.take(peer, message)
-            case Confirm():
-                self.trainer.confirm(peer, message)
+            case PlanRequest():
+                self.trainer.plan_requested(peer, message)
+            case PlanReceived():
+                self.trainer.plan_received(peer, message)
 
     # -- time ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import OVER, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.zero_variance import Reads
+from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.parquet import load_samples
@@ -127,5 +127,5 @@ def _new_buffer(config: RunConfig, samples: int) -> ReplayBuffer:
         retries=config.rollout.retries,
         group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,
         greedy=credit.greedy,
-        reads=Reads(turns=credit.turns, components=credit.components),
+        reads=ComparedParts(turns=credit.turns, components=credit.components),
     )

@@ -1,6 +1,6 @@
 """The coordinator's side of the trainer ranks.
 
-consumes: hellos, commits, versions, checkpoints (control); takes, confirmations (bulk)
+consumes: hellos, commits, versions, checkpoints (control); requests for plans, confirmations (bulk)
 waits for: a micro-batch's worth of ready trajectories; all ranks of one start
 unblocks: the ranks (plans, go, committed), through the clock the workers
 """
@@ -18,11 +18,11 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    Confirm,
-    Go,
     PlannedTrajectory,
+    PlanReceived,
+    PlanRequest,
     Published,
-    Take,
+    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -36,20 +36,20 @@ class Ranks:
     incarnation: str = ""
     size: int = 0
     control: dict[int, bytes] = field(default_factory=dict)
-    takes: dict[int, tuple[bytes, Take]] = field(default_factory=dict)
+    requests: dict[int, tuple[bytes, PlanRequest]] = field(default_factory=dict)
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
     confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
 
 
 class TrainerHandler:
-    """Answers takes with plans and records commits. `on_commit` is called with each new commit."""
+    """Answers requests for plans and records commits. `on_commit` is called with each new commit."""
 
     def __init__(self, state: RunState, on_commit: Callable[[Commit], None]) -> None:
         self.state, self.on_commit = state, on_commit
         self.ranks = Ranks(incarnation=state.store.read.meta("trainer_incarnation"))
-        epoch, step, micro = map(int, state.store.read.meta("last_go", "0 0 0").split())
-        self.last_go = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
+        epoch, step, micro = map(int, state.store.read.meta("last_started", "0 0 0").split())
+        self.last_started = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
@@ -154,61 +154,63 @@ class TrainerHandler:
 
     # -- bulk ----------------------------------------------------------------------------------------
 
-    def take(self, peer: bytes, message: Take) -> None:
+    def plan_requested(self, peer: bytes, message: PlanRequest) -> None:
         """Remember the request; `serve` answers it when there is something to train."""
         if message.trainer_epoch == self.state.trainer_epoch and message.rank < self.ranks.size:
-            self.ranks.takes[message.rank] = (peer, message)
+            self.ranks.requests[message.rank] = (peer, message)
 
-    def confirm(self, peer: bytes, message: Confirm) -> None:
+    def plan_received(self, peer: bytes, message: PlanReceived) -> None:
         """All ranks hold a plan's payloads: let them run the forward.
 
-        `last_go` is stored before Go is sent: after a restart in between, a rank that missed its Go gets it
-        again; the others may already wait for that rank in a collective.
+        `last_started` is stored before StartPlan is sent: after a restart in between, a rank that missed it
+        gets it again; the others may already wait for that rank in a collective.
         """
         if message.trainer_epoch != self.state.trainer_epoch:
             return
         place = (message.trainer_epoch, message.step, message.micro)
-        if place <= self.last_go:
-            self.state.outbox.to_bulk(peer, Go(message.step, message.micro))
+        if place <= self.last_started:
+            self.state.outbox.to_bulk(peer, StartPlan(message.step, message.micro))
             return
         self.ranks.confirmed.setdefault(place, set()).add(message.rank)
         if len(self.ranks.confirmed[place]) == self.ranks.size:
             self.ranks.confirmed.clear()
-            self.last_go = place
-            self.state.store.put_meta("last_go", " ".join(map(str, place)))
+            self.last_started = place
+            self.state.store.put_meta("last_started", " ".join(map(str, place)))
             for rank in self.ranks.control.values():  # one identity on both channels
-                self.state.outbox.to_bulk(rank, Go(message.step, message.micro))
+                self.state.outbox.to_bulk(rank, StartPlan(message.step, message.micro))
 
     def serve(self) -> None:
-        """Answer the waiting takes that can be answered."""
-        for rank, (peer, take) in list(self.ranks.takes.items()):
-            plan, frames = self._answer(take, rank)
+        """Answer the waiting requests that can be answered."""
+        for rank, (peer, request) in list(self.ranks.requests.items()):
+            plan, frames = self._answer(request, rank)
             if plan is None:
                 self.state.waits.append(
-                    f"trainer rank {rank} waits for ready trajectories of step {take.step}"
+                    f"trainer rank {rank} waits for ready trajectories of step {request.step}"
                 )
                 continue
-            del self.ranks.takes[rank]
-            key = (take.step, take.micro)
+            del self.ranks.requests[rank]
+            key = (request.step, request.micro)
             if plan.kind != "stop":  # the other ranks are to be given the same
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
             self.state.outbox.to_bulk(peer, plan, frames)
 
-    def _answer(self, take: Take, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
-        """The plan for a take, with its payloads. None: the take has to wait."""
+    def _answer(self, request: PlanRequest, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
+        """The plan asked for, with its payloads. None: the request has to wait."""
         batches, size = self.state.batches, self.ranks.size
-        plan = partial(WorkPlan, take.trainer_epoch, take.step, take.micro)
-        if take.step > batches.committed:
-            raise ProtocolError(f"the trainer asks for step {take.step} before committing {take.step - 1}")
-        if self.stopping and (take.step, take.micro) not in self.ranks.answered:
+        plan = partial(WorkPlan, request.trainer_epoch, request.step, request.micro)
+        if request.step > batches.committed:
+            raise ProtocolError(
+                f"the trainer asks for step {request.step} before committing {request.step - 1}"
+            )
+        if self.stopping and (request.step, request.micro) not in self.ranks.answered:
             return plan("stop"), []
-        if take.step >= self.state.config.total_steps:
+        if request.step >= self.state.config.total_steps:
             return plan("end"), []
-        uids = batches.plan(take.step, take.micro, size)
+        uids = batches.plan(request.step, request.micro, size)
         if uids is None:
-            return (plan("end") if batches.over and take.micro == 0 else None), []
+            return (plan("end") if batches.over and request.micro == 0 else None), []
         if not uids:
-            return plan("step", plan_hash=batches.batches[take.step].plan_hash), []
+            return plan("step", plan_hash=batches.batches[request.step].plan_hash), []
         trajectories, frames = self._trajectories(batches.deal(uids, size)[rank])
         return plan("work", trajectories), frames
 

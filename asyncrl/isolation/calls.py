@@ -26,11 +26,11 @@ log = logging.getLogger("asyncrl.worker")
 GRACE = 1.0  # seconds for cancelled work to end
 CLOSE_SECONDS = 5.0  # seconds that cancelled work in a LoopThread has to end
 SLOW = 0.1  # seconds that a sync function may block the event loop before a warning is logged
-MOST_STRAYS = 100  # threads in abandoned calls; with more no OwnThread starts
+MAX_ABANDONED = 100  # threads in abandoned calls; with more no OwnThread starts
 _abandoned: set[asyncio.Task[Any]] = set()  # the loop itself keeps no task alive
 
 
-class Late(AsyncrlError):
+class CallTimeout(AsyncrlError):
     """A deadline passed."""
 
 
@@ -44,9 +44,9 @@ async def call_user(
 ) -> Any:
     """What a sync or async function returns; `blocking`: a sync one, called in a thread of its own.
 
-    After `seconds` it is cancelled, and not waited for: Late. With a deadline (`math.inf` is one), what it
-    raises is an Exception, whatever it was. A task is in `running` as long as it is waited for; something is
-    in `live` until the function has really ended, which may be later.
+    After `seconds` it is cancelled, and not waited for: CallTimeout. With a deadline (`math.inf` is one), all
+    that it raises is an Exception. A task is in `running` as long as it is waited for; something is in `live`
+    until the function has really ended, which may be later.
     """
     work = _live(function, blocking, live if live is not None else set())
     if seconds is None:
@@ -61,7 +61,7 @@ async def call_user(
         if not task.done():
             abandon(task)
     if not task.done():
-        raise Late(f"no reply within {seconds:g} s")
+        raise CallTimeout(f"no reply within {seconds:g} s")
     if task.cancelled():
         raise RuntimeError("it was cancelled")
     return task.result()
@@ -161,9 +161,9 @@ def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
 
 class OwnThread:
     """A daemon thread for objects that may be used in one thread only: it runs one call after another. A call
-    that never returns blocks the thread; with MOST_STRAYS such threads no other one is started."""
+    that never returns blocks the thread; with MAX_ABANDONED such threads no other one is started."""
 
-    _strays: ClassVar[set[threading.Thread]] = set()  # in abandoned calls
+    _abandoned: ClassVar[set[threading.Thread]] = set()  # in abandoned calls
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -171,14 +171,14 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """What it returns, or raises; it goes on when this is cancelled. Late: too many abandoned calls."""
+        """What it returns, or raises; it goes on when this is cancelled. CallTimeout: MAX_ABANDONED."""
         thread = self._started()
         future: Future[Any] = Future()
         self._calls.put(partial(_fulfil, function, future))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._strays.add(thread)
+            self._abandoned.add(thread)
             raise
 
     async def end(self, last: Callable[[], Any]) -> None:
@@ -192,9 +192,9 @@ class OwnThread:
 
     def _started(self) -> threading.Thread:
         if self._thread is None:
-            self._strays.difference_update([thread for thread in self._strays if not thread.is_alive()])
-            if len(self._strays) >= MOST_STRAYS:
-                raise Late(f"out of order: {len(self._strays)} earlier calls have not ended")
+            self._abandoned.difference_update([thread for thread in self._abandoned if not thread.is_alive()])
+            if len(self._abandoned) >= MAX_ABANDONED:
+                raise CallTimeout(f"out of order: {len(self._abandoned)} earlier calls have not ended")
             self._thread = threading.Thread(target=self._serve, daemon=True, name=self._name)
             self._thread.start()
         return self._thread
@@ -203,7 +203,7 @@ class OwnThread:
         while (one := self._calls.get()) is not None:
             one()
             if self._calls.empty():
-                self._strays.discard(threading.current_thread())
+                self._abandoned.discard(threading.current_thread())
 
 
 class LoopThread:

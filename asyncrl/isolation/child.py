@@ -27,7 +27,7 @@ import msgspec
 
 from asyncrl.errors import AsyncrlError, one_line, reason
 from asyncrl.isolation import wrapper
-from asyncrl.isolation.calls import Late, in_thread
+from asyncrl.isolation.calls import CallTimeout, in_thread
 from asyncrl.registry import load_object
 from asyncrl.values import encodable
 
@@ -129,8 +129,8 @@ class Child(Generic[S, Q, A]):
         await self._exchange(first, seconds)
 
     async def ask(self, request: Q, seconds: float = math.inf) -> A:
-        """ChildError with the text of what the function raised. A child that is late (Late), dies or breaks
-        the protocol (ChildError), or is not waited for any more, is killed."""
+        """ChildError with the text of what the function raised. A child that is late (CallTimeout), dies or
+        breaks the protocol (ChildError), or is not waited for any more, is killed."""
         result = await self._exchange(request, seconds)
         assert result is not None
         return result
@@ -155,7 +155,7 @@ class Child(Generic[S, Q, A]):
                 reply = await self._answered(frame)
         except TimeoutError:
             self.kill()
-            raise Late(f"no reply within {seconds:g} s") from None
+            raise CallTimeout(f"no reply within {seconds:g} s") from None
         except BaseException:
             self.kill()
             raise

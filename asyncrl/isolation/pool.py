@@ -9,7 +9,7 @@ import asyncio
 import math
 from typing import Any, Generic, TypeVar
 
-from asyncrl.isolation.calls import Late
+from asyncrl.isolation.calls import CallTimeout
 from asyncrl.isolation.child import Child, ChildError, Service
 
 KILL_SECONDS = 5.0  # that `close` waits for the end of the children
@@ -49,7 +49,7 @@ class ProcessPool(Generic[S, Q, A]):
 
     async def call(self, request: Q, seconds: float = math.inf, patience: float = math.inf) -> A:
         """The answer of a child, which may take `seconds` from when it is asked; the call waits for a place
-        at most `patience`. Late when the answer is, and ChildError."""
+        at most `patience`. CallTimeout when the answer is, and ChildError."""
         try:
             async with asyncio.timeout(None if math.isinf(patience) else patience):
                 await self._places.acquire()
@@ -125,7 +125,7 @@ class ProcessPool(Generic[S, Q, A]):
         self.children = {child} | {other for other in self.children if not other.ended}
         try:
             await child.open(self._first, self._start_seconds)
-        except Late:
+        except CallTimeout:
             raise self._late() from None
         except ChildError as error:
             child.kill()

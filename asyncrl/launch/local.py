@@ -14,7 +14,7 @@ import psutil
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.wrapper import KILL
 from asyncrl.launch.placement import Unit, environment
-from asyncrl.launch.process import Order, log_path
+from asyncrl.launch.process import ProcessSpec, log_path
 from asyncrl.wire.sockets import Endpoints
 
 CHILD = "asyncrl.launch.role"
@@ -43,7 +43,7 @@ class LocalSpawner:
     def __init__(self, run_dir: Path, endpoints: Endpoints) -> None:
         self._run_dir, self._endpoints = run_dir, endpoints
 
-    def __call__(self, order: Order) -> LocalProcess:
+    def __call__(self, order: ProcessSpec) -> LocalProcess:
         """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
         the terminal reaches only the launcher, which stops everything in order."""
         path = log_path(self._run_dir, order.place.name)
@@ -67,7 +67,7 @@ class LocalSpawner:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.as_uri()
 
-    def _command(self, order: Order) -> list[str]:
+    def _command(self, order: ProcessSpec) -> list[str]:
         place = order.place
         return [
             *(sys.executable, "-m", CHILD, place.role),

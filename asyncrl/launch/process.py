@@ -15,7 +15,7 @@ CRASHED = 70
 
 
 @dataclass(frozen=True)
-class Order:
+class ProcessSpec:
     """A request to start `place`. Ranks that start together share `incarnation` and `rendezvous`."""
 
     place: RolePlace
@@ -35,7 +35,7 @@ class ProcessHandle(Protocol):
     def kill(self) -> None: ...
 
 
-Spawn = Callable[[Order], ProcessHandle]
+Spawn = Callable[[ProcessSpec], ProcessHandle]
 
 
 def log_path(run_dir: Path, name: str) -> Path:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TRAINER, RolePlace, Unit, environment
-from asyncrl.launch.process import Order, log_path
+from asyncrl.launch.process import ProcessSpec, log_path
 from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.wire.sockets import Endpoints
 
@@ -37,7 +37,7 @@ CONNECT = 5.0  # seconds
 class RoleActor:
     """One role in an actor of its own."""
 
-    def run(self, order: Order, config: RunConfig, endpoints: Endpoints, cwd: str) -> int:
+    def run(self, order: ProcessSpec, config: RunConfig, endpoints: Endpoints, cwd: str) -> int:
         """The role, in the launcher's directory and with its own log; returns its exit code."""
         os.chdir(cwd)
         sys.path.insert(0, cwd)
@@ -104,7 +104,7 @@ class RaySpawner:
         finally:
             ray.shutdown()
 
-    def __call__(self, order: Order) -> RayProcess:
+    def __call__(self, order: ProcessSpec) -> RayProcess:
         actor: Any = ray.remote(RoleActor).options(**self._options(order.place)).remote()  # type: ignore[attr-defined]
         call = actor.run.remote(order, self._config, self._endpoints, os.getcwd())
         return RayProcess(order.place.name, actor, call)

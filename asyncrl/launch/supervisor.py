@@ -20,8 +20,8 @@ from asyncrl.launch.process import (
     BAD_INPUT,
     COMPLETED,
     FAILED,
-    Order,
     ProcessHandle,
+    ProcessSpec,
     Spawn,
     log_path,
     log_tail,
@@ -130,7 +130,9 @@ class Supervisor:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
         incarnation = self._launch if unit.plan.role == COORDINATOR else secrets.token_hex(6)
         rendezvous = self._rendezvous(unit.plan, incarnation)
-        unit.handles = [self._spawn(Order(place, incarnation, rendezvous)) for place in unit.plan.places]
+        unit.handles = [
+            self._spawn(ProcessSpec(place, incarnation, rendezvous)) for place in unit.plan.places
+        ]
         unit.retry_at = unit.left_at = None
 
     def _coordinator_ended(self, unit: SupervisedUnit) -> RunOutcome | None:

@@ -40,7 +40,7 @@ class RewardPool:
 
     async def call(self, given: RewardInput, seconds: float) -> RewardResult:
         """The function's result. The call may last `seconds`, the wait for a process PATIENCE times that,
-        and the first process LOAD_SECONDS to load. RewardError, and Late when the call is."""
+        and the first process LOAD_SECONDS to load. RewardError, and CallTimeout when the call is."""
         try:
             await self._pool.warm()
             return await self._pool.call(given, seconds, PATIENCE * seconds)

@@ -25,7 +25,7 @@ from asyncrl.gateway.wire import AgentReply
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
-from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.types import EpisodeEnd, FailReason, Turn
 
 
@@ -66,7 +66,7 @@ class AgentHost:
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self._run, self._branches, self._idle = run, branches, idle
         self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
-        self._changed = Changed()  # there is one more turn
+        self._changed = Notifier()  # there is one more turn
 
     async def answer(self, request: AgentRequest) -> AgentReply | Refusal:
         found = self._branches.redeliver(request) or self._branches.place(request)
@@ -121,7 +121,7 @@ class AgentHost:
 
     def _add(self, place: Placement, turn: Turn) -> Turn:
         self._branches.add(place, turn)
-        self._changed.fire()
+        self._changed.notify()
         return turn
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from asyncrl.environments import Environment
 from asyncrl.errors import one_line
-from asyncrl.isolation.calls import Late, call_user
+from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.runtime.waits import Waits
 from asyncrl.types import Message, Observation, Sample
@@ -66,7 +66,7 @@ class EpisodeEnvironment:
         with self._waits.named("the environment"):
             try:
                 return read(await call_user(lambda: self._alone(function), limit))
-            except Late:
+            except CallTimeout:
                 raise EnvironmentFailed(f"{what} of the environment did not end within {limit:g} s") from None
             except Exception as error:
                 raise EnvironmentFailed(f"{what} of the environment failed: {one_line(error)}") from error

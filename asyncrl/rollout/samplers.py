@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from asyncrl.engines.base import Engine, Request
 from asyncrl.errors import EngineError
 from asyncrl.runtime.busy_timer import BusyTimer, Recorder
-from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.runtime.weight_loader import WeightLoader
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsRef
@@ -45,7 +45,7 @@ class LocalSampler:
         self.loads = WeightLoader(self.name, self.timeline, self.deadline, self._built)
 
     @property
-    def changed(self) -> Changed:
+    def changed(self) -> Notifier:
         return self.loads.changed
 
     def offer(self, ref: WeightsRef) -> None:
@@ -74,7 +74,7 @@ class LocalSampler:
         finally:
             self.running -= 1
             if not self.running:
-                self.changed.fire()
+                self.changed.notify()
 
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait until the weights are not older than `oldest()`. With `pinned` they stay as they are."""
@@ -92,7 +92,7 @@ class LocalSampler:
         except EngineError:
             self.failures += 1
             if self.failures >= BROKEN:
-                self.changed.fire()
+                self.changed.notify()
             raise
         self.failures = 0
         self.meter.tokens += len(generation.ids)

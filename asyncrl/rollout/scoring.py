@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from asyncrl.errors import one_line
-from asyncrl.isolation.calls import Late, call_user
+from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import (
     Reward,
@@ -79,7 +79,7 @@ class Scorer:
             return await call_user(partial(_in_loop, reward, given), seconds)
         except RewardError as error:
             return str(error)
-        except Late:
+        except CallTimeout:
             return f"no reward within {seconds:g} s"
         except Exception as error:
             return describe_error(error)

@@ -30,7 +30,7 @@ from asyncrl.engines.base import EngineBusy, EngineLost, Request
 from asyncrl.engines.continuation import NOTHING, extended, rest
 from asyncrl.errors import EngineError
 from asyncrl.runtime.busy_timer import BusyTimer
-from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.types import Generation, PolicyVersion, StopReason
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
@@ -98,7 +98,7 @@ class ServerPool:
     def __init__(
         self, name: str, connect: Connect, waits: Waits, meter: BusyTimer, patience: float = 600.0
     ) -> None:
-        self.name, self.changed = name, Changed()
+        self.name, self.changed = name, Notifier()
         self._connect, self._waits, self._meter, self._patience = connect, waits, meter, patience
         self._servers: dict[str, PooledServer] = {}  # by id
         self._use: dict[str, EngineUse] = {}  # by the server's name
@@ -252,7 +252,7 @@ class ServerPool:
         for server in before.values():
             server.retired = True
             self._close(server)
-        self.changed.fire()
+        self.changed.notify()
 
     def _join(self, entry: EngineEntry) -> PooledServer:
         use = self._use.setdefault(entry.name, EngineUse(entry.name))
@@ -267,7 +267,7 @@ class ServerPool:
 
     def _trust(self, server: PooledServer) -> None:
         server.suspect = False
-        self.changed.fire()
+        self.changed.notify()
 
     def _close(self, server: PooledServer) -> None:
         task = asyncio.get_running_loop().create_task(server.client.close())

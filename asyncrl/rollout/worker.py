@@ -199,7 +199,7 @@ class RolloutWorker:
                         pool.table(message.entries)
                 case Clock():
                     self._oldest = message.oldest
-                    self._sampler("train").changed.fire()
+                    self._sampler("train").changed.notify()
                 case Stop():
                     self._end(message.reason)
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 PATIENCE = 1.0  # seconds; shorter waits are normal and not reported
 
 
-class Changed:
+class Notifier:
     """Wakes all tasks that wait for a condition, to check it again."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def fire(self) -> None:
+    def notify(self) -> None:
         event, self._event = self._event, asyncio.Event()
         event.set()
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from asyncrl.errors import recorded
 from asyncrl.runtime.busy_timer import Recorder
-from asyncrl.runtime.waits import Changed
+from asyncrl.runtime.waits import Notifier
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
@@ -38,7 +38,7 @@ class WeightLoader:
     def __init__(
         self, lane: str, timeline: Recorder, deadline: float, engine: Callable[[], Awaitable[Loadable]]
     ) -> None:
-        self.lane, self.changed = lane, Changed()
+        self.lane, self.changed = lane, Notifier()
         self._timeline, self._deadline, self._engine = timeline, deadline, engine
         self._offered: WeightsRef | None = None
         self._busy = False
@@ -47,7 +47,7 @@ class WeightLoader:
     def offer(self, ref: WeightsRef) -> None:
         """Load this version next; one that was waiting is skipped."""
         self._offered = ref
-        self.changed.fire()
+        self.changed.notify()
 
     @property
     def waiting(self) -> bool:
@@ -67,7 +67,7 @@ class WeightLoader:
             return await self._load(ref)
         finally:
             self._busy = False
-            self.changed.fire()
+            self.changed.notify()
 
     async def _load(self, ref: WeightsRef) -> Loaded:
         start, wall, checksum, gap, tokens = time.monotonic(), time.time(), "", 0.0, 0

@@ -7,11 +7,11 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from asyncrl.isolation.calls import Late
+from asyncrl.isolation.calls import CallTimeout
 from asyncrl.tools.base import Tool
 from asyncrl.tools.process import ToolPool
 
-MOST_STRAYS = 100  # calls of one tool that still run after their deadlines; with more it is not called
+MAX_ABANDONED = 100  # calls of one tool that still run after their deadlines; with more it is not called
 
 
 class CallLimits:
@@ -30,7 +30,7 @@ class CallLimits:
 
     @asynccontextmanager
     async def place(self, seconds: float) -> AsyncIterator[None]:
-        """The body is one call. Late when it cannot begin within `seconds`."""
+        """The body is one call. CallTimeout when it cannot begin within `seconds`."""
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(seconds):
@@ -38,9 +38,9 @@ class CallLimits:
                         await stack.enter_async_context(self._places)
                     await self._pace()
             except TimeoutError:
-                raise Late(f"the tool is busy: the call could not begin within {seconds:g} s") from None
-            if (strays := len(self.live) - self._awaited) >= MOST_STRAYS:
-                raise Late(f"the tool is out of order: {strays} earlier calls have not ended")
+                raise CallTimeout(f"the tool is busy: the call did not begin within {seconds:g} s") from None
+            if (abandoned := len(self.live) - self._awaited) >= MAX_ABANDONED:
+                raise CallTimeout(f"the tool is out of order: {abandoned} earlier calls have not ended")
             self._awaited += 1
             stack.callback(self._leave)
             yield

@@ -176,7 +176,7 @@ class ToolSession:
     # -- one call ------------------------------------------------------------------------------------
 
     async def _run(self, tool: Tool, arguments: str, keywords: dict[str, Any]) -> tuple[str, float]:
-        """(content, reward). Raises what the tool raised in its last attempt, or Late."""
+        """(content, reward). Raises what the tool raised in its last attempt, or CallTimeout."""
         limits, limit = self._box.call_limits[tool.name], self._box.limit(tool)
         async with limits.place(limit):
             here = partial(self._run_here, tool, keywords)

@@ -22,7 +22,7 @@ from asyncrl.config import ModelConfig
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
-from asyncrl.trainer.split_head import Cut
+from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.world import World
 
 __all__ = ["Policy", "Scores", "Selected", "load_policy", "score", "shards", "whole_tensors"]
@@ -48,7 +48,7 @@ class Policy(nn.Module):
             self.adapters = Adapters(lm, config.lora_rank, config.lora_alpha)
         if value_head:
             add_value_head(lm, lm.get_output_embeddings().weight.shape[-1])
-        self.cut = Cut(lm, fp32_head=config.fp32_head)
+        self.cut = SplitModel(lm, fp32_head=config.fp32_head)
         self.whole = not self.cut.possible
 
     def forward(self, tokens: Selected, entropy_grad: bool = False, collision: bool = False) -> Scores:

@@ -36,10 +36,10 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    Confirm,
-    Go,
     PlannedTrajectory,
-    Take,
+    PlanReceived,
+    PlanRequest,
+    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -59,8 +59,8 @@ TIMED = (
 # What answers a request, and the fields in which both must agree. A request without an entry has no answer.
 ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     TrainerHello: (Welcome, ()),
-    Take: (WorkPlan, ("step", "micro")),
-    Confirm: (Go, ("step", "micro")),
+    PlanRequest: (WorkPlan, ("step", "micro")),
+    PlanReceived: (StartPlan, ("step", "micro")),
     Commit: (Committed, ("step",)),
 }
 _turns = msgspec.msgpack.Decoder(Turn)
@@ -193,11 +193,11 @@ class TrainerRank:
         """The next plan; with several ranks, only when all of them hold theirs."""
         step = self.learner.step
         with self.watch.phase("wait_data", waiting=True):
-            take = Take(self.trainer_epoch, step, micro, self.rank)
-            plan, frames = self._ask(self.bulk, take, f"trajectories of step {step}", patient=True)
+            request = PlanRequest(self.trainer_epoch, step, micro, self.rank)
+            plan, frames = self._ask(self.bulk, request, f"trajectories of step {step}", patient=True)
             if self.mesh.size > 1:
-                confirm = Confirm(self.trainer_epoch, step, micro, self.rank)
-                self._ask(self.bulk, confirm, "the other ranks' payloads")
+                received = PlanReceived(self.trainer_epoch, step, micro, self.rank)
+                self._ask(self.bulk, received, "the other ranks' payloads")
         return plan, frames
 
     def _commit(self, plan: WorkPlan, metrics: dict[str, float]) -> bool:

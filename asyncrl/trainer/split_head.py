@@ -22,10 +22,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer.scores import Logits, Selected, widened
 
 Product = Callable[[Tensor], Tensor]  # hidden [..., H] → logits [..., V]
-Cuts = tuple[Tensor, Tensor, Logits]  # hidden [N, H]; features and their logits, see score_chunks
+HeadInput = tuple[Tensor, Tensor, Logits]  # hidden [N, H]; features and their logits, see score_chunks
 
 
-class Cut:
+class SplitModel:
     """Stands in for the backbone of `lm` when its result is given. To be called in the forward of the FSDP
     root, where the output layer's weights are whole.
 
@@ -52,7 +52,7 @@ class Cut:
                 "$.model.fp32_head: this model's output layer is not a plain linear layer; set it false"
             )
 
-    def split(self, tokens: Selected) -> Cuts:
+    def split(self, tokens: Selected) -> HeadInput:
         """The backbone's forward; the function runs the rest of the model on hidden states of n tokens."""
         output = self._backbone(input_ids=tokens.ids, use_cache=False)
         hidden = tokens.predictors(output.last_hidden_state)
@@ -67,7 +67,7 @@ class Cut:
 
         return hidden, hidden, logits_of
 
-    def whole(self, tokens: Selected) -> Cuts:
+    def whole(self, tokens: Selected) -> HeadInput:
         """The model's forward as it is; logits of all tokens."""
         self._wanted, self._product = tokens, self._make_product()
         try:

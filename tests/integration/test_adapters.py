@@ -182,7 +182,7 @@ def test_a_slow_step_holds_up_nobody_and_is_not_disturbed(slow: Any) -> None:
 
 
 def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_STRAYS", 2)
+    monkeypatch.setattr(calls, "MAX_ABANDONED", 2)
     make = load_environment({"gymnasium": {"id": "asyncrl_slow:Slow-v0"}})
 
     async def hang() -> None:
@@ -202,7 +202,7 @@ def test_hung_worlds_cost_a_thread_each_and_are_limited(slow: Any, monkeypatch: 
         hung = [thread for thread in threading.enumerate() if thread.name == "gymnasium"]
         assert len(hung) == 2
         refused = make()
-        with pytest.raises(calls.Late, match="2 earlier calls"):
+        with pytest.raises(calls.CallTimeout, match="2 earlier calls"):
             await refused.reset(sample())
         await refused.close()
         slow.gate.set()

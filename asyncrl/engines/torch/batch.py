@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.torch.plan import Chunk, DecodePlan, Knobs, build
+from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build
 from asyncrl.engines.torch.sampler import sample
 from asyncrl.engines.torch.sessions import Slot, Slots
 from asyncrl.engines.torch.slots import KVCache, reach
@@ -66,7 +66,7 @@ class Batcher:
         self._decoding: dict[int, Run] = {}  # by slot
         self._live = np.zeros(slots, dtype=np.int64)  # 1 on decoding slots
         self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
-        self._knobs = Knobs(slots)
+        self._sampling = SlotSampling(slots)
         self._steady: DecodePlan | None = None  # the last plan, while it only needs to be advanced
 
     def add(self, request: Request) -> Run:
@@ -88,7 +88,7 @@ class Batcher:
         chunks = self._chunks()
         plan = self._steady
         if plan is None or chunks:
-            plan = build(self.cache, self._knobs, self._lengths, self._live, list(chunks.values()))
+            plan = build(self.cache, self._sampling, self._lengths, self._live, list(chunks.values()))
         else:
             plan = plan.advance(reach(int((self._lengths * self._live).max()), self.cache.max_len))
         done = self._forward(plan)
@@ -137,7 +137,7 @@ class Batcher:
             run.slot, run.filled = slot, slot.keep(request.ids)
             new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled : run.prompt] = new
-            self._knobs.set(slot.index, request.key, request.sampling, run.limit)
+            self._sampling.set(slot.index, request.key, request.sampling, run.limit)
             self._filling.append(run)
 
     def _chunks(self) -> dict[Run, Chunk]:

@@ -43,7 +43,7 @@ class DecodePlan(NamedTuple):
         return self._replace(layout=layout._replace(groups=(group,)))
 
 
-class Knobs:
+class SlotSampling:
     """The sampling parameters of every slot, as arrays."""
 
     def __init__(self, slots: int) -> None:
@@ -73,7 +73,7 @@ class Knobs:
 
 
 def build(
-    cache: KVCache, knobs: Knobs, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]
+    cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]
 ) -> DecodePlan:
     """One token for every live slot (`live` [slots] is 1), and the chunks. `lengths` [slots] counts the known
     ids of live slots; the last of them is the one to forward."""
@@ -94,9 +94,9 @@ def build(
         keep=keep,
         slots=samples.tolist(),
         live=_tensor(np.concatenate([active, np.ones(len(last), dtype=np.int64)]), cache.device),
-        params=knobs.params(samples, cache.device),
-        stops=_tensor(knobs.stops[samples], cache.device),
-        limits=_tensor(knobs.limits[samples], cache.device),
+        params=sampling.params(samples, cache.device),
+        stops=_tensor(sampling.stops[samples], cache.device),
+        limits=_tensor(sampling.limits[samples], cache.device),
     )
 
 

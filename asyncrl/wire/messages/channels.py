@@ -10,10 +10,10 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
-    Confirm,
-    Go,
+    PlanReceived,
+    PlanRequest,
     Published,
-    Take,
+    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -25,10 +25,10 @@ ToCoordinatorControl = (
     WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Published
     | Checkpointed | TrainerBeat | ObserverHello | Stop
 )  # fmt: skip
-ToCoordinatorBulk = Record | Take | Confirm
+ToCoordinatorBulk = Record | PlanRequest | PlanReceived
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
 ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced
 ToTrainerControl = Welcome | Committed | Stop
-ToTrainerBulk = WorkPlan | Go
+ToTrainerBulk = WorkPlan | StartPlan
 ToObserver = Welcome | Status | StepReport | RunEnd | Stop

@@ -63,7 +63,7 @@ class Checkpointed(WireMessage, frozen=True):
     trained_total: int
 
 
-class Take(WireMessage, frozen=True):
+class PlanRequest(WireMessage, frozen=True):
     """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
 
     trainer_epoch: int
@@ -111,7 +111,7 @@ class WorkPlan(WireMessage, frozen=True):
     plan_hash: str = ""  # with kind "step"
 
 
-class Confirm(WireMessage, frozen=True):
+class PlanReceived(WireMessage, frozen=True):
     """The rank holds the payloads of a plan."""
 
     trainer_epoch: int
@@ -120,7 +120,7 @@ class Confirm(WireMessage, frozen=True):
     rank: int
 
 
-class Go(WireMessage, frozen=True):
+class StartPlan(WireMessage, frozen=True):
     """All ranks hold the payloads: run the forward."""
 
     step: int

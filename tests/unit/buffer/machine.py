@@ -8,7 +8,7 @@ from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.buffer.zero_variance import Reads
+from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import BufferConfig
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 
@@ -18,7 +18,7 @@ def make(
     total_groups: int = 10_000,
     epochs: int = 0,
     greedy: bool = False,
-    reads: Reads = Reads(),
+    reads: ComparedParts = ComparedParts(),
     **keys: object,
 ) -> tuple[ReplayBuffer, Batches]:
     """A buffer of 2 groups of 2 per batch unless given otherwise; one micro-batch fits everything."""

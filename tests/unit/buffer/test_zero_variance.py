@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
-from asyncrl.buffer.zero_variance import Reads, alike
+from asyncrl.buffer.zero_variance import ComparedParts, all_equal
 from asyncrl.types import EpisodeResult
 from tests.unit.buffer.machine import admit, land, make
 
 Turns = tuple[float, ...]
-TURNS, PARTS = Reads(turns=True), Reads(components=True)
+TURNS, PARTS = ComparedParts(turns=True), ComparedParts(components=True)
 rewards = st.sampled_from([0.0, 0.5, 1.0])
 groups = st.lists(st.lists(rewards, min_size=1, max_size=3).map(tuple), min_size=2, max_size=4)
 
@@ -25,7 +25,7 @@ def results(*turns: Turns) -> list[EpisodeResult]:
 @pytest.mark.parametrize(
     ("turns", "greedy", "reads", "same"),
     [
-        ([(0.5, 0.5), (0.0, 1.0)], None, Reads(), True),  # only sums are read
+        ([(0.5, 0.5), (0.0, 1.0)], None, ComparedParts(), True),  # only sums are read
         ([(0.5, 0.5), (0.0, 1.0)], None, TURNS, False),
         ([(0.0, 0.0, 1.0), (1.0,)], None, TURNS, True),  # solved, in three turns or in one
         ([(0.5, 0.5), (0.5, 0.0, 0.5)], None, TURNS, True),
@@ -36,24 +36,24 @@ def results(*turns: Turns) -> list[EpisodeResult]:
         ([(0.0, 1.0), (1.0,)], 1.0, TURNS, True),
         ([(0.0, 1.0), (1.0,)], 0.5, TURNS, False),
         ([(0.5, 0.5), (0.5, 0.5)], 1.0, TURNS, False),  # against 1 on both turns: 0, then -0.5
-        ([(0.5, 0.5), (0.5, 0.5)], 1.0, Reads(), True),
+        ([(0.5, 0.5), (0.5, 0.5)], 1.0, ComparedParts(), True),
     ],
 )
-def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: Reads, same: bool) -> None:
-    assert alike(results(*turns), greedy, reads) is same
+def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: ComparedParts, same: bool) -> None:
+    assert all_equal(results(*turns), greedy, reads) is same
 
 
 @pytest.mark.parametrize(
     ("parts", "reads", "same"),
     [
         ([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}], PARTS, False),  # a tie of the sums
-        ([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}], Reads(), True),
+        ([{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}], ComparedParts(), True),
         ([{"right": 1.0}, {"right": 1.0}], PARTS, True),
     ],
 )
-def test_components_by_hand(parts: list[dict[str, float]], reads: Reads, same: bool) -> None:
+def test_components_by_hand(parts: list[dict[str, float]], reads: ComparedParts, same: bool) -> None:
     group = [EpisodeResult(1.0, components=some) for some in parts]
-    assert alike(group, None, reads) is same
+    assert all_equal(group, None, reads) is same
 
 
 def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -> list[float]:
@@ -73,12 +73,12 @@ def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
     entry, group = advantages.load(name), results(*turns)
     baseline = greedy if entry.greedy else None
     trains = any(abs(value) > 1e-9 for value in advantages_of(name, group, baseline))
-    reads = Reads(turns=entry.turns, components=entry.components)
-    assert alike(group, baseline, reads) is not trains
+    reads = ComparedParts(turns=entry.turns, components=entry.components)
+    assert all_equal(group, baseline, reads) is not trains
 
 
-@pytest.mark.parametrize(("reads", "filtered"), [(Reads(), 2), (PARTS, 0)])
-def test_the_buffer_asks_for_what_is_read(reads: Reads, filtered: int) -> None:
+@pytest.mark.parametrize(("reads", "filtered"), [(ComparedParts(), 2), (PARTS, 0)])
+def test_the_buffer_asks_for_what_is_read(reads: ComparedParts, filtered: int) -> None:
     buffer, _ = make(filter_zero_variance=True, reads=reads)
     admit(buffer, 1)
     land(buffer, "0.0", components={"a": 1.0})

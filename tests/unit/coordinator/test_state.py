@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms.advantages import Advantage
-from asyncrl.buffer.zero_variance import Reads
+from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import parse
 from asyncrl.coordinator import state as module
 from asyncrl.coordinator.state import RunState, load_state
@@ -81,13 +81,15 @@ def test_an_advantage_that_wants_a_greedy_episode_gets_one(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("advantage", "reads"),
     [
-        ("dr_grpo", Reads()),
-        ("grpo_turn", Reads(turns=True)),
-        ("remax", Reads(turns=True)),
-        ("gdpo", Reads(components=True)),
+        ("dr_grpo", ComparedParts()),
+        ("grpo_turn", ComparedParts(turns=True)),
+        ("remax", ComparedParts(turns=True)),
+        ("gdpo", ComparedParts(components=True)),
     ],
 )
-def test_the_buffer_knows_what_the_advantage_reads(tmp_path: Path, advantage: str, reads: Reads) -> None:
+def test_the_buffer_knows_what_the_advantage_reads(
+    tmp_path: Path, advantage: str, reads: ComparedParts
+) -> None:
     assert build(tmp_path, advantage=advantage).buffer.reads == reads
 
 

@@ -20,10 +20,10 @@ from asyncrl.wire.messages.shared import Welcome
 from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
-    Confirm,
-    Go,
+    PlanReceived,
+    PlanRequest,
     Published,
-    Take,
+    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -58,15 +58,15 @@ class TrainerSetup:
         self.state.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
     def take(self, rank: int, step: int, micro: int) -> WorkPlan | None:
-        self.handler.take(PEERS[rank], Take(self.state.trainer_epoch, step, micro, rank))
+        self.handler.plan_requested(PEERS[rank], PlanRequest(self.state.trainer_epoch, step, micro, rank))
         self.handler.serve()
         answers = [plan for peer, plan in self.sent.take(WorkPlan) if peer == PEERS[rank]]
         return answers[0] if answers else None
 
     def confirm(self, rank: int, step: int, micro: int) -> list[bytes]:
         """The ranks that may go."""
-        self.handler.confirm(PEERS[rank], Confirm(self.state.trainer_epoch, step, micro, rank))
-        return [peer for peer, _ in self.sent.take(Go)]
+        self.handler.plan_received(PEERS[rank], PlanReceived(self.state.trainer_epoch, step, micro, rank))
+        return [peer for peer, _ in self.sent.take(StartPlan)]
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
     plan, old_epoch = setup.take(0, 0, 0), setup.state.trainer_epoch
     setup.hello("y")
     assert setup.state.trainer_epoch == old_epoch + 1
-    setup.handler.take(PEERS[0], Take(old_epoch, 0, 0, 0))
+    setup.handler.plan_requested(PEERS[0], PlanRequest(old_epoch, 0, 0, 0))
     setup.handler.serve()
     assert setup.sent.take(WorkPlan) == []
     again = setup.take(0, 0, 0)

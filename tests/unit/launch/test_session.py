@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config import LaunchConfig
 from asyncrl.launch.placement import RolePlace, Unit
-from asyncrl.launch.process import Order
+from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
@@ -52,7 +52,7 @@ class Play:
         )
         self.tracked: list[int] = []
 
-    def spawn(self, order: Order) -> Process:
+    def spawn(self, order: ProcessSpec) -> Process:
         return self.processes.setdefault(order.place.name, Process(order.place.name))
 
     def status(self, *arguments: Any) -> None:

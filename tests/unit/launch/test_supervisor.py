@@ -8,14 +8,14 @@ import pytest
 
 from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import RolePlace, Unit
-from asyncrl.launch.process import Order
+from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVING, Supervisor
 
 
 class Fake:
     """A process; `kill` takes effect at once unless it `lingers`."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ProcessSpec) -> None:
         self.name, self.order, self.code, self.lingers = order.place.name, order, None, False
         self.killed = False
 
@@ -45,7 +45,7 @@ class World:
         )
         self.supervisor.start()
 
-    def spawn(self, order: Order) -> Fake:
+    def spawn(self, order: ProcessSpec) -> Fake:
         self.started.append(Fake(order))
         return self.started[-1]
 

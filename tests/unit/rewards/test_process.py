@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.isolation.calls import Late
+from asyncrl.isolation.calls import CallTimeout
 from asyncrl.rewards import RewardError, RewardInput, RewardSource, load_rewards, process
 from asyncrl.rewards.process import RewardPool
 from asyncrl.types import Message, RewardResult, Sample, ToolCall
@@ -198,7 +198,7 @@ def test_what_costs_it_is_told_and_the_next_call_gets_another_process(tmp_path: 
 def test_a_late_call_is_killed_and_the_next_one_gets_another_process(tmp_path: Path, answer: str) -> None:
     async def body(ask: Callable[..., Awaitable[Any]]) -> None:
         before = await ask("pid")
-        with pytest.raises(Late):
+        with pytest.raises(CallTimeout):
             await ask(answer, 0.2)
         await gone(int(before))
         assert await ask("pid") != before

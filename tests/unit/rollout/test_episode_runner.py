@@ -200,7 +200,7 @@ def test_a_turn_does_not_start_on_weights_that_are_too_old() -> None:
         await settle()
         assert bench.engine.requests == []
         bench.oldest = 0
-        bench.lane.changed.fire()
+        bench.lane.changed.notify()
         await asyncio.wait_for(episode, 60)
         assert isinstance(bench.last, Finished)
         service.cancel()

@@ -51,7 +51,7 @@ async def test_a_turn_waits_by_name_for_a_server_that_is_fresh() -> None:
     await settle()
     assert not waiting.done()
     oldest = 1
-    s.pool.changed.fire()
+    s.pool.changed.notify()
     await waiting
     assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:0", "b:1"]

@@ -14,7 +14,7 @@ from asyncrl.errors import EngineError
 from asyncrl.rollout.samplers import BROKEN, LocalSampler
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
-from asyncrl.runtime.waits import Changed, Waits
+from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
@@ -101,7 +101,7 @@ class Fixture:
     def __init__(self, pinned: bool = False) -> None:
         self.engine = ScriptedEngine(lambda request: "hello")
         self.answers: list[Loaded] = []
-        self.heard = Changed()
+        self.heard = Notifier()
         self.waits = Waits(Clock())
         self.builds = 0
         timeline = Intervals()
@@ -117,7 +117,7 @@ class Fixture:
 
     async def report(self, answer: Loaded) -> None:
         self.answers.append(answer)
-        self.heard.fire()
+        self.heard.notify()
 
     async def answered(self, count: int) -> None:
         async with asyncio.timeout(60):

@@ -141,7 +141,7 @@ def test_a_tool_that_ignores_cancellation_delays_nobody(monkeypatch: pytest.Monk
 
 
 def test_a_tool_with_too_many_calls_left_behind_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.tools.call_limits.MOST_STRAYS", 2)
+    monkeypatch.setattr("asyncrl.tools.call_limits.MAX_ABANDONED", 2)
     release = threading.Event()
     ended = threading.Semaphore(0)
 

@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausa
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
-from asyncrl.trainer.split_head import Cut
+from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.world import World
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
 
@@ -172,13 +172,13 @@ def test_a_model_that_scores_otherwise_when_cut_is_not_cut(
     world: World, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = load_policy(ModelConfig(path=path, dtype="float64"), world)(tokens()).logp
-    split = Cut.split
+    split = SplitModel.split
 
-    def wrong(cut: Cut, given: Selected) -> Any:
+    def wrong(cut: SplitModel, given: Selected) -> Any:
         hidden, _, logits_of = split(cut, given)
         return hidden, 1.1 * hidden, logits_of
 
-    monkeypatch.setattr(Cut, "split", wrong)
+    monkeypatch.setattr(SplitModel, "split", wrong)
     with caplog.at_level(logging.WARNING):
         policy = load_policy(ModelConfig(path=path, dtype="float64"), world)
     assert policy.whole and "not chunked" in caplog.text

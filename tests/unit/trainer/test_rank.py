@@ -13,7 +13,7 @@ from asyncrl.trainer import rank as module
 from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.wire.messages.shared import WireMessage
-from asyncrl.wire.messages.trainer import Committed, Take, TrainerBeat, WorkPlan
+from asyncrl.wire.messages.trainer import Committed, PlanRequest, TrainerBeat, WorkPlan
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -82,7 +82,7 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
 
 def test_only_the_answer_to_this_request_is_taken() -> None:
     """A plan may come again for an earlier take, which was sent twice."""
-    take = Take(1, 7, 2, 0)
+    take = PlanRequest(1, 7, 2, 0)
     assert is_answer(WorkPlan(1, 7, 2, "step"), take)
     assert not is_answer(WorkPlan(1, 7, 1, "work"), take) and not is_answer(WorkPlan(1, 6, 2, "step"), take)
     assert not is_answer(Committed(7, True), take)

@@ -10,7 +10,7 @@ from transformers import Qwen2ForCausalLM
 
 from asyncrl.trainer import scores
 from asyncrl.trainer.scores import Selected, score_chunks
-from asyncrl.trainer.split_head import Cut
+from asyncrl.trainer.split_head import SplitModel
 from tests.fakes.training import VOCABULARY, save_tiny_qwen
 
 TOKENS = 600
@@ -43,7 +43,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 def test_the_heads_gradient_is_summed_in_float32(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "CHUNK", 4)
     head = lm.lm_head.weight
-    _, features, logits_of = Cut(lm, fp32_head=False).split(tokens())
+    _, features, logits_of = SplitModel(lm, fp32_head=False).split(tokens())
     features = features.detach().requires_grad_()
     dw, dx = head_gradient(logits_of, features, head)
     wide, hidden = head.detach().double().requires_grad_(), features.detach().double().requires_grad_()
@@ -58,7 +58,7 @@ def test_a_head_that_does_not_train_gets_no_gradient(lm: Any) -> None:
     head = lm.lm_head.weight
     head.requires_grad_(False)
     try:
-        _, features, logits_of = Cut(lm, fp32_head=False).split(tokens())
+        _, features, logits_of = SplitModel(lm, fp32_head=False).split(tokens())
         found = score_chunks(logits_of, features, tokens(), entropy_grad=False, collision=False)
         found.logp.sum().backward()
         assert head.grad is None
