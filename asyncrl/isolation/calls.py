@@ -171,7 +171,7 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """What it returns, or raises; it goes on when this is cancelled. CallTimeout: MAX_ABANDONED."""
+        """What it returns, or raises; it goes on when this is cancelled. CallTimeout: no new thread."""
         thread = self._started()
         future: Future[Any] = Future()
         self._calls.put(partial(_fulfil, function, future))
