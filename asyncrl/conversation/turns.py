@@ -19,6 +19,8 @@ from asyncrl.types import (
     Turn,
 )
 
+OPENING = 16  # tokens at the end of a prompt, at most, that can open a thought
+
 
 def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
     """What makes an engine's answer unusable, or ''. Tokens that do not line up must never be trained."""
@@ -55,7 +57,8 @@ def make_turn(index: int, row: int, context: tuple[int, ...], generation: Genera
 
 def read_turn(rules: Rules, turn: Turn, *, tools: bool) -> Parsed:
     """The turn's content, calls and reasoning. Without `tools` nothing is a call."""
-    return parse_turn(rules.parse, rules.chat.decode(turn.ids), tools=tools)
+    prompt = rules.chat.decode(turn.context[-OPENING:])
+    return parse_turn(rules.parse, rules.chat.decode(turn.ids), tools=tools, prompt=prompt)
 
 
 def turn_message(rules: Rules, turn: Turn, *, tools: bool) -> Message:

@@ -80,6 +80,11 @@ def _deepseek(message: Message) -> str:
     )
 
 
+def _deepseek_r1(message: Message) -> str:
+    """Its prompt opens the thought."""
+    return f"{message.reasoning}\n</think>\n\n{_deepseek(message)}"
+
+
 def _gpt_oss(message: Message) -> str:
     thought = f"<|channel|>analysis<|message|>{message.reasoning}<|end|>" if message.reasoning else ""
     start = "<|start|>assistant" if thought else ""
@@ -165,7 +170,7 @@ FAMILIES = {
         appends=("tool", "user"),
     ),
     "deepseek-r1": Family(
-        _deepseek,
+        _deepseek_r1,
         ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
         _DEEPSEEK,
         eos="<｜end▁of▁sentence｜>",

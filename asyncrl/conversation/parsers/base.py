@@ -97,8 +97,12 @@ def call_format(
     return register
 
 
-def parse_turn(parser: Parser, text: str, *, tools: bool) -> Parsed:
-    """A turn, read. Without `tools` nothing is a call: text that looks like one is content."""
+def parse_turn(parser: Parser, text: str, *, tools: bool, prompt: str = "") -> Parsed:
+    """A turn, read. Without `tools` nothing is a call: text that looks like one is content. Where the end of
+    the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that."""
+    think = parser.think.open if isinstance(parser, CallFormat) else THINK.open
+    if prompt.rstrip().endswith(think) and not text.lstrip().startswith(think):
+        text = think + text
     if tools:
         return parser(text)
     if isinstance(parser, CallFormat):
@@ -109,7 +113,7 @@ def parse_turn(parser: Parser, text: str, *, tools: bool) -> Parsed:
 
 
 def split_reasoning(text: str, think: Tags) -> tuple[str, str]:
-    """Reasoning and the rest. The opening tag may be part of the prompt; reasoning that is not closed goes on
+    """Reasoning and the rest. Some models close what they did not open; reasoning that is not closed goes on
     to the end."""
     head, closed, rest = text.partition(think.close)
     if not closed and not text.lstrip().startswith(think.open):

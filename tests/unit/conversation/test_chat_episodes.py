@@ -8,6 +8,7 @@ import datetime
 import pytest
 
 from asyncrl.config import RolloutConfig
+from asyncrl.conversation.branches import AgentRequest, Branches, Placement
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.commands import (
     CallTools,
@@ -15,6 +16,7 @@ from asyncrl.conversation.commands import (
     Observed,
     Opened,
     Rules,
+    Score,
     Step,
     ToolsReplied,
     TurnGenerated,
@@ -23,6 +25,7 @@ from asyncrl.conversation.episode import Episode, advance, begin, conversation, 
 from asyncrl.conversation.parsers import parsers
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
+    EpisodeEnd,
     Generation,
     Message,
     Observation,
@@ -152,3 +155,56 @@ def test_a_prompt_of_another_day_does_not_continue() -> None:
     )
     with pytest.raises(ProtocolError, match="does not continue"):
         resume(later, SAMPLE, episode.opened, episode.turns)
+
+
+# -- a prompt that opens the thought ------------------------------------------------------------------
+
+CUT = "I could write <answer>7</answer>, or call"
+CALL = turn_of("deepseek-r1", "Ulm").tool_calls
+CALLING = FAMILIES["deepseek-v3"].writes(Message("assistant", tool_calls=CALL))
+
+
+def wrote(text: str, stop: StopReason = StopReason.STOP) -> Generation:
+    written = text + FAMILIES["deepseek-r1"].ends[0] * (stop is StopReason.STOP)
+    ids = tuple(tokenizer_of("deepseek-r1").encode(written, add_special_tokens=False))
+    return Generation(ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 1, 1),), stop)
+
+
+@pytest.mark.parametrize("stop", [StopReason.LENGTH, StopReason.STOP])
+@pytest.mark.parametrize("text", [CUT, f"I call {CALLING}", f"<think>\nI call {CALLING}"])
+def test_a_thought_that_the_prompt_opened_lasts_until_it_is_closed(text: str, stop: StopReason) -> None:
+    """It is no answer, and a call in it is not carried out; the ids are what they are."""
+    rules = rules_of("deepseek-r1", history="fork")
+    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    made = wrote(text, stop)
+    episode = advance(rules, episode, TurnGenerated(made))
+    assert episode.command == Score(
+        "", EpisodeEnd.LENGTH if stop is StopReason.LENGTH else EpisodeEnd.ANSWERED
+    )
+    assert episode.turns[0].ids == made.ids
+    message = conversation(rules, episode)[-1]
+    assert (message.content, message.tool_calls) == ("", ())
+    assert message.reasoning == text.removeprefix("<think>").strip()
+
+
+def test_a_thought_that_is_closed_is_followed_by_calls_and_an_answer() -> None:
+    """After replies of tools this template opens no thought."""
+    rules = rules_of("deepseek-r1", history="fork")
+    episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
+    episode = advance(rules, episode, TurnGenerated(wrote(f"I call {CALLING}</think>\n\n{CALLING}")))
+    assert isinstance(episode.command, CallTools)
+    assert [call.arguments for call in episode.command.calls] == [call.arguments for call in CALL]
+    replies = tuple(ToolReply(call, "rain") for call in episode.command.calls)
+    episode = advance(rules, episode, ToolsReplied(replies))
+    check_row(rules, episode)
+    episode = advance(rules, episode, TurnGenerated(wrote("Rain.")))
+    assert episode.command == Score("Rain.", EpisodeEnd.ANSWERED)
+
+
+def test_an_agent_gets_a_thought_that_was_cut_as_reasoning() -> None:
+    branches = Branches(rules_of("deepseek-r1", history="fork"))
+    place = branches.place(AgentRequest(SAMPLE.prompt, (TOOL,)))
+    assert isinstance(place, Placement)
+    said = branches.add(place, branches.turn(place, wrote(f"I call {CALLING}", StopReason.LENGTH)))
+    assert said == Message("assistant", reasoning=f"I call {CALLING}")
+    assert (branches.answer, branches.calls) == ("", 0)
