@@ -2,8 +2,9 @@
 
     sample as JSON ──stdin──► program ──stdout──► its last line, as JSON, is the result
 
-It finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. The program and its descendants are
-killed when the episode is over or the worker has died.
+What the program can read, the model that leads it may read: the sample comes without its ground truth. The
+program finds its model by OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. It and its descendants are killed
+when the episode is over or the worker has died.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from asyncrl.types import Sample
 
 MAX_ERROR = 4096  # bytes of stderr that are read back
 
-Line = Annotated[str, msgspec.Meta(min_length=1)]
+Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
 
 class CommandError(AsyncrlError):
@@ -34,10 +35,13 @@ class CommandError(AsyncrlError):
 
 
 @agents.register("command")
-async def command(sample: Sample, endpoint: Endpoint, *, line: Line, directory: str = "") -> Any:
+async def command(
+    sample: Sample, endpoint: Endpoint, *, line: Line, directory: str = "", extra_info: tuple[str, ...] = ()
+) -> Any:
     """Run `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
-    where the run was started). CommandError on an exit code other than 0, with the last line of stderr."""
-    words, given = _split(line), _written(sample)
+    where the run was started). Of the sample's extra_info, which may hold the answer, the program gets the
+    named entries. CommandError on an exit code other than 0, with the last line of stderr."""
+    words, given = _split(line), _written(sample, extra_info)
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
@@ -84,10 +88,18 @@ async def _last_line(stream: asyncio.StreamReader, limit: int) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def _written(sample: Sample) -> bytes:
-    """The sample as JSON, with its JSON texts decoded."""
-    values = {name: msgspec.json.decode(getattr(sample, name)) for name in ("ground_truth", "extra_info")}
-    return msgspec.json.encode({**msgspec.to_builtins(sample), **values})
+def _written(sample: Sample, names: Sequence[str]) -> bytes:
+    """The sample as JSON, with these entries of its extra_info, and without its ground truth."""
+    extra = msgspec.json.decode(sample.extra_info)
+    return msgspec.json.encode(
+        {
+            "row": sample.row,
+            "data_source": sample.data_source,
+            "ability": sample.ability,
+            "prompt": sample.prompt,
+            "extra_info": {name: extra[name] for name in names if name in extra},
+        }
+    )
 
 
 def _split(line: str) -> list[str]:

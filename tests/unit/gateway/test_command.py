@@ -17,7 +17,7 @@ from asyncrl.gateway.command import CommandError
 from asyncrl.types import Message, Sample
 
 ENDPOINT = Endpoint("http://127.0.0.1:1/v1", "secret")
-SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1}')
+SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y": 1, "answer": 42}')
 
 
 def run(line: str, timeout: float = 30.0, sample: Sample = SAMPLE, **options: Any) -> Any:
@@ -39,9 +39,16 @@ def test_a_program_gets_the_sample_and_the_endpoint(tmp_path: Path) -> None:
     found = run(python(tmp_path, code))
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == (ENDPOINT.base_url, "secret")
     assert "127.0.0.1" in found["NO_PROXY"]
-    sample = found["sample"]
-    assert (sample["row"], sample["ground_truth"], sample["extra_info"]) == (3, {"x": 42}, {"y": 1})
-    assert sample["prompt"] == [{"role": "user", "content": "q"}]
+    prompt = [{"role": "user", "content": "q"}]
+    rest = {"data_source": "test", "ability": "", "extra_info": {}}
+    assert found["sample"] == {"row": 3, "prompt": prompt, **rest}
+
+
+def test_a_program_does_not_get_the_answer() -> None:
+    """Whatever a program can read, the model that leads it may read. Of extra_info it gets what is named."""
+    assert run("cat", extra_info=("y", "z"))["extra_info"] == {"y": 1}
+    assert "ground_truth" not in run("cat")
+    assert "42" not in json.dumps(run("cat", extra_info=("y",)))
 
 
 @pytest.mark.parametrize(
@@ -140,8 +147,12 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
     ("plugin", "why"),
     [
         ("command", r"\$\.rollout\.agent\.command: option 'line' is missing"),
-        ({"command": {"line": ""}}, r"\$\.rollout\.agent\.command\.line: .*length >= 1"),
-        ({"command": {"line": "x", "shell": True}}, "unknown option 'shell'; options: line, directory"),
+        ({"command": {"line": ""}}, r"\$\.rollout\.agent\.command\.line: Expected `str`"),
+        ({"command": {"line": " "}}, r"\$\.rollout\.agent\.command\.line: Expected `str`"),
+        (
+            {"command": {"line": "x", "shell": True}},
+            "unknown option 'shell'; options: line, directory, extra",
+        ),
         ({"command": {"line": "x"}, "other": {}}, "one name is expected"),
         ({}, "one name is expected"),
         ("comand", "did you mean command"),
