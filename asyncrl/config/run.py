@@ -109,8 +109,8 @@ class LaunchConfig(Section, frozen=True):
     """A worker silent for this long loses its episodes."""
     start_timeout: Seconds = 120.0
     """Deadline for a role to report in."""
-    stop_timeout: Seconds = 10.0
-    """Deadline of a graceful stop, checkpoint included."""
+    stop_timeout: Seconds = 600.0
+    """Deadline of a graceful stop: the micro-batch under way and a checkpoint. A second Ctrl-C ends it."""
     stall_timeout: Seconds = 300.0
     """The watchdog ends a run without progress for this long, and reports which part waits for which."""
 

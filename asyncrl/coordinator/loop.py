@@ -52,6 +52,7 @@ TICK = 0.05
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
 DRAIN = 256  # messages per socket and turn of the loop
 STATUS_EVERY = 0.5
+FOLLOW = 4.0  # of the stop timeout: for the other processes to end
 
 
 class Phase(enum.StrEnum):
@@ -102,6 +103,7 @@ class Coordinator:
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
         self._status_at = 0.0
+        self._can_save = True  # there are trainer ranks to write a checkpoint
         self._resume(incarnation)
 
     def _resume(self, incarnation: str) -> None:
@@ -170,6 +172,7 @@ class Coordinator:
                 self.state.welcome(peer)
             case Stop():
                 self._stop(message.reason, now)
+                self._can_save = self._can_save and message.save
 
     def _on_bulk(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
         match message:
@@ -247,8 +250,13 @@ class Coordinator:
             case Phase.EVALUATING if not self.validation.busy:
                 self._report_validations()
                 self._end("completed")
-            case Phase.STOPPING if self.trainer.finished or now > self.deadline:
-                self._end("stopped")
+            case Phase.STOPPING if self.trainer.finished:
+                self._end("failed" if self.error else "stopped")
+            case Phase.STOPPING if not self._can_save or now > self.deadline:
+                self._fail("; ".join(filter(None, (self.error, self._unsaved()))))
+            case Phase.STOPPING:
+                left = f"for at most {self.deadline - now:.0f} s more"
+                self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
             case Phase.STARTING if now > max(
                 self.deadline, self.state.progress_at + self.config.launch.start_timeout
             ):  # a trainer that repeats steps after a crash is making progress
@@ -285,7 +293,16 @@ class Coordinator:
         self.workers.stop(reason)
         self.engines.stop(reason)
         self.trainer.finish()
-        self._enter(Phase.STOPPING, now, max(1.0, self.config.launch.stop_timeout - 4.0))
+        self._enter(Phase.STOPPING, now, max(1.0, self.config.launch.stop_timeout - FOLLOW))
+
+    def _unsaved(self) -> str:
+        why = f"none within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
+        saved = self.trainer.checkpoint_step
+        return (
+            f"stopped without a checkpoint of step {self.state.batches.committed}: "
+            f"{why if self._can_save else 'the trainer was lost'}; resume=auto repeats the steps since "
+            f"{f'the one of step {saved}' if saved >= 0 else 'the start'}"
+        )
 
     def _fail(self, error: str) -> None:
         self.error = error
@@ -350,7 +367,8 @@ class Coordinator:
     def _watch(self, now: float) -> None:
         """End a run in which nothing moves any more. The error says who waits for what."""
         limit = self.config.launch.stall_timeout
-        if now - self.state.progress_at > limit:
+        over = self.phase in (Phase.STOPPING, Phase.CLOSED)  # a stop has its own deadline
+        if not over and now - self.state.progress_at > limit:
             waits = "; ".join(self._status().waits) or "no wait is known"
             raise ProtocolError(f"nothing has moved for {limit:g} s: {waits}")
 

@@ -51,6 +51,7 @@ class TrainerHandler:
         epoch, step, micro = map(int, state.store.read.meta("last_started", "0 0 0").split())
         self.last_started = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
+        self._stopped_at: int | None = None  # the step at which the ranks were asked
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
@@ -125,7 +126,9 @@ class TrainerHandler:
     def checkpointed(self, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
         state = self.state
-        self.finished = self.stopping and message.step >= state.batches.committed
+        # Ranks that repeat steps after a crash are stopped before the last committed one.
+        reached = state.batches.committed if self._stopped_at is None else self._stopped_at
+        self.finished = self.finished or (self.stopping and message.step >= reached)
         if message.step == self.checkpoint_step:
             return  # sent again, as a restarted coordinator may have missed it
         state.store.put_checkpoint(message.step, message.trainer_epoch, message.path)
@@ -144,8 +147,10 @@ class TrainerHandler:
         state.progress(now)
 
     def finish(self) -> None:
-        """Let the ranks write a checkpoint at the next micro-batch, then end."""
-        self.stopping, self.finished = True, not self.ranks.size
+        """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the
+        newest one."""
+        committed = self.state.batches.committed
+        self.stopping, self.finished = True, self.checkpoint_step >= committed or not committed
 
     def stop(self, reason: str) -> None:
         """Let the ranks end now."""
@@ -203,6 +208,7 @@ class TrainerHandler:
                 f"the trainer asks for step {request.step} before committing {request.step - 1}"
             )
         if self.stopping and (request.step, request.micro) not in self.ranks.answered:
+            self._stopped_at = request.step
             return plan("stop"), []
         if request.step >= self.state.config.total_steps:
             return plan("end"), []

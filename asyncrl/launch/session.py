@@ -4,8 +4,9 @@
 signals, `Supervisor.tick` (exits and restarts), the deadline of a stop, `_watch` (a silent coordinator).
 At the end `_wind_down` waits for the other processes, then terminates and kills them.
 
-The first Ctrl-C or SIGTERM asks the coordinator to stop, and everything ends within `launch.stop_timeout`
-with a checkpoint; the second kills at once.
+The first Ctrl-C, SIGTERM or SIGHUP asks the coordinator to stop: the trainer ends its micro-batch and writes
+a checkpoint, all within `launch.stop_timeout`. Without that checkpoint the run counts as failed. The second
+signal kills at once.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any, Protocol
 
 from asyncrl.config import LaunchConfig
 from asyncrl.errors import ProtocolError, one_line
-from asyncrl.launch.placement import COORDINATOR
+from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.observe.watchdog import Watchdog
+from asyncrl.runtime.signals import ENDING
 from asyncrl.wire.messages.channels import ToObserver
 from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Stop, Welcome
@@ -33,6 +35,7 @@ POLL = 0.1
 HELLO_EVERY = 1.0
 KILL_RESERVE = 2.0  # of the stop timeout: one second from terminate to kill, one to be reaped
 LEAVE = 5.0  # for the other roles to follow a coordinator that has ended
+WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint: at most {:g} s"
 FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordinator"
 
 
@@ -70,8 +73,10 @@ class Session:
         self._running = False  # the coordinator has left its start phase: there is something to save
         self._hello_at = 0.0
         self._outcome: RunOutcome | None = None  # decided here; the coordinator may still be saving
+        self._stop_at = 0.0  # when the stop began
         self._stop_by: float | None = None
-        self._asked = False  # the coordinator was asked to stop
+        self._asked = False  # the coordinator was asked to stop, or stops by itself
+        self._save = True  # the trainer can still write a checkpoint
         self._end: RunEnd | None = None
 
     def run(self) -> RunOutcome:
@@ -85,7 +90,8 @@ class Session:
             finally:
                 self._supervisor.kill()
                 self._link.close()
-        if ending.code == FAILED and self._end is not None and self._end.error:
+        own = ending is self._outcome  # of a role that was lost: the coordinator does not know why
+        if ending.code == FAILED and not own and self._end is not None and self._end.error:
             return RunOutcome(FAILED, self._end.error)
         return ending
 
@@ -108,6 +114,7 @@ class Session:
                     self._stop(ended, ended.error.partition("\n")[0], now)
                 elif self._outcome is None or not self._coordinator_lives():
                     return self._final_outcome(ended)
+            self._check_trainer()
             if self._stop_by is not None and now > self._stop_by:
                 return self._late()
             if self._stop_by is None and (overdue := self._watch(now)):
@@ -136,6 +143,8 @@ class Session:
         match message:
             case Status():
                 self._running = self._running or message.phase != "starting"
+                if message.phase == "stopping" and self._stop_by is None:
+                    self._follow_stop(now)
                 self._view.status(
                     message.phase, message.step, message.total_steps, message.gauges, message.waits
                 )
@@ -153,12 +162,29 @@ class Session:
     def _stop(self, outcome: RunOutcome, reason: str, now: float) -> None:
         """Ask for an orderly end; a run that has not begun has nothing to save and is ended at once."""
         self._outcome = outcome
-        self._supervisor.stopping = True
-        self._asked = self._running
-        self._stop_by = now + (self._config.stop_timeout - KILL_RESERVE if self._asked else 0.0)
+        self._begin_stop(now, self._config.stop_timeout if self._running else 0.0)
         if self._asked:
-            self._view.note(f"{reason}: stopping, with a checkpoint (Ctrl-C again kills at once)")
-            self._link.send(Stop(reason))
+            self._save = not self._supervisor.lost(TRAINER)
+            how = WITH_CHECKPOINT.format(self._config.stop_timeout) if self._save else ""
+            self._view.note(f"{reason}: stopping{how} (Ctrl-C again kills at once)")
+            self._link.send(Stop(reason, self._save))
+
+    def _follow_stop(self, now: float) -> None:
+        """The coordinator stops the run by itself, as nothing moves in it any more."""
+        self._begin_stop(now, self._config.stop_timeout)
+        self._view.note(f"the run is stopped{WITH_CHECKPOINT.format(self._config.stop_timeout)}")
+
+    def _begin_stop(self, now: float, seconds: float) -> None:
+        self._supervisor.stopping = True
+        self._asked = seconds > 0
+        self._stop_at, self._stop_by = now, now + max(0.0, seconds - KILL_RESERVE)
+
+    def _check_trainer(self) -> None:
+        """A trainer that is lost during a stop will write no checkpoint, and nobody waits for it."""
+        if self._asked and self._save and (lost := self._supervisor.lost(TRAINER)):
+            self._save = False
+            self._view.note(f"no checkpoint: {lost}")
+            self._link.send(Stop(lost, save=False))
 
     def _final_outcome(self, ended: RunOutcome) -> RunOutcome:
         """The coordinator has ended: its outcome counts, unless we had decided on another one before."""
@@ -167,11 +193,12 @@ class Session:
             return ended
         if self._outcome.code == INTERRUPTED and ended.code != COMPLETED:
             return ended
+        if self._asked and ended.code == COMPLETED:
+            self._view.note(f"stopped after {time.monotonic() - self._stop_at:.0f} s, with a checkpoint")
         return self._outcome
 
     def _late(self) -> RunOutcome:
-        assert self._outcome is not None
-        if not self._asked or self._outcome.code != INTERRUPTED:
+        if self._outcome is not None and not (self._asked and self._outcome.code == INTERRUPTED):
             return self._outcome
         return RunOutcome(
             FAILED, f"not stopped within launch.stop_timeout ({self._config.stop_timeout:g} s); killed"
@@ -215,7 +242,11 @@ class Session:
         def count(number: int, frame: FrameType | None) -> None:
             self._signals += 1
 
-        before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in ENDING}
+        if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
+            del before[signal.SIGHUP]
+        for number in before:
+            signal.signal(number, count)
         try:
             yield
         finally:

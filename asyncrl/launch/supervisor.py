@@ -124,6 +124,12 @@ class Supervisor:
                 for handle in unit.alive:
                     handle.kill()
 
+    def lost(self, role: str) -> str:
+        """A process of the role that crashed and is not started again yet, and how it ended; '' if none."""
+        handles = [handle for unit in self.units if unit.plan.role == role for handle in unit.handles]
+        ended = [(handle.name, code) for handle in handles if (code := handle.poll())]
+        return f"{ended[0][0]} {describe_exit(ended[0][1])}" if ended else ""
+
     # -- one unit --------------------------------------------------------------------------------------
 
     def _start(self, unit: SupervisedUnit) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,15 @@ LINE_EVERY = 5.0  # seconds between plain lines
 
 
 class PipeSafeTerminal(Terminal):
-    """A terminal for `asyncrl train | head`: rich would end the program when the reader has gone."""
+    """A terminal for `asyncrl train | head`, and one that may be closed: rich would end the program."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):
             super().on_broken_pipe()  # discards all output from here on
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):
+            super().print(*objects, **options)
 
 
 @dataclass
@@ -71,7 +75,7 @@ class Console:
         state.gauges, state.waits = gauges, waits
         if changed:
             self._line(f"phase: {phase}")
-        elif phase == "starting" or time.monotonic() - self._line_at > 6 * LINE_EVERY:
+        elif phase in ("starting", "stopping") or time.monotonic() - self._line_at > 6 * LINE_EVERY:
             self._progress_line()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -91,7 +95,8 @@ class Console:
 
     def fail(self, text: str) -> None:
         """Why the run failed, on standard error, in every mode."""
-        print(f"asyncrl: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 
     def _progress_line(self, force: bool = False) -> None:
         if force or time.monotonic() - self._line_at > LINE_EVERY:
@@ -115,8 +120,13 @@ def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, tota
     live = Live(
         console=terminal, get_renderable=lambda: render(console.state), refresh_per_second=4, transient=True
     )
-    with live if chosen == "live" else nullcontext():
+    if chosen == "live":
+        live.start()
+    try:
         yield console
+    finally:
+        with suppress(OSError):
+            live.stop()
 
 
 # -- what is shown ---------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ class Loaded(WireMessage, frozen=True):
 
 
 class Stop(WireMessage, frozen=True):
-    """To the coordinator: write a checkpoint and end the run. To any other process: end now."""
+    """To the coordinator: write a checkpoint and end the run; without `save`, for which there are no trainer
+    ranks any more, end it now. To any other process: end now."""
 
     reason: str
+    save: bool = True

@@ -18,6 +18,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Welcome
 from asyncrl.wire.messages.trainer import (
+    Checkpointed,
     Commit,
     Committed,
     PlanReceived,
@@ -110,6 +111,49 @@ def test_a_stop_reaches_all_ranks_at_the_same_place(setup: TrainerSetup, first: 
     assert other is not None and other.kind == "work"  # one rank has this plan already
     kinds = [plan.kind if (plan := setup.take(rank, 0, 1)) else None for rank in (first, 1 - first, first)]
     assert kinds == ["stop", "stop", "stop"]
+
+
+def checkpointed(setup: TrainerSetup, step: int) -> None:
+    setup.handler.checkpointed(Checkpointed(setup.state.trainer_epoch, step, f"step-{step}", 0), 0.0)
+
+
+def test_a_stop_is_over_with_the_checkpoint_of_the_last_step(setup: TrainerSetup) -> None:
+    commit_first(setup)
+    setup.handler.finish()
+    assert not setup.handler.finished
+    checkpointed(setup, 0)  # was on its way
+    assert not setup.handler.finished
+    checkpointed(setup, 1)
+    assert setup.handler.finished
+
+
+def test_a_stop_has_nothing_to_wait_for_when_nothing_was_trained_since(setup: TrainerSetup) -> None:
+    setup.handler.finish()
+    assert setup.handler.finished
+    setup.handler.stopping = setup.handler.finished = False
+    commit_first(setup)
+    checkpointed(setup, 1)
+    setup.handler.finish()
+    assert setup.handler.finished
+
+
+def test_ranks_that_repeat_steps_save_what_they_have_repeated(setup: TrainerSetup) -> None:
+    """A restarted trainer, at step 0 of 1 when it is asked to stop."""
+    commit_first(setup)
+    setup.hello("y")
+    setup.handler.finish()
+    plans = [setup.take(rank, 0, 0) for rank in (0, 1)]
+    assert [plan and plan.kind for plan in plans] == ["stop", "stop"]
+    checkpointed(setup, 0)
+    assert setup.handler.finished
+
+
+def commit_first(setup: TrainerSetup) -> None:
+    """Ranks take and commit the first batch."""
+    setup.take(0, 0, 0)
+    done = setup.take(0, 0, 1)
+    assert done is not None and done.kind == "step"
+    setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, done.plan_hash, {}), 0.0)
 
 
 def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:

@@ -40,17 +40,18 @@ class Process:
 class Play:
     """A session in this thread; the coordinator's part is played by another."""
 
-    def __init__(self, run_dir: Path, **launch: Any) -> None:
+    def __init__(self, run_dir: Path, *more: str, **launch: Any) -> None:
         self.endpoints = choose_endpoints("127.0.0.1", 0)
         self.hub = Hub(self.endpoints.control, ToCoordinatorControl)
         self.processes: dict[str, Process] = {}
         self.shown: list[tuple[Any, ...]] = []
-        units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout")]
+        units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]
         supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
         self.session = Session(
             LaunchConfig(**launch), run_dir, self.endpoints, supervisor, self, self.on_step
         )
         self.tracked: list[int] = []
+        self._stepped = threading.Event()
 
     def spawn(self, order: ProcessSpec) -> Process:
         return self.processes.setdefault(order.place.name, Process(order.place.name))
@@ -66,6 +67,7 @@ class Play:
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self.tracked.append(step)
+        self._stepped.set()
 
     # -- the coordinator's side, in a thread -----------------------------------------------------------
 
@@ -77,6 +79,10 @@ class Play:
                 poller.wait(DEADLINE)
             elif isinstance(received[1], kind):
                 return received[0], received[1]
+
+    def wait_for_step(self) -> None:
+        """Until a step report, and what was sent before it, has been handled."""
+        assert self._stepped.wait(DEADLINE)
 
     def run(self, part: Any) -> RunOutcome:
         errors: list[BaseException] = []
@@ -139,13 +145,62 @@ def test_a_lost_role_lets_the_coordinator_write_down_where_it_was(play: Play) ->
     assert ending.code == 1 and "launch.restarts" in ending.error
 
 
-def test_an_interrupt_before_the_run_began_waits_for_nobody(play: Play) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_an_interrupt_before_the_run_began_waits_for_nobody(play: Play, number: signal.Signals) -> None:
     def part() -> None:
         play.hear(ObserverHello)
-        signal.raise_signal(signal.SIGTERM)  # handlers run in the main thread
+        signal.raise_signal(number)  # handlers run in the main thread
 
     assert play.run(part).code == 130
     assert {process.code for process in play.processes.values()} == {-15}
+
+
+def test_a_stop_says_how_long_it_may_take_and_what_became_of_it(play: Play) -> None:
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {}, ()))
+        play.hub.send(peer, StepReport(1, {}))  # shown: the status was handled, too
+        play.wait_for_step()
+        signal.raise_signal(signal.SIGINT)
+        assert play.hear(Stop)[1].save
+        play.processes["rollout-0"].code = play.processes["coordinator-0"].code = 0
+
+    assert play.run(part) == RunOutcome(130)
+    notes = [text for kind, text in play.shown[2:] if kind == "note"]
+    assert "at most 600 s" in notes[0] and "checkpoint" in notes[0] and "with a checkpoint" in notes[1]
+
+
+def test_a_trainer_that_dies_during_a_stop_is_not_waited_for(tmp_path: Path) -> None:
+    play = Play(tmp_path, "trainer")
+
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {}, ()))
+        play.hub.send(peer, StepReport(1, {}))
+        play.wait_for_step()
+        signal.raise_signal(signal.SIGINT)
+        assert play.hear(Stop)[1].save
+        play.processes["trainer-0"].code = -9
+        _, second = play.hear(Stop)
+        assert not second.save and second.reason == "trainer-0 was killed by SIGKILL"
+        play.hub.send(peer, RunEnd("failed", "stopped without a checkpoint"))
+        play.processes["coordinator-0"].code = 1
+
+    assert play.run(part) == RunOutcome(1, "stopped without a checkpoint")
+    play.hub.close()
+
+
+def test_a_coordinator_that_stops_by_itself_is_given_the_same_time(play: Play) -> None:
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("stopping", 1, 9, {}, ()))
+        play.hub.send(peer, StepReport(1, {}))
+        play.wait_for_step()
+        play.processes["rollout-0"].code = -9  # nobody is restarted any more
+        play.hub.send(peer, RunEnd("failed", "nothing has moved"))
+        play.processes["coordinator-0"].code = 1
+
+    assert play.run(part) == RunOutcome(1, "nothing has moved")
 
 
 def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play) -> None:

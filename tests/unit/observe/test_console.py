@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,24 @@ def test_off_says_nothing_but_why_a_run_failed(capsys: pytest.CaptureFixture[str
     shown.note("restarted")
     shown.fail("no reason")
     assert out.getvalue() == "" and capsys.readouterr().err == "asyncrl: no reason\n"
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is to be stopped in order then, with all that this prints."""
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", out)
+        with open_console(mode, "demo", 10) as shown:  # type: ignore[arg-type]
+            shown.note("hello")
+            os.close(ours)
+            shown.note("hello")
+            shown.status("stopping", 1, 10, GAUGES, ())
+            shown.fail("why")
+        monkeypatch.undo()
+        with suppress(OSError):
+            out.close()
 
 
 def test_a_reader_that_has_gone_away_does_not_matter() -> None:
