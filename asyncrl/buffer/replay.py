@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
-from asyncrl.buffer.zero_variance import EQUAL, ComparedParts, all_equal
+from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
 
@@ -261,7 +261,7 @@ class ReplayBuffer:
         if rate >= 1 or not self._ended(group):
             return
         landed = [e for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
-        passed = sum(episode.result.score > EQUAL for episode in landed)
+        passed = sum(episode.result.score > TOLERANCE for episode in landed)
         if len(landed) >= self.config.min_group and passed >= rate * len(landed):
             group.retires = True
             self.retired.add(group.sample)

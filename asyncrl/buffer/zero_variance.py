@@ -9,7 +9,7 @@ import msgspec
 
 from asyncrl.types import EpisodeResult
 
-EQUAL = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
+TOLERANCE = 1e-9  # rewards that differ by less differ by rounding: parts of one sum, added in another order
 
 
 class ComparedParts(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ def all_equal(results: Sequence[EpisodeResult], greedy: float | None, reads: Com
     for result in results:
         for name, value in _values(result, reads):
             columns[name].append(value)
-    return all(max(column) - min(column) <= EQUAL for column in columns.values())
+    return all(max(column) - min(column) <= TOLERANCE for column in columns.values())
 
 
 def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple[str, object], float]]:

@@ -141,7 +141,7 @@ class Validation:
     def _hold(self, ref: WeightsRef) -> None:
         """Workers load the version themselves, some of them late: it is not pruned during the session."""
         if not self.engines.remote:
-            self._held.enter_context(disk.hold(ref))
+            self._held.enter_context(disk.lock_version(ref))
 
     def _ready(self, session: ValidationSession, worker: WorkerRecord, now: float) -> bool:
         """The worker can sample the version. Its own engine is sent it; again after a refusal or a long

@@ -26,8 +26,8 @@ from contextlib import suppress
 
 KILL = signal.SIGUSR1  # ends the program and all of its descendants at once
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-OURS = (*PASSED_ON, KILL, signal.SIGCHLD)
-DEFAULT_IN_PROGRAM = (*OURS, signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores the last two
+HANDLED = (*PASSED_ON, KILL, signal.SIGCHLD)
+DEFAULT_IN_PROGRAM = (*HANDLED, signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores the last two
 KILL_SECONDS = 5.0  # for everything to be gone; a process that hangs in the kernel is left to it
 CANNOT_RUN = 127  # exit code when there is no such program
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
@@ -39,8 +39,8 @@ def main(parent: int, grace: float, program: list[str]) -> None:
     """Start the program, watch it and its parent, kill what is left, end as the program did."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
-    for number in OURS:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    for number in HANDLED:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -54,7 +54,7 @@ def main(parent: int, grace: float, program: list[str]) -> None:
     if (pid := os.fork()) == 0:
         _run(program, own, mask)
     _close_pipes(keep={woken, wake, alive})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, OURS)  # even if they were blocked from the start
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # even if they were blocked from the start
     _end(_kill_all(pid, _watch(pid, woken, alive, grace), woken))
 
 

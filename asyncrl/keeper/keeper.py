@@ -39,10 +39,10 @@ from asyncrl.wire.sockets import AsyncLink, Endpoints, identity, local_address
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.keeper")
 
-LOOK_EVERY = 1.0  # seconds between two looks at a server
-SILENT = 3  # looks in a row without an answer after which a server is given up
+CHECK_SECONDS = 1.0  # seconds between two looks at a server
+MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
 LOAD_TRIES = 3  # failed loads in a row, over `weights.deadline` at least, after which it is given up
-OTHER_MODEL = 1.0  # nats between server and trainer on the first version: not the same model
+MAX_PROBE_GAP = 1.0  # nats between server and trainer on the first version: not the same model
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
@@ -172,13 +172,13 @@ class Keeper:
         """Is it there, and does it hold what it confirmed? Raises EngineError when not."""
         silent = 0
         while True:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(CHECK_SECONDS)
             loaded = self._loaded
             try:
                 label = await server.api.weight_label()
             except EngineError as error:
                 silent, self._healthy = silent + 1, False
-                if silent >= SILENT:
+                if silent >= MAX_UNANSWERED:
                     raise EngineError(f"engine {self.index}: no answer {silent} times: {error}") from error
                 continue
             silent = 0
@@ -221,7 +221,7 @@ class Keeper:
             raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
 
     def _check_probe(self, message: Loaded) -> None:
-        if not self._loaded and message.probe_gap > OTHER_MODEL:
+        if not self._loaded and message.probe_gap > MAX_PROBE_GAP:
             raise ConfigError(
                 f"engine {self.index}: the server computes another model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g}; "

@@ -142,10 +142,10 @@ def check_device(config: RunConfig) -> None:
 def check_weights_directory(config: RunConfig) -> None:
     """Versions can be written where the configuration says; where it insists on /dev/shm, there is room for
     as many as are kept."""
-    from asyncrl.weights.disk import room, weights_directory
+    from asyncrl.weights.disk import bytes_needed, weights_directory
 
     size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed = room(size, config.weights.full_every > 1, config.engine.keepers)
+    needed = bytes_needed(size, config.weights.full_every > 1, config.engine.keepers)
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
 

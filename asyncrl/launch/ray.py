@@ -31,7 +31,7 @@ from asyncrl.launch.role import execute, set_up_logging
 from asyncrl.wire.sockets import Endpoints
 
 KILLED = -9
-CONNECT = 5.0  # seconds
+CONNECT_SECONDS = 5.0  # seconds
 
 
 class RoleActor:
@@ -146,7 +146,7 @@ class RaySpawner:
 def reach(address: str) -> None:
     """OSError when no server listens at host:port; Ray itself needs minutes to find that out."""
     if found := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
-        socket.create_connection((found[1], int(found[2])), CONNECT).close()
+        socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
 
 
 def redirect_output(path: Path) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, EngineError
 
-ANSWER = 30.0  # seconds in which an attached server must answer
+ANSWER_SECONDS = 30.0  # seconds in which an attached server must answer
 
 
 def check_servers(config: RunConfig) -> None:
@@ -55,14 +55,14 @@ def check_urls(config: RunConfig) -> None:
     from asyncrl.engines.sglang.server import look
 
     async def check_url(url: str) -> None:
-        async with asyncio.timeout(ANSWER):
+        async with asyncio.timeout(ANSWER_SECONDS):
             await look(config, url, *keys(config.engine))
 
     for url in config.engine.urls:
         try:
             asyncio.run(check_url(url))
         except TimeoutError:
-            raise ConfigError(f"$.engine.urls: {url} does not answer within {ANSWER:g} s") from None
+            raise ConfigError(f"$.engine.urls: {url} does not answer within {ANSWER_SECONDS:g} s") from None
         except EngineError as error:
             raise ConfigError(f"$.engine.urls: {error}") from None
 

@@ -34,7 +34,7 @@ from asyncrl.wire.sockets import Endpoints, Link, identity
 POLL = 0.1
 HELLO_EVERY = 1.0
 KILL_RESERVE = 2.0  # of the stop timeout: one second from terminate to kill, one to be reaped
-LEAVE = 5.0  # for the other roles to follow a coordinator that has ended
+LEAVE_SECONDS = 5.0  # for the other roles to follow a coordinator that has ended
 WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint: at most {:g} s"
 FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordinator"
 
@@ -225,8 +225,8 @@ class Session:
         self._supervisor.stopping = True
         followed = ending.code in (COMPLETED, INTERRUPTED) and self._running and self._signals < 2
         if followed and not self._coordinator_lives():
-            room = LEAVE if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
-            self._await_exits(min(LEAVE, room))
+            room = LEAVE_SECONDS if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
+            self._await_exits(min(LEAVE_SECONDS, room))
         self._supervisor.terminate()
         self._await_exits(KILL_RESERVE / 2)
         self._supervisor.kill()

@@ -30,7 +30,7 @@ from asyncrl.launch.process import (
 log = logging.getLogger("asyncrl.launch")
 
 BACKOFF_FIRST, BACKOFF_MAX = 0.5, 8.0
-LEAVING = 5.0  # seconds for the coordinator to follow a process that left in order
+LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left in order
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class SupervisedUnit:
     def dead(self, now: float) -> tuple[ProcessHandle, int] | None:
         """A process that crashed, with its exit code.
 
-        Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for LEAVING
-        seconds afterwards.
+        Exit code 0 is correct at the end of a run; it counts as a crash when the run goes on for
+        LEAVE_SECONDS afterwards.
         """
         ended = [(handle, code) for handle in self.handles if (code := handle.poll()) is not None]
         crashed = [(handle, code) for handle, code in ended if code != COMPLETED]
@@ -67,7 +67,7 @@ class SupervisedUnit:
             self.left_at = None
             return crashed[0] if crashed else None
         self.left_at = now if self.left_at is None else self.left_at
-        return ended[0] if now - self.left_at > LEAVING else None
+        return ended[0] if now - self.left_at > LEAVE_SECONDS else None
 
 
 class Supervisor:

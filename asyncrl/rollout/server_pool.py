@@ -36,11 +36,11 @@ from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
 log = logging.getLogger("asyncrl.worker")
 
-BOUND = 1.25  # load of a server that is chosen for its prefix, relative to the mean
-FEW = 2  # requests side by side that are no overload: with fewer requests than servers the mean says nothing
-LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
+LOAD_FACTOR = 1.25  # load of a server that is chosen for its prefix, relative to the mean
+MIN_BOUND = 2  # requests; so few are no overload, whatever the mean over many servers is
+MAX_LOSSES = 8  # in a row without a token end a turn: its request may be what kills the servers
 PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between two rounds of full servers, doubled each time
-SUSPICION = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
+SUSPECT_SECONDS = 10.0  # seconds that a server which lost a turn gets none, unless a new table comes before
 
 
 class Client(Protocol):
@@ -120,7 +120,7 @@ class ServerPool:
             return
         self._oldest = oldest
         while self.version < oldest():
-            with self._waits.named(self._lack(full=0)):
+            with self._waits.named(self._waits_for(full=0)):
                 await self.changed.wait()
 
     @property
@@ -153,7 +153,7 @@ class ServerPool:
 
     async def _continue(self, turn: ServerTurn) -> None:
         """Have one server sample what is left of the turn, or as much of that as it can."""
-        server = await self._take(turn)
+        server = await self._acquire(turn)
         try:
             with self._meter.turn():
                 part = await server.client.generate(rest(turn.request, turn.sampled))
@@ -163,15 +163,17 @@ class ServerPool:
         except EngineLost as lost:
             server.use.lost += 1
             self._suspect(server, lost)
-            self._keep(turn, server, lost.partial)
-            if turn.losses >= LOSSES:
-                raise EngineError(f"{LOSSES} servers in a row lost the turn; the last one: {lost}") from lost
+            self._append(turn, server, lost.partial)
+            if turn.losses >= MAX_LOSSES:
+                raise EngineError(
+                    f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
+                ) from lost
         else:
-            self._keep(turn, server, part)
+            self._append(turn, server, part)
         finally:
             server.running -= 1
 
-    def _keep(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
+    def _append(self, turn: ServerTurn, server: PooledServer, part: Generation) -> None:
         turn.sampled = extended(turn.request, turn.sampled, part)
         turn.losses = 0 if part.ids else turn.losses + 1
         turn.deadline = asyncio.get_running_loop().time() + self._patience
@@ -181,20 +183,20 @@ class ServerPool:
         turn.last = server
         self._meter.tokens += len(part.ids)
 
-    async def _take(self, turn: ServerTurn) -> PooledServer:
+    async def _acquire(self, turn: ServerTurn) -> PooledServer:
         """The server that goes on with the turn. EngineError after the deadline."""
         try:
             async with asyncio.timeout_at(turn.deadline):
                 while (server := self.begin(turn.request.session, turn.full)) is None:
-                    await self._room(turn)
+                    await self._wait_for_room(turn)
         except TimeoutError:
-            raise EngineError(f"{self._lack(len(turn.full))}, after {self._patience:g} s") from None
+            raise EngineError(f"{self._waits_for(len(turn.full))}, after {self._patience:g} s") from None
         return server
 
-    async def _room(self, turn: ServerTurn) -> None:
+    async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        with self._waits.named(self._lack(len(turn.full))):
+        with self._waits.named(self._waits_for(len(turn.full))):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
@@ -202,7 +204,7 @@ class ServerPool:
                 turn.rounds += 1
         turn.full.clear()
 
-    def _lack(self, full: int) -> str:
+    def _waits_for(self, full: int) -> str:
         """What a turn waits for."""
         oldest = self._oldest()
         if full:
@@ -263,9 +265,9 @@ class ServerPool:
         if not server.suspect and not server.retired:
             log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
             server.suspect = True
-            asyncio.get_running_loop().call_later(SUSPICION, self._trust, server)
+            asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._clear_suspicion, server)
 
-    def _trust(self, server: PooledServer) -> None:
+    def _clear_suspicion(self, server: PooledServer) -> None:
         server.suspect = False
         self.changed.notify()
 
@@ -279,7 +281,7 @@ def choose(servers: Sequence[PooledServer], home: str | None, prefixes: Counter[
     """The server `home`, which holds the prefix, if it is one of them and within the bound; else the one with
     the fewest requests, and of these the one with the fewest prefixes."""
     requests = sum(server.running for server in servers) + 1
-    bound = max(FEW, math.ceil(BOUND * requests / len(servers)))
+    bound = max(MIN_BOUND, math.ceil(LOAD_FACTOR * requests / len(servers)))
     for server in servers:
         if server.id == home and server.running + 1 <= bound:
             return server

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PATIENCE = 1.0  # seconds; shorter waits are normal and not reported
+MIN_REPORTED = 1.0  # seconds; shorter waits are normal and not reported
 
 
 class Notifier:
@@ -44,12 +44,12 @@ class Waits:
             del self._open[number]
 
     def longest(self) -> str:
-        """The oldest wait if it is longer than PATIENCE, with the number of waits for the same; else ''."""
+        """The oldest wait if it is longer than MIN_REPORTED, with the number of waits for the same; else ''."""
         if not self._open:
             return ""
         since, name = next(iter(self._open.values()))
         seconds = self._clock() - since
-        if seconds < PATIENCE:
+        if seconds < MIN_REPORTED:
             return ""
         same = sum(other == name for _, other in self._open.values())
         return f"{name} ({seconds:.0f} s{f', {same} episodes' if same > 1 else ''})"

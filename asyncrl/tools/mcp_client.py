@@ -27,8 +27,8 @@ from asyncrl.types import Sample
 log = logging.getLogger("asyncrl.tools")
 
 MAX_TOOLS = 256  # that one server may have
-CLOSE = 5.0  # seconds to close a connection; the package asks a server to end, and kills it after 4
-STUCK = 8  # calls in a row that ended without an answer, after which a server counts as hung
+CLOSE_SECONDS = 5.0  # seconds to close a connection; the package asks a server to end, and kills it after 4
+MAX_UNANSWERED = 8  # calls in a row that ended without an answer, after which a server counts as hung
 PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
 ENDED = ("Connection closed", "Session terminated")  # the package's errors after which no call can succeed
 
@@ -130,7 +130,7 @@ class McpConnection:
         self.end("it was closed")
         if not self._client.done():
             self._holder.cancel()
-        done, _ = await asyncio.wait({self._holder}, timeout=CLOSE)
+        done, _ = await asyncio.wait({self._holder}, timeout=CLOSE_SECONDS)
         if not done:
             self._holder.cancel()
 
@@ -190,7 +190,7 @@ class SharedConnection:
             return await self.call(name, arguments, tries - 1)
         except asyncio.CancelledError:
             self._unanswered += 1
-            if self._unanswered >= STUCK:
+            if self._unanswered >= MAX_UNANSWERED:
                 connection.end("it does not answer")
             raise
         self._failures = self._unanswered = 0

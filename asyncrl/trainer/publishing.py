@@ -77,7 +77,7 @@ class Publishing:
 
     def _directory(self, run_dir: Path) -> Path:
         weights, size = self.config.weights, sum(spec.nbytes for spec in self._host.layout)
-        needed = disk.room(size, weights.full_every > 1, self.config.engine.keepers)
+        needed = disk.bytes_needed(size, weights.full_every > 1, self.config.engine.keepers)
         return disk.weights_directory(weights.directory, run_dir, self.config.name, needed)
 
     def _offerer(self, endpoints: Endpoints) -> Callable[[Snapshot], WeightsRef]:

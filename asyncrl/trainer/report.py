@@ -15,8 +15,8 @@ from asyncrl.trainer.batch import Example
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
 
-TAKEN = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
-KEPT = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
+TAKEN_PREFIX = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
+KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
 
 
 def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
@@ -71,7 +71,7 @@ def _tally_staleness(tally: MetricSums, e: Example) -> None:
     """Lags, and the share over the bound by response length and by quarter of the response."""
     lags, counts = np.unique(e.lag, return_counts=True)
     for lag, count in zip(lags.tolist(), counts.tolist(), strict=True):
-        tally.total(f"{TAKEN}{lag}", count)
+        tally.total(f"{TAKEN_PREFIX}{lag}", count)
     masked = int(e.stale.sum())
     tally.ratio("staleness/masked_token_frac", masked, e.tokens)
     tally.total("staleness/fully_masked_trajectories", float(0 < e.tokens == masked))
@@ -93,7 +93,7 @@ def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None
     for name, value in seen.lowest.items():
         tally.low(name, value)
     for lag, count in seen.kept_lags.items():
-        tally.total(f"{KEPT}{lag}", count)
+        tally.total(f"{KEPT_PREFIX}{lag}", count)
 
 
 def batch_metrics(tally: MetricSums) -> dict[str, float]:
@@ -104,7 +104,7 @@ def batch_metrics(tally: MetricSums) -> dict[str, float]:
     fit = explained_variance(hidden)
     if fit is not None:
         metrics["critic/vf_explained_var"] = fit
-    return metrics | _lags(_histogram(hidden, KEPT), _histogram(metrics, TAKEN))
+    return metrics | _lags(_histogram(hidden, KEPT_PREFIX), _histogram(metrics, TAKEN_PREFIX))
 
 
 def _histogram(values: dict[str, float], prefix: str) -> LagHistogram:

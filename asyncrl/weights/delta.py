@@ -55,7 +55,7 @@ class DeltaWriter:
         return ref
 
     def _delta(self, snapshot: Snapshot, base: Manifest) -> WeightsRef:
-        with disk.placed(self.directory, snapshot.version) as work:
+        with disk.new_version(self.directory, snapshot.version) as work:
             manifest = self._encode(snapshot, base, work / disk.DELTA)
             disk.write_manifest(work, manifest)
         assert manifest.delta is not None
@@ -84,7 +84,7 @@ def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
     from the last whole version published; the cached version is used up. Raises WeightsError when there is
     no way to `ref`, and OSError when the cache has no room for one version.
     """
-    lineage = list(disk.walk(ref))
+    lineage = list(disk.lineage_of(ref))
     shorter = _from(_cached(cache), lineage)
     if shorter is not None:
         try:
@@ -116,12 +116,12 @@ def _build(lineage: list[Version], cache: Path) -> WeightsRef:
     (ref, manifest), (start, origin) = lineage[0], lineage[-1]
     with ExitStack() as stack:
         for version, _ in lineage:
-            stack.enter_context(disk.hold(version))
-        work = stack.enter_context(disk.placed(cache, ref.version))
+            stack.enter_context(disk.lock_version(version))
+        work = stack.enter_context(disk.new_version(cache, ref.version))
         _take(start, cache, work / disk.PAYLOAD)
         arrays = tensorfile.mapped(work / disk.PAYLOAD, origin.layout, "r+")
         for version, changes in reversed(lineage[:-1]):
-            disk.patch(arrays, version, changes)
+            disk.apply_delta(arrays, version, changes)
         disk.check(arrays, ref, manifest)
         disk.write_manifest(work, describe(manifest.version, manifest.tensors, manifest.probe))
     return disk.ref_to(cache, ref.version)

@@ -59,7 +59,7 @@ log = logging.getLogger("asyncrl.weights")
 def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
     """Write one version, whole or not at all. Publishing a version again replaces it. Raises OSError if it
     does not fit."""
-    with placed(directory, snapshot.version) as work:
+    with new_version(directory, snapshot.version) as work:
         chunks = snapshot.chunks(bucket_bytes)
         entries = tensorfile.write(work / PAYLOAD, snapshot.layout, chunks)
         write_manifest(work, describe(snapshot.version, entries, snapshot.probe))
@@ -67,7 +67,7 @@ def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
 
 
 @contextmanager
-def placed(directory: Path, version: PolicyVersion) -> Iterator[Path]:
+def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
     """A directory to fill, which becomes that of a version when the body succeeds."""
     directory.mkdir(parents=True, exist_ok=True)
     _clean(directory)
@@ -123,16 +123,16 @@ def verify(ref: WeightsRef) -> Manifest:
 def read_arrays(ref: WeightsRef) -> tuple[Manifest, Arrays]:
     """A version's manifest and the bytes of its tensors, verified; a delta is applied to what it changes, in
     this process's memory. Raises WeightsError."""
-    lineage = list(walk(ref))
+    lineage = list(lineage_of(ref))
     start, origin = lineage[-1]
     arrays = tensorfile.mapped(Path(start.path) / PAYLOAD, origin.layout, "c")
     for later, manifest in reversed(lineage[:-1]):
-        patch(arrays, later, manifest)
+        apply_delta(arrays, later, manifest)
     check(arrays, ref, lineage[0][1])
     return lineage[0][1], arrays
 
 
-def walk(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
+def lineage_of(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
     """A version and those it builds upon, newest first; the last one is whole. Raises WeightsError."""
     manifest = read_manifest(ref)
     yield ref, manifest
@@ -145,7 +145,7 @@ def walk(ref: WeightsRef) -> Iterator[tuple[WeightsRef, Manifest]]:
         ref = base
 
 
-def patch(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
+def apply_delta(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
     """Turn the bytes of the version that `ref`, a delta, builds upon into its own, in place."""
     assert manifest.delta is not None
     try:
@@ -168,7 +168,7 @@ def check(arrays: Arrays, ref: WeightsRef, manifest: Manifest) -> None:
 
 
 @contextmanager
-def hold(ref: WeightsRef) -> Iterator[None]:
+def lock_version(ref: WeightsRef) -> Iterator[None]:
     """The version, and what it builds upon, is not pruned during the body. The lock ends with this process at
     the latest. Raises WeightsError when the version is gone already."""
     path = Path(ref.path) / MANIFEST
@@ -209,7 +209,7 @@ def prune(directory: Path, keep: int = KEEP) -> list[WeightsRef]:
     return doomed
 
 
-def room(version_bytes: int, deltas: bool, caches: int) -> int:
+def bytes_needed(version_bytes: int, deltas: bool, caches: int) -> int:
     """Bytes that the versions kept at once may take, the one being written and one being read included. With
     deltas: two lineages, each a whole version and deltas of about as much, the publisher's copy, and
     readers' `caches`, if they are beside the versions."""
@@ -263,7 +263,7 @@ def _needs(ref: WeightsRef) -> set[PolicyVersion]:
     """A version and those it builds upon, as far as they can be read."""
     found = {ref.version}
     with suppress(WeightsError):
-        found |= {base.version for base, _ in walk(ref)}
+        found |= {base.version for base, _ in lineage_of(ref)}
     return found
 
 

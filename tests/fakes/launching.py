@@ -190,7 +190,7 @@ class Silent:
 
 def parent(run_dir: Path, *pairs: str) -> int:
     """A launcher process: a whole session over fake roles, none of which leaves by itself."""
-    session.LEAVE = 0.5
+    session.LEAVE_SECONDS = 0.5
     targets = dict(pair.split("=") for pair in pairs)
     settings = config(run_dir, stop_timeout=float(targets.pop("stop_timeout", 10)))
     where = run_dir / settings.name

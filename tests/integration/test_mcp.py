@@ -19,7 +19,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError, ToolSession, load_tools
-from asyncrl.tools.mcp_client import STUCK, close_servers
+from asyncrl.tools.mcp_client import MAX_UNANSWERED, close_servers
 from asyncrl.types import Sample, ToolCall, ToolReply
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -201,7 +201,7 @@ def test_a_server_that_hangs_is_started_again() -> None:
     os.kill(first, signal.SIGSTOP)
 
     async def play(session: ToolSession) -> list[ToolReply]:
-        return await asyncio.gather(*(session.call(ToolCall("pid", "{}")) for _ in range(STUCK)))
+        return await asyncio.gather(*(session.call(ToolCall("pid", "{}")) for _ in range(MAX_UNANSWERED)))
 
     assert {reply.error for reply in in_episode(tools, play, timeout=0.2)} == {"no reply within 0.2 s"}
     assert pid_after_loss(tools) != first

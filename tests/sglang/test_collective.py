@@ -18,7 +18,7 @@ from asyncrl.engines.sglang import loader as sglang_loader
 from asyncrl.engines.sglang import receiver as sglang_receiver
 from asyncrl.engines.sglang import versions as sglang_versions
 from asyncrl.engines.sglang.client import SGLangClient
-from asyncrl.engines.sglang.http import DISOWNED, PauseMode, ServerApi
+from asyncrl.engines.sglang.http import INVALID_LABEL, PauseMode, ServerApi
 from asyncrl.engines.sglang.loader import ServerLoader
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.engines.sglang.versions import Dialect, dialect_of
@@ -199,7 +199,7 @@ def test_nothing_sampled_behind_a_push_that_was_cut_is_taken(server, versions, s
             trainer.end()
             with pytest.raises(WeightsError):
                 await load
-            assert await keeper.api.ready() and await keeper.api.weight_label() == DISOWNED
+            assert await keeper.api.ready() and await keeper.api.weight_label() == INVALID_LABEL
             partials = [await lost(task) for task in tasks]
             for request, partial in zip(requests, partials, strict=True):
                 assert versions.check(request, partial) == len(partial.ids)

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.engines.base import EngineLost
-from asyncrl.engines.sglang.http import DISOWNED
+from asyncrl.engines.sglang.http import INVALID_LABEL
 from asyncrl.engines.sglang.server import connect
 from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.versions import dialect_of
@@ -145,7 +145,7 @@ def test_a_look_leaves_a_server_as_it_is_and_an_owner_ends_what_the_last_one_lef
             assert not await engine.api.ready() and await engine.api.weight_label() == refs[1].label
             assert cache.exists()
             async with in_use(await connect(config, 0, server.url)) as owner:
-                assert await owner.api.ready() and await owner.api.weight_label() == DISOWNED
+                assert await owner.api.ready() and await owner.api.weight_label() == INVALID_LABEL
                 with pytest.raises(EngineLost) as lost:
                     await task
                 assert all(span.version == 1 for span in lost.value.partial.spans)
@@ -229,7 +229,7 @@ def test_an_unfinished_load_breaks_the_engine_until_one_succeeds(
             loader._deadline = deadline
             assert await engine.api.ready()  # the pause ended all the same
             assert "e0-v1 failed" in engine.loader.broken
-            with pytest.raises(EngineLost, match=DISOWNED) as lost:
+            with pytest.raises(EngineLost, match=INVALID_LABEL) as lost:
                 await engine.generate(ask(prompt(4), 4))
             assert lost.value.partial.ids == ()
             await engine.load(refs[1])

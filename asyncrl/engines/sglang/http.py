@@ -33,7 +33,7 @@ GET_SECONDS = 10.0
 """Deadline of a question that the server answers by itself, without its scheduler."""
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
-DISOWNED = "broken"
+INVALID_LABEL = "broken"
 """The label of weights that no run gave the server."""
 
 
@@ -128,11 +128,11 @@ class ServerApi:
 
     # -- weights: WeightsError carries the server's text ------------------------------------------------
 
-    async def disown(self, seconds: float = ADMIN_SECONDS) -> None:
+    async def invalidate(self, seconds: float = ADMIN_SECONDS) -> None:
         """End all requests, and give the weights a label that no run uses: clients discard what the server
         samples until the next load. In a pause `in_place`, requests end when it does, without another token
         under the old label."""
-        body = {"new_version": DISOWNED, "abort_all_requests": True}
+        body = {"new_version": INVALID_LABEL, "abort_all_requests": True}
         await self._weights("/update_weight_version", body, seconds)
 
     async def update_from_disk(self, path: str, label: str, seconds: float = ADMIN_SECONDS) -> None:

@@ -103,7 +103,7 @@ class ServerLoader:
         await self.api.close()
 
     async def _read(self, ref: WeightsRef) -> Manifest:
-        with disk.hold(ref):
+        with disk.lock_version(ref):
             # The server reads files without checking them, keeps what they do not name, and dies of a
             # damaged one: its way back to the old weights reads the same file again.
             whole, manifest = await self._prepared(ref)
@@ -191,7 +191,7 @@ class ServerLoader:
         request before it touches its weights. If the body fails, they never sample with the weights that it
         left: they are ended, or, if that fails too, stay held until the next load, or until the keeper ends
         the server."""
-        end = self._resume_disowned
+        end = self._resume_invalidated
         try:
             await self.api.pause(self._mode)
             yield
@@ -204,9 +204,9 @@ class ServerLoader:
     async def _resume(self) -> None:
         await self.api.resume(RESUME_SECONDS)
 
-    async def _resume_disowned(self) -> None:
+    async def _resume_invalidated(self) -> None:
         try:
-            await self.api.disown(RESUME_SECONDS)
+            await self.api.invalidate(RESUME_SECONDS)
             await self.api.resume(RESUME_SECONDS)
         except AsyncrlError as error:  # what led here is the one to be raised
             log.warning("server %s stays paused, with a load unfinished: %s", self.api.url, one_line(error))

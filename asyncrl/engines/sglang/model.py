@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.errors import ConfigError
 from asyncrl.weights.manifest import Layout
 
-MOST = 3  # names in a message
+MAX_NAMES = 3  # names in a message
 BUFFERS = ("inv_freq", ".masked_bias", "position_ids")  # computed, and yet in the files of older models
 
 
@@ -37,7 +37,7 @@ class Shapes:
             for name, shape in self.shapes.items()
             if given.get(name, shape) != shape
         ]
-        parts = [_named("lacks", missing), _named("has unknown", unknown), "; ".join(other[:MOST])]
+        parts = [_named("lacks", missing), _named("has unknown", unknown), "; ".join(other[:MAX_NAMES])]
         return "; ".join(part for part in parts if part)
 
 
@@ -57,5 +57,5 @@ def shapes_of(path: str, tied: bool) -> Shapes | None:
 
 def _named(what: str, names: Iterable[str]) -> str:
     found = sorted(names)
-    rest = f" and {len(found) - MOST} more" if len(found) > MOST else ""
-    return f"{what} {', '.join(found[:MOST])}{rest}" if found else ""
+    rest = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return f"{what} {', '.join(found[:MAX_NAMES])}{rest}" if found else ""

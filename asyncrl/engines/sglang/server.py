@@ -20,7 +20,7 @@ from asyncrl.weights.disk import cache_directory
 
 log = logging.getLogger("asyncrl.keeper")
 
-LOOK_EVERY = 0.2
+CHECK_SECONDS = 0.2
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -56,7 +56,7 @@ async def connect(
     server = ServerApi(url, api_key, admin_key)
     try:
         while patient and not await server.alive():  # noqa: ASYNC110 (another process: there is no event)
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(CHECK_SECONDS)
         info, model = await _seen(config, server)
         await _until_ready(server, fresh=patient)
         what = f"SGLang {info.version}, {model.model_type}, tp {info.tp_size}"
@@ -98,10 +98,10 @@ async def _seen(config: RunConfig, server: ServerApi) -> tuple[ServerInfo, Model
 async def _until_ready(server: ServerApi, fresh: bool) -> None:
     """`fresh`: just started, so not paused."""
     if not fresh and not await server.ready():
-        await server.disown()  # its last keeper may have died in the middle of a load
+        await server.invalidate()  # its last keeper may have died in the middle of a load
     await server.resume()
     while not await server.ready():  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_EVERY)
+        await asyncio.sleep(CHECK_SECONDS)
 
 
 def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> None:

@@ -134,7 +134,7 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
 def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
     tmp_path: Path, labels: list[str | Exception], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_keeper, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
 
     async def act(keeper: Keeper) -> None:
         await report(keeper, FINE)
@@ -146,7 +146,7 @@ def test_a_server_that_is_gone_or_somebody_elses_is_given_up(
 
 def test_a_load_under_way_says_nothing_about_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unhealthy server would let the next one be paused as well."""
-    monkeypatch.setattr(engine_keeper, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
     server = Server("old", "old", EngineError("end"), EngineError("end"), EngineError("end"))
     server.broken = "the load was not finished"
     healthy: list[bool] = []

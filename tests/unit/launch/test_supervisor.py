@@ -9,7 +9,7 @@ import pytest
 from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import ProcessSpec
-from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVING, Supervisor
+from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, Supervisor
 
 
 class Fake:
@@ -108,7 +108,7 @@ def test_the_coordinators_own_word_ends_the_run(world: World, code: int) -> None
 def test_a_role_that_ends_in_order_is_left_alone(world: World) -> None:
     world.newest("rollout-0").code = 0  # at the end of a run the coordinator follows at once
     assert world.supervisor.tick(0) is None
-    world.supervisor.tick(LEAVING)
+    world.supervisor.tick(LEAVE_SECONDS)
     assert len(world.started) == 4 and not world.notes
 
 
@@ -166,7 +166,7 @@ def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) ->
     """Somebody's SIGTERM ends a worker in order; without this the run would wait for it for ever."""
     world.newest("rollout-0").code = 0
     assert world.supervisor.tick(0.0) is None
-    assert world.supervisor.tick(LEAVING + 1) is None
+    assert world.supervisor.tick(LEAVE_SECONDS + 1) is None
     assert "rollout-0 ended with exit code 0" in world.notes[-1]
-    world.supervisor.tick(LEAVING + 2)
+    world.supervisor.tick(LEAVE_SECONDS + 2)
     assert world.newest("rollout-0").code is None

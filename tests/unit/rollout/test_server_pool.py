@@ -173,7 +173,7 @@ async def test_a_server_that_lost_a_turn_gets_none_until_the_table_vouches_for_i
 @in_loop
 async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a server that is well the table has no news."""
-    monkeypatch.setattr(server_pool, "SUSPICION", 0.01)
+    monkeypatch.setattr(server_pool, "SUSPECT_SECONDS", 0.01)
     s = Servers("a")
     s["a"].acts = [Lose(2), Lose(), Lose(1)]
     assert counts_up(await s.pool.generate(request()))
@@ -195,12 +195,12 @@ async def test_a_turn_that_moves_is_held_to_freshness() -> None:
 
 @in_loop
 async def test_a_turn_that_nobody_survives_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "SUSPICION", 0.0)
+    monkeypatch.setattr(server_pool, "SUSPECT_SECONDS", 0.0)
     s = Servers("a")
-    s["a"].acts = [Lose(), Lose(1), *[Lose()] * server_pool.LOSSES]  # a token in between: that is getting on
+    s["a"].acts = [Lose(), Lose(1), *[Lose()] * server_pool.MAX_LOSSES]  # a token in between is progress
     with pytest.raises(EngineError, match="8 servers in a row lost the turn; the last one: gone"):
         await s.pool.generate(request())
-    assert s.asked() == [f"a:{server_pool.LOSSES + 2}"]
+    assert s.asked() == [f"a:{server_pool.MAX_LOSSES + 2}"]
 
 
 @in_loop
@@ -239,7 +239,7 @@ def test_nothing_is_lost_or_sampled_twice(
         try:
             generation = await turn
         except EngineError:
-            assert sum(act == Lose(0) for own in acts for act in own) >= server_pool.LOSSES
+            assert sum(act == Lose(0) for own in acts for act in own) >= server_pool.MAX_LOSSES
             return
         assert counts_up(generation)
         assert len(generation.ids) == min(limit, stop - 2)

@@ -122,7 +122,7 @@ def test_prune_keeps_what_kept_versions_build_upon(training: Training):
 
 def test_a_held_delta_keeps_what_it_builds_upon(training: Training):
     training.publish(FULL_EVERY + 3)
-    with disk.hold(training.ref(2)):
+    with disk.lock_version(training.ref(2)):
         assert disk.prune(training.directory, keep=2) == [training.ref(3)]
         training.check(training.ref(2))
 

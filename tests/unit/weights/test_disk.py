@@ -119,12 +119,12 @@ def test_prune_keeps_the_newest_and_those_that_are_held(tmp_path, tensors):
     versions = [(0, 8), (0, 9), (0, 10), (1, 2), (1, 3)]
     refs = [publish(tensors, tmp_path, PolicyVersion(*version)) for version in versions]
     assert disk.published(tmp_path) == refs
-    with disk.hold(refs[1]), disk.hold(refs[1]):
+    with disk.lock_version(refs[1]), disk.lock_version(refs[1]):
         assert disk.prune(tmp_path, keep=2) == [refs[0], refs[2]]
         assert disk.published(tmp_path) == [refs[1], *refs[3:]]
     assert disk.prune(tmp_path, keep=2) == [refs[1]]
     assert disk.prune(tmp_path, keep=5) == []
-    with pytest.raises(WeightsError, match="no usable manifest"), disk.hold(refs[0]):
+    with pytest.raises(WeightsError, match="no usable manifest"), disk.lock_version(refs[0]):
         pass
 
 
@@ -133,7 +133,7 @@ def test_a_reader_that_died_holds_nothing(tmp_path, tensors):
     code = f"""
 from asyncrl import types
 from asyncrl.weights import disk, manifest
-with disk.hold(manifest.WeightsRef(types.PolicyVersion(0, 1), {old.path!r})):
+with disk.lock_version(manifest.WeightsRef(types.PolicyVersion(0, 1), {old.path!r})):
     print("held", flush=True)
     input()
 """
@@ -154,7 +154,7 @@ def test_a_version_that_is_being_deleted_cannot_be_held(tmp_path, tensors, monke
 
     def read() -> None:
         try:
-            with disk.hold(old):
+            with disk.lock_version(old):
                 found.append("held")
         except WeightsError as error:
             found.append(str(error))
@@ -191,7 +191,7 @@ def test_a_version_that_is_replaced_before_it_is_locked_is_not_held(tmp_path, te
         lock(descriptor, how)
 
     monkeypatch.setattr(disk.fcntl, "flock", late)
-    with pytest.raises(WeightsError, match="no usable manifest"), disk.hold(ref):
+    with pytest.raises(WeightsError, match="no usable manifest"), disk.lock_version(ref):
         pass
 
 
@@ -205,7 +205,7 @@ def test_exclusive_locks_are_taken_as_nfs_wants_them(tmp_path, tensors, monkeypa
         lock(descriptor, how)
 
     monkeypatch.setattr(disk.fcntl, "flock", as_on_nfs)
-    with disk.hold(old):
+    with disk.lock_version(old):
         assert disk.prune(tmp_path, keep=1) == []
     assert disk.prune(tmp_path, keep=1) == [old]
 
@@ -219,7 +219,7 @@ def test_where_nothing_can_be_locked_nothing_is_deleted(tmp_path, tensors, monke
     monkeypatch.setattr(disk.fcntl, "flock", without_locks)
     assert disk.prune(tmp_path, keep=1) == []
     assert disk.published(tmp_path) == refs and "no locks available" in caplog.text
-    with pytest.raises(WeightsError, match="no locks available"), disk.hold(refs[0]):
+    with pytest.raises(WeightsError, match="no locks available"), disk.lock_version(refs[0]):
         pass
 
 
