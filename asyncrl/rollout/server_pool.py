@@ -165,9 +165,8 @@ class ServerPool:
             self._suspect(server, lost)
             self._append(turn, server, lost.partial)
             if turn.losses >= MAX_LOSSES:
-                raise EngineError(
-                    f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
-                ) from lost
+                text = f"{MAX_LOSSES} servers in a row lost the turn; the last one: {lost}"
+                raise EngineError(text) from lost
         else:
             self._append(turn, server, part)
         finally:

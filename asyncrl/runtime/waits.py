@@ -44,7 +44,7 @@ class Waits:
             del self._open[number]
 
     def longest(self) -> str:
-        """The oldest wait if it is longer than MIN_REPORTED, with the number of waits for the same; else ''."""
+        """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
         if not self._open:
             return ""
         since, name = next(iter(self._open.values()))
