@@ -102,7 +102,7 @@ class Coordinator:
         self.phase, self.error, self.outcome = Phase.STARTING, "", ""
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
-        self._status_at = 0.0
+        self._status_at, self._turned_at = 0.0, time.monotonic()
         self._can_save = True  # there are trainer ranks to write a checkpoint
         self._resume(incarnation)
 
@@ -121,20 +121,23 @@ class Coordinator:
 
     def loop(self) -> None:
         """Run until CLOSED. An error ends the run with its reason, after what is known is written."""
-        poller, before = Poller(self.control, self.bulk), time.monotonic()
+        poller = Poller(self.control, self.bulk)
         while self.phase is not Phase.CLOSED:
             poller.wait(TICK)
-            now = time.monotonic()
-            try:
-                self.state.waits = []
-                self._drain(now)
-                self._tick(now, gap=now - before - TICK)
-                self.workers.queue_acks()
-                self.state.persist()
-            except AsyncrlError as error:
-                log.exception("the run cannot go on")
-                self._fail(one_line(error))
-            before = now
+            self.turn(time.monotonic())
+
+    def turn(self, now: float) -> None:
+        """One turn of the loop."""
+        try:
+            self.state.waits = []
+            self._drain(now)
+            self._tick(now, gap=now - self._turned_at - TICK)
+            self.workers.queue_acks()
+            self.state.persist()
+        except AsyncrlError as error:
+            log.exception("the run cannot go on")
+            self._fail(one_line(error))
+        self._turned_at = now
 
     def _drain(self, now: float) -> None:
         for hub, handle in ((self.control, self._on_control), (self.bulk, self._on_bulk)):
@@ -166,13 +169,15 @@ class Coordinator:
             case Published():
                 self.trainer.publish(message, now)
             case Checkpointed():
-                self.trainer.checkpointed(message, now)
+                self.trainer.checkpointed(peer, message, now)
             case ObserverHello():
                 self.observers.add(peer)
                 self.state.welcome(peer)
-            case Stop():
+            case Stop() if peer in self.observers:
                 self._stop(message.reason, now)
                 self._can_save = self._can_save and message.save
+            case Stop():
+                log.warning("a stop from %s, which is no launcher of this run, is ignored", peer.decode())
 
     def _on_bulk(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
         match message:
@@ -313,7 +318,7 @@ class Coordinator:
         self.outcome, self.phase = outcome, Phase.CLOSED
         self.state.persist()
         now = {"training/step": float(self.state.batches.committed), "time_s": self.reporter.seconds}
-        self.reporter.write(now | self.reporter.gauges())
+        self.reporter.write(now | self._gauges())
         flow, conserved = self.reporter.audit()
         self._write_summary(flow, conserved)
         self.workers.stop(outcome)
@@ -358,7 +363,10 @@ class Coordinator:
         waits += [f"{k.name}: {k.beat.waiting}" for k in self.engines.keepers.values() if k.beat.waiting]
         waits += [f"trainer {r}: {b.waiting}" for r, b in self.trainer.ranks.beats.items() if b.waiting]
         step = self.state.batches.committed
-        return Status(self.phase, step, self.config.total_steps, self.reporter.gauges(), tuple(waits))
+        return Status(self.phase, step, self.config.total_steps, self._gauges(), tuple(waits))
+
+    def _gauges(self) -> dict[str, float]:
+        return self.reporter.gauges() | {"wire/refused": float(self.control.refused + self.bulk.refused)}
 
     def _to_observers(self, message: WireMessage) -> None:
         for peer in self.observers:

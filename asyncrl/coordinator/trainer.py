@@ -123,9 +123,12 @@ class TrainerHandler:
             state.store.put_version(ref.version, ref.path)
             state.progress(now)
 
-    def checkpointed(self, message: Checkpointed, now: float) -> None:
+    def checkpointed(self, peer: bytes, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
         state = self.state
+        if message.trainer_epoch != state.trainer_epoch:
+            state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
+            return
         # Ranks that repeat steps after a crash are stopped before the last committed one.
         reached = state.batches.committed if self._stopped_at is None else self._stopped_at
         self.finished = self.finished or (self.stopping and message.step >= reached)

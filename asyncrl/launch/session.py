@@ -167,6 +167,7 @@ class Session:
             self._save = not self._supervisor.lost(TRAINER)
             how = WITH_CHECKPOINT.format(self._config.stop_timeout) if self._save else ""
             self._view.note(f"{reason}: stopping{how} (Ctrl-C again kills at once)")
+            self._link.send(ObserverHello(self._incarnation))  # a coordinator just restarted may not know us
             self._link.send(Stop(reason, self._save))
 
     def _follow_stop(self, now: float) -> None:

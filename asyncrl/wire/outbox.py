@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.errors import DeadlineError
+from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker_bulk import Record
+from asyncrl.wire.sockets import MAX_BYTES
 
 log = logging.getLogger("asyncrl.worker")
 
@@ -40,8 +41,14 @@ class _Entry:
 class Outbox:
     """Numbers the records of one incarnation from 1, sends them in order, and again if no ack comes."""
 
-    def __init__(self, send: Send, window: int = WINDOW, clock: Callable[[], float] = time.monotonic) -> None:
-        self._send, self._window, self._clock = send, window, clock
+    def __init__(
+        self,
+        send: Send,
+        window: int = WINDOW,
+        clock: Callable[[], float] = time.monotonic,
+        most: int = MAX_BYTES,
+    ) -> None:
+        self._send, self._window, self._clock, self._most = send, window, clock, most
         self._unacked: deque[_Entry] = deque()
         self._next = 0  # index in _unacked of the next one to send
         self._seq = 0
@@ -67,13 +74,16 @@ class Outbox:
         return {entry.record.attempt for entry in self._unacked}
 
     async def post(self, record: Record, *frames: bytes) -> asyncio.Future[None]:
-        """Number a record and queue it, once the window has room. The future is done when it is durable."""
+        """Number a record and queue it, once the window has room. The future is done when it is durable.
+        ProtocolError when the record is too large ever to be received."""
+        size = _HEADER + sum(map(len, frames))
+        if size > self._most:
+            raise ProtocolError(f"a {type(record).__name__} of {size} bytes; at most {self._most} can go")
         while self.full:
             await self._change()
         if not self._unacked:
             self._moved = self._clock()
         self._seq += 1
-        size = _HEADER + sum(map(len, frames))
         durable = asyncio.get_running_loop().create_future()
         numbered = msgspec.structs.replace(record, seq=self._seq)
         self._unacked.append(_Entry(numbered, frames, size, durable))

@@ -6,12 +6,14 @@
 | Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
 
 Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers it a
-message for the old one. Messages are typed and bounded by MAX_BYTES; anything else raises ProtocolError.
+message for the old one. Messages are typed, and all frames of one together are bounded by MAX_BYTES. What is
+neither is never sent (ProtocolError); a Hub counts and drops it, as anybody can connect to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import Sequence
@@ -24,7 +26,10 @@ import zmq.asyncio
 from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import WireMessage
 
-MAX_BYTES = 256 << 20
+log = logging.getLogger("asyncrl.wire")
+
+MAX_BYTES = 256 << 20  # of a message, header and frames
+MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER = 4096
 SEND_DEADLINE = 30.0
 LINGER = 500  # milliseconds that a closed socket goes on sending
@@ -70,8 +75,10 @@ def identity(role: str, index: int, incarnation: str = "") -> bytes:
 
 
 def encode(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
-    """Header and opaque frames as one multipart message."""
-    return [_encoder.encode(message), *frames]
+    """Header and opaque frames as one multipart message. ProtocolError when it is larger than MAX_BYTES."""
+    parts = [_encoder.encode(message), *frames]
+    _check_size(parts)
+    return parts
 
 
 class Codec:
@@ -84,6 +91,7 @@ class Codec:
         """(message, frames), or ProtocolError for what is not in the union."""
         if not parts:
             raise ProtocolError("empty message")
+        _check_size(parts)
         try:
             return self._decoder.decode(parts[0]), parts[1:]
         except msgspec.DecodeError as error:
@@ -99,6 +107,7 @@ class Hub:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.bind(endpoint)
         self._codec = Codec(union)
+        self.refused = 0  # messages that could not be read
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """False when the peer is unknown or its queue is full; the caller's protocol resends."""
@@ -109,15 +118,20 @@ class Hub:
         return True
 
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
-        """The next message, or None when there is none now. ProtocolError names the peer."""
-        try:
-            peer, *parts = self.socket.recv_multipart(flags=zmq.DONTWAIT)
-        except zmq.Again:
-            return None
-        try:
-            return peer, *self._codec.decode(parts)
-        except ProtocolError as error:
-            raise ProtocolError(f"{peer!r}: {error}") from None
+        """The next message that can be read, or None when there is none now."""
+        for _ in range(MAX_REFUSALS):
+            try:
+                peer, *parts = self.socket.recv_multipart(flags=zmq.DONTWAIT)
+            except zmq.Again:
+                return None
+            try:
+                peer.decode()  # our identities are text, handlers use it as a name
+                return peer, *self._codec.decode(parts)
+            except (ProtocolError, UnicodeDecodeError) as error:
+                self.refused += 1
+                if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+                    log.warning("message %d dropped, from %r: %s", self.refused, peer, error)
+        return None
 
     def close(self) -> None:
         self.socket.close(linger=LINGER)
@@ -193,6 +207,11 @@ def flush_sockets() -> None:
     """Wait for closed sockets to send what they hold, at most LINGER. Afterwards there are none any more."""
     zmq.Context.instance().term()
     zmq.asyncio.Context.instance().term()
+
+
+def _check_size(parts: Sequence[bytes]) -> None:
+    if (size := sum(map(len, parts))) > MAX_BYTES:
+        raise ProtocolError(f"a message of {size} bytes in {len(parts)} frames; at most {MAX_BYTES} can go")
 
 
 def _configure(sock: Any, name: bytes | None = None) -> None:

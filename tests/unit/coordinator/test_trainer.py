@@ -16,7 +16,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Welcome
+from asyncrl.wire.messages.shared import Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -178,6 +178,16 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
     assert setup.sent.take(WorkPlan) == []
     again = setup.take(0, 0, 0)
     assert plan is not None and again is not None and again.trajectories == plan.trajectories
+
+
+def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: TrainerSetup) -> None:
+    """Its steps may be of a branch that the new trainer has left; the plans are still needed."""
+    old = setup.state.trainer_epoch
+    setup.hello("y")
+    setup.handler.checkpointed(PEERS[0], Checkpointed(old, 5, "somewhere", 20), 0.0)
+    setup.state.persist()
+    assert setup.state.store.read.checkpoints() == [] and setup.handler.checkpoint_step == -1
+    assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[0]]
 
 
 def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:

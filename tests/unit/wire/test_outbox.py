@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from asyncrl.errors import DeadlineError
+import pytest
+
+from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker_bulk import Record, Replied
 from asyncrl.wire.outbox import RESEND, Outbox
@@ -188,3 +190,14 @@ async def test_an_ack_for_a_cancelled_waiter_is_fine(outbox: Outbox, wire: Wire,
     durable.cancel()
     outbox.ack(1)
     assert outbox.acked == 1
+
+
+@outboxed
+async def test_a_record_that_no_socket_takes_is_refused(outbox: Outbox, wire: Wire, clock: Clock) -> None:
+    """It would be sent again for ever; so the episode fails."""
+    outbox._most = 1000
+    with pytest.raises(ProtocolError, match="a Replied of 1256 bytes; at most 1000"):
+        await outbox.post(replied(), b"x" * 1000)
+    await outbox.post(replied(), b"x")
+    await settle()
+    assert wire.seqs == [1]

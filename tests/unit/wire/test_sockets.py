@@ -1,0 +1,86 @@
+"""A hub that anybody can connect to: what cannot be read is counted and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from asyncrl.errors import ProtocolError
+from asyncrl.wire import sockets
+from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
+from asyncrl.wire.messages.observer import ObserverHello
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.trainer import Confirm
+from asyncrl.wire.messages.worker_bulk import Replied
+from asyncrl.wire.sockets import Hub, encode
+
+GOOD = encode(ObserverHello("x"), [])
+
+
+class Visitors:
+    """A hub of the control channel, and sockets of strangers."""
+
+    def __init__(self, union: object = ToCoordinatorControl) -> None:
+        self.context = zmq.Context()
+        self.hub = Hub("inproc://hub", union, self.context)
+
+    def send(self, *messages: list[bytes], identity: bytes = b"observer/0/x") -> None:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.connect("inproc://hub")
+        for parts in messages:
+            socket.send_multipart(parts)
+
+    def receive(self) -> object:
+        assert self.hub.socket.poll(10_000), "nothing came"
+        received = self.hub.receive()
+        return received and received[1]
+
+
+@pytest.fixture
+def visitors() -> Iterator[Visitors]:
+    made = Visitors()
+    yield made
+    made.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [[b""], [b"\xc1"], [b"GET / HTTP/1.1"], [GOOD[0][:-1]], encode(Confirm(1, 1, 1, 0), [])],
+    ids=["empty", "no msgpack", "another protocol", "cut", "another channel's"],
+)
+def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
+    visitors: Visitors, garbage: list[bytes]
+) -> None:
+    visitors.send(garbage, GOOD)
+    assert visitors.receive() == ObserverHello("x")
+    assert visitors.hub.refused == 1
+
+
+def test_an_identity_that_is_no_text_is_nobody(visitors: Visitors) -> None:
+    visitors.send(GOOD, identity=b"\xff\xfe")
+    visitors.send(GOOD)
+    assert visitors.receive() == ObserverHello("x")
+    assert visitors.hub.refused or visitors.receive() is None
+    assert visitors.hub.refused == 1
+
+
+def test_a_flood_of_garbage_lets_the_owner_go_on(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MAX_REFUSALS", 3)
+    visitors.send(*[[b"\xc1"]] * 4, GOOD)
+    assert visitors.receive() is None and visitors.hub.refused == 3
+    assert visitors.receive() == ObserverHello("x")
+
+
+def test_all_frames_of_a_message_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MAX_BYTES", 1000)
+    visitors = Visitors(ToCoordinatorBulk)
+    reply = Replied(1, Attempt("0.0", 0), 0)
+    with pytest.raises(ProtocolError, match="at most 1000"):
+        encode(reply, [b"x" * 400] * 3)
+    (header,) = encode(reply, [])
+    visitors.send([header, *[b"x" * 400] * 3], [header, b"x" * 400])
+    assert visitors.receive() == reply and visitors.hub.refused == 1
+    visitors.context.destroy(linger=0)
