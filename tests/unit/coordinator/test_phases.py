@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.loop import Coordinator, Phase
+from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed
 from asyncrl.wire.sockets import choose_endpoints
@@ -31,6 +32,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     (tmp_path / "r").mkdir()
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
     coordinator.phase = Phase.RUNNING
+    coordinator._on_control(b"observer/0/a", ObserverHello("a"), [], now=1000.0)
     yield coordinator
     coordinator.close()
 

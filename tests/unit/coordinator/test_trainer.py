@@ -114,7 +114,8 @@ def test_a_stop_reaches_all_ranks_at_the_same_place(setup: TrainerSetup, first: 
 
 
 def checkpointed(setup: TrainerSetup, step: int) -> None:
-    setup.handler.checkpointed(Checkpointed(setup.state.trainer_epoch, step, f"step-{step}", 0), 0.0)
+    message = Checkpointed(setup.state.trainer_epoch, step, f"step-{step}", 0)
+    setup.handler.checkpointed(PEERS[0], message, 0.0)
 
 
 def test_a_stop_is_over_with_the_checkpoint_of_the_last_step(setup: TrainerSetup) -> None:

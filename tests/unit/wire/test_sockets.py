@@ -12,7 +12,7 @@ from asyncrl.wire import sockets
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.trainer import Confirm
+from asyncrl.wire.messages.trainer import PlanReceived
 from asyncrl.wire.messages.worker_bulk import Replied
 from asyncrl.wire.sockets import Hub, encode
 
@@ -48,7 +48,7 @@ def visitors() -> Iterator[Visitors]:
 
 @pytest.mark.parametrize(
     "garbage",
-    [[b""], [b"\xc1"], [b"GET / HTTP/1.1"], [GOOD[0][:-1]], encode(Confirm(1, 1, 1, 0), [])],
+    [[b""], [b"\xc1"], [b"GET / HTTP/1.1"], [GOOD[0][:-1]], encode(PlanReceived(1, 1, 1, 0), [])],
     ids=["empty", "no msgpack", "another protocol", "cut", "another channel's"],
 )
 def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
