@@ -73,8 +73,8 @@ def opo(given: CreditInput) -> Credit:
 
 @advantage("gpg", scale="nonzero")
 def gpg(given: CreditInput, *, f_norm: Annotated[float, Meta(gt=0)] = 1.0) -> Credit:
-    """α·(R − mean) / f_norm, α = episodes of the batch / those with an advantage other than 0 (GPG, arXiv
-    2504.02546).
+    """α·(R − mean) / f_norm, α = B/(B − M), B episodes of the batch, M of them in groups without variance
+    (GPG, arXiv 2504.02546).
 
     Use: sparse rewards without a filter: α makes up for groups of equal rewards. Any staleness. The form
     whose f_norm is the group std is grpo with normalise=nonzero.

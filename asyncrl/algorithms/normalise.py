@@ -1,7 +1,7 @@
-"""Scaling of advantages by their batch, from sums that add up over micro-batches and ranks.
+"""Scaling of advantages by their batch, from numbers that add up over micro-batches and ranks.
 
-    advantages ──of──► AdvantageSums ──+ over ranks──► end_factor: one number, on the gradient at the end
-                                                  └──► Whitening: per token, before the backward
+    advantages ──► Moments ──+ over ranks──► end_factor: one number, on the gradient at the end
+                                        └──► Whitening: per token, before the backward
 
 Division by a number of the batch is exact at the end of a streamed batch. Subtraction of a batch mean is not:
 whitening waits for the whole batch, or takes statistics of earlier ones. Every std has ddof 1, and is over
@@ -11,95 +11,51 @@ model tokens (or episodes) before any staleness or correction mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from asyncrl.algorithms.credit import EPSILON, Scale
+from asyncrl.algorithms.moments import Moments
 
 DECAY = 0.9  # what running statistics keep per batch: they are those of about the last ten
-TOTAL = "_advantage/"  # names of the sums among a batch's totals
 MEAN, STD = "advantage_mean", "advantage_std"  # names of running statistics in a checkpoint
 
 
-@dataclass(frozen=True)
-class AdvantageSums:
-    """Numbers of tokens and episodes, sums of their advantages and of the squares.
-
-    An episode's advantage is the mean of its tokens'; `nonzero` counts episodes with a token whose is not 0.
-    """
-
-    tokens: float = 0.0
-    token_sum: float = 0.0
-    token_squares: float = 0.0
-    episodes: float = 0.0
-    episode_sum: float = 0.0
-    episode_squares: float = 0.0
-    nonzero: float = 0.0
-
-    @classmethod
-    def of(cls, advantages: Sequence[np.ndarray]) -> AdvantageSums:
-        """Of episodes, [T_i] float64 each. Those without model tokens do not count."""
-        filled = [a for a in advantages if len(a)]
-        flat = np.concatenate([*filled, np.zeros(0)])
-        means = np.array([a.mean() for a in filled])
-        return cls(
-            *(float(len(flat)), float(flat.sum()), float((flat**2).sum())),
-            *(float(len(means)), float(means.sum()), float((means**2).sum())),
-            nonzero=float(sum(bool(a.any()) for a in filled)),
-        )
-
-    def totals(self) -> dict[str, float]:
-        """By name, for a tally; totals of parts of a batch add up to those of the batch."""
-        return {TOTAL + name: value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_totals(cls, totals: Mapping[str, float]) -> AdvantageSums:
-        """From all totals of a batch. What is missing is 0."""
-        return cls(*(totals.get(TOTAL + field.name, 0.0) for field in fields(cls)))
-
-    @property
-    def episode_std(self) -> float:
-        return _std(self.episodes, self.episode_sum, self.episode_squares)
-
-    @property
-    def token_std(self) -> float:
-        return _std(self.tokens, self.token_sum, self.token_squares)
-
-
-def end_factor(scale: Scale, sums: AdvantageSums) -> float:
+def end_factor(scale: Scale, episodes: Moments, varied: float) -> float:
     """The one number that multiplies every advantage of the batch.
 
-    `batch_std`: 1 / (std over episodes + 1e-6) (ScaleRL, arXiv 2510.13786). `nonzero`: episodes / those whose
-    advantage is not 0 (GPG, arXiv 2504.02546). 1 for other scales, and where all advantages are equal or 0.
+    `episodes`: of the episodes' advantages, each the mean of its tokens'; `varied`: how many of them have a
+    group whose rewards differ. `batch_std`: 1 / (std over episodes + 1e-6) (ScaleRL, arXiv 2510.13786).
+    `nonzero`: episodes / `varied` (GPG, arXiv 2504.02546). 1 for other scales, and where nothing differs.
     """
-    if scale == "batch_std" and sums.episode_std > EPSILON:
-        return 1 / (sums.episode_std + EPSILON)
-    if scale == "nonzero" and sums.nonzero:
-        return sums.episodes / sums.nonzero
+    if scale == "batch_std" and episodes.std > EPSILON:
+        return 1 / (episodes.std + EPSILON)
+    if scale == "nonzero" and varied:
+        return episodes.count / varied
     return 1.0
 
 
 @dataclass(frozen=True)
 class Whitening:
-    """A -> (A - mean) / (std + 1e-6), statistics over tokens. std 0: not known."""
+    """A -> (A - mean) / (std + 1e-6), statistics over tokens. std 0: not known, or no spread; then A -> 0."""
 
     mean: float
     std: float
 
     @classmethod
-    def of(cls, sums: AdvantageSums) -> Whitening:
-        """By the batch's own statistics; advantages that are all equal become 0."""
-        return cls(sums.token_sum / max(sums.tokens, 1.0), sums.token_std)
+    def of(cls, tokens: Moments) -> Whitening:
+        """By the batch's own statistics; advantages that are equal up to rounding become 0."""
+        return cls(tokens.mean, tokens.std)
 
     @classmethod
-    def updated(cls, earlier: Whitening | None, sums: AdvantageSums) -> Whitening:
+    def updated(cls, earlier: Whitening | None, tokens: Moments) -> Whitening:
         """Running statistics after one more batch: mean and variance of a mixture, 0.9 earlier and 0.1 new.
 
         A batch in which all advantages are equal says nothing of their spread and changes nothing.
         """
-        new = cls.of(sums)
+        new = cls.of(tokens)
         if new.std <= EPSILON:
             return earlier or cls(0.0, 0.0)
         if earlier is None:
@@ -113,7 +69,7 @@ class Whitening:
 
     def apply(self, advantage: np.ndarray) -> np.ndarray:
         """[T] -> [T]."""
-        return (advantage - self.mean) / (self.std + EPSILON)
+        return (advantage - self.mean) / (self.std + EPSILON) if self.std else np.zeros_like(advantage)
 
     def state(self) -> dict[str, float]:
         """For a checkpoint; nothing while not known."""
@@ -123,9 +79,3 @@ class Whitening:
     def from_state(cls, state: Mapping[str, float]) -> Whitening | None:
         """From all numbers of a checkpoint; None while not known."""
         return cls(state[MEAN], state[STD]) if STD in state else None
-
-
-def _std(count: float, total: float, squares: float) -> float:
-    """ddof 1; 0 for fewer than two, and where the spread is within rounding of the sums."""
-    spread = squares - total**2 / max(count, 1.0)
-    return math.sqrt(spread / (count - 1)) if count > 1 and spread > 1e-12 * squares else 0.0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
 import torch
 from torch import Tensor
 
-TOTAL = "_value/"  # names of the sums among a batch's totals
+from asyncrl.algorithms.moments import Moments
 
 
 def value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -26,25 +23,6 @@ def value_loss(value: Tensor, old: Tensor, returns: Tensor, clip: float) -> tupl
     return torch.maximum(free, held) / 2, (held > free) & (move.abs() > clip)
 
 
-def fit_totals(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
-    """Sums of one episode, [T] each, by name; totals of parts of a batch add up to those of the batch."""
-    error = returns - values
-    sums = {
-        "tokens": len(returns),
-        "returns": returns.sum(),
-        "returns2": (returns**2).sum(),
-        "errors": error.sum(),
-        "errors2": (error**2).sum(),
-    }
-    return {TOTAL + name: float(value) for name, value in sums.items()}
-
-
-def explained_variance(totals: Mapping[str, float]) -> float | None:
+def explained_variance(returns: Moments, errors: Moments) -> float | None:
     """1 − Var(G − V)/Var(G) over the batch's tokens. None where returns do not vary: nothing to explain."""
-
-    def spread(name: str) -> float:
-        return totals[f"{TOTAL}{name}2"] - totals[TOTAL + name] ** 2 / totals[f"{TOTAL}tokens"]
-
-    if not totals.get(f"{TOTAL}tokens") or spread("returns") <= 1e-12 * totals[f"{TOTAL}returns2"]:
-        return None
-    return 1 - spread("errors") / spread("returns")
+    return 1 - errors.spread / returns.spread if returns.varies else None

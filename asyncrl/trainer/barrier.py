@@ -15,7 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from asyncrl.algorithms.losses import BatchTrace, Loss
-from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
+from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.credit import (
@@ -28,7 +28,7 @@ from asyncrl.trainer.credit import (
     with_penalised_siblings,
 )
 from asyncrl.trainer.metric_sums import MetricSums, merged
-from asyncrl.trainer.report import tally_credit
+from asyncrl.trainer.report import advantage_factor, advantage_tokens, tally_credit
 from asyncrl.trainer.world import World
 
 
@@ -53,19 +53,18 @@ def compared(
     tally = MetricSums()
     tally_credit(tally, examples)
     whole = merged(world.gather(tally, MetricSums))
-    change = _scaling(recipe, AdvantageSums.from_totals(whole.totals), whitening)
+    change = _scaling(recipe, whole, whitening)
     return [rescaled(e, change) for e in examples], whole
 
 
 def _scaling(
-    recipe: Recipe, sums: AdvantageSums, whitening: Whitening | None
+    recipe: Recipe, whole: MetricSums, whitening: Whitening | None
 ) -> Callable[[np.ndarray], np.ndarray]:
     """The function that the batch's statistics apply to each advantage."""
-    if recipe.scale == "whiten":
-        return Whitening.of(sums).apply
-    if recipe.scale == "whiten_running":
-        return (whitening or Whitening.of(sums)).apply  # the first batch has no earlier ones
-    factor = end_factor(recipe.scale, sums)
+    if recipe.scale in ("whiten", "whiten_running"):
+        earlier = whitening if recipe.scale == "whiten_running" else None  # the first batch has none
+        return (earlier or Whitening.of(advantage_tokens(whole))).apply
+    factor = advantage_factor(recipe.scale, whole)
     return lambda advantage: advantage * factor
 
 

@@ -6,14 +6,18 @@ from collections.abc import Iterable
 
 import msgspec
 
+from asyncrl.algorithms.moments import Moments
+
 
 class MetricSums(msgspec.Struct):
-    """Ratios (numerator and denominator apart), totals, and extremes, by metric name."""
+    """Ratios (numerator and denominator apart), totals, and extremes, by metric name; `moments`, by names of
+    their own, are for what divides by the batch and are no metrics."""
 
     ratios: dict[str, tuple[float, float]] = {}
     totals: dict[str, float] = {}
     highest: dict[str, float] = {}
     lowest: dict[str, float] = {}
+    moments: dict[str, Moments] = {}
 
     def ratio(self, name: str, numerator: float, denominator: float) -> None:
         a, b = self.ratios.get(name, (0.0, 0.0))
@@ -35,6 +39,9 @@ class MetricSums(msgspec.Struct):
             self.high(f"{name}/max", value)
             self.low(f"{name}/min", value)
 
+    def moment(self, name: str, part: Moments) -> None:
+        self.moments[name] = self.moments.get(name, Moments()) + part
+
     def merge(self, other: MetricSums) -> None:
         for name, (a, b) in other.ratios.items():
             self.ratio(name, a, b)
@@ -44,6 +51,8 @@ class MetricSums(msgspec.Struct):
             self.high(name, value)
         for name, value in other.lowest.items():
             self.low(name, value)
+        for name, part in other.moments.items():
+            self.moment(name, part)
 
     def metrics(self) -> dict[str, float]:
         """One number per name. A ratio with denominator 0 is left out."""

@@ -7,16 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from asyncrl.algorithms.credit import Scale
 from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
-from asyncrl.algorithms.normalise import AdvantageSums
-from asyncrl.algorithms.value import explained_variance, fit_totals
+from asyncrl.algorithms.moments import Moments
+from asyncrl.algorithms.normalise import end_factor
+from asyncrl.algorithms.value import explained_variance
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
+from asyncrl.buffer.zero_variance import EQUAL
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
 
 TAKEN_PREFIX = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
+VARIED = "_varied"  # episodes of groups with variance
 
 
 def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
@@ -45,11 +49,29 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
         if e.returns is not None and e.value is not None:
             _summarise(tally, "critic/returns", e.returns)
             _summarise(tally, "critic/values", e.value)
-            for name, value in fit_totals(e.value, e.returns).items():
-                tally.total(name, value)
-    sums = AdvantageSums.of([e.advantage for e in examples if e.advantage is not None])
-    for name, value in sums.totals().items():
-        tally.total(name, value)
+            tally.moment("returns", Moments.of(e.returns))
+            tally.moment("errors", Moments.of(e.returns - e.value))
+        if e.tokens:
+            tally.moment("advantages", Moments.of(e.advantage))
+            tally.moment("episodes", Moments(1.0, float(e.advantage.mean())))
+            tally.total(VARIED, _varied(e))
+
+
+def _varied(e: Example) -> bool:
+    """Its group has variance, in rewards or (by turn, by component) in advantages."""
+    assert e.advantage is not None
+    rewards = [member.reward for member in (e.planned.own, *e.planned.siblings)]
+    return max(rewards) - min(rewards) > EQUAL or bool(np.abs(e.advantage).max() > EQUAL)
+
+
+def advantage_factor(scale: Scale, tally: MetricSums) -> float:
+    """`end_factor` of a whole batch's tally."""
+    return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED, 0.0))
+
+
+def advantage_tokens(tally: MetricSums) -> Moments:
+    """The advantages of a whole batch's tokens."""
+    return tally.moments.get("advantages", Moments())
 
 
 def _summarise(tally: MetricSums, name: str, values: np.ndarray) -> None:
@@ -101,7 +123,8 @@ def batch_metrics(tally: MetricSums) -> dict[str, float]:
     metrics = tally.metrics()
     hidden = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
     metrics |= metrics_of({name.removeprefix("_"): value for name, value in hidden.items()})
-    fit = explained_variance(hidden)
+    returns, errors = (tally.moments.get(name, Moments()) for name in ("returns", "errors"))
+    fit = explained_variance(returns, errors)
     if fit is not None:
         metrics["critic/vf_explained_var"] = fit
     return metrics | _lags(_histogram(hidden, KEPT_PREFIX), _histogram(metrics, TAKEN_PREFIX))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.diagnostics import token_sums
 from asyncrl.algorithms.kl import adapted
-from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
+from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig
@@ -30,7 +30,15 @@ from asyncrl.trainer.model import Policy, load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_adamw, take_step
 from asyncrl.trainer.reference import load_reference
-from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples, tally_terms, tally_tokens
+from asyncrl.trainer.report import (
+    advantage_factor,
+    advantage_tokens,
+    batch_metrics,
+    tally_credit,
+    tally_examples,
+    tally_terms,
+    tally_tokens,
+)
 from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.world import World
@@ -115,7 +123,7 @@ class Learner:
                 self.state["kl_coef"], metrics.get("actor/ref_kl", kl.target), kl.target, episodes, kl.horizon
             )
         if self.recipe.scale == "whiten_running":
-            self.state |= Whitening.updated(self.whitening, AdvantageSums.from_totals(tally.totals)).state()
+            self.state |= Whitening.updated(self.whitening, advantage_tokens(tally)).state()
 
     # -- behind the barrier ----------------------------------------------------------------------------
 
@@ -281,7 +289,7 @@ class Learner:
         if self.recipe.batch_mean_weight and whole.totals.get("_weight"):
             factor *= whole.totals["trainer/kept_tokens"] / whole.totals["_weight"]
         if not self.waits:
-            factor *= end_factor(self.recipe.scale, AdvantageSums.from_totals(whole.totals))
+            factor *= advantage_factor(self.recipe.scale, whole)
         return factor
 
     def _ess_factor(self, whole: MetricSums) -> float:

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from asyncrl.algorithms.correction import corrections
-from asyncrl.algorithms.normalise import AdvantageSums, Whitening, end_factor
+from asyncrl.algorithms.moments import Moments
+from asyncrl.algorithms.normalise import Whitening, end_factor
 from asyncrl.algorithms.recipe import advantages, losses
 from tests.fakes.enumeration import (
     ENDED,
@@ -146,7 +147,14 @@ def test_late_members_are_unbiased(name: str, n: int) -> None:
 
 
 def scaled_by(scale: Any) -> Any:
-    return lambda batch: [end_factor(scale, AdvantageSums.of(batch)) * a for a in batch]
+    """Of one group: all of its episodes count as taught, or none."""
+
+    def scaled(batch: list[np.ndarray]) -> list[np.ndarray]:
+        means = Moments.of(np.array([a.mean() for a in batch]))
+        varied = len(batch) * any(a.any() for a in batch)
+        return [end_factor(scale, means, varied) * a for a in batch]
+
+    return scaled
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def scaled_by(scale: Any) -> Any:
         # the batch's own are not: here a batch is as small as can be
         (
             "reinforce_pp",
-            lambda batch: [Whitening.of(AdvantageSums.of(batch)).apply(a) for a in batch],
+            lambda batch: [Whitening.of(Moments.of(np.concatenate(batch))).apply(a) for a in batch],
             Off(0.02),
         ),
         ("dr_grpo", scaled_by("batch_std"), Off(0.02)),

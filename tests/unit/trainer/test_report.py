@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from asyncrl.trainer.batch import example
 from asyncrl.trainer.metric_sums import MetricSums
-from asyncrl.trainer.report import batch_metrics, tally_credit, tally_examples
+from asyncrl.trainer.report import advantage_factor, batch_metrics, tally_credit, tally_examples
+from asyncrl.types import EpisodeResult
 from tests.unit.trainer.test_batch import ROW, TOKEN_MEAN, TURNS
 
 numbers = st.lists(st.integers(-50, 50), min_size=1, max_size=20)
@@ -50,3 +52,27 @@ def test_episode_metrics() -> None:
     assert metrics["staleness/lag_tokens/2"] == 2 and metrics["staleness/lag_tokens/0"] == 5
     assert metrics["staleness/lag_taken/max"] == 2 and metrics["staleness/lag/max"] == 0  # none trained yet
     assert metrics["staleness/by_length/0/masked_q1"] == 1.0  # the stale token opens the long response
+
+
+@pytest.mark.parametrize(
+    ("groups", "wanted"),
+    [
+        ([(0, 0.5, 1)], 1.0),  # the mean of a group that varies is no sign that it taught nothing
+        ([(0, 1), (1, 1)], 2.0),
+        ([(0, 0.5, 1), (1, 1, 1), (0, 0, 0)], 3.0),
+        ([(0.1 + 0.2, 0.3)], 1.0),  # rounding; then there is nothing to divide by
+        ([(1, 1)], 1.0),
+    ],
+)
+def test_gpg_counts_episodes_of_groups_without_variance(
+    groups: list[tuple[float, ...]], wanted: float
+) -> None:
+    """α = B/(B − M)."""
+    tally = MetricSums()
+    for rewards in groups:
+        siblings = tuple(EpisodeResult(reward, 5) for reward in rewards)
+        for own in siblings:
+            e = example(msgspec.structs.replace(ROW, own=own, siblings=siblings), TURNS, 5, 1, TOKEN_MEAN)
+            a = own.reward - sum(rewards) / len(rewards)
+            tally_credit(tally, [replace(e, advantage=np.full(e.tokens, a))])
+    assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)
