@@ -2,7 +2,7 @@
 
 rho = prox/mu, with mu the engine's log-prob and prox the policy at the start of the batch; with one
 optimizer step per batch prox is the current policy itself. Rules compose: masks say which tokens stay,
-at most one weight rule says how much they count; each looks at the uncorrected rho.
+at most one weight rule says how much they count; each looks at the uncorrected rho (`negative` at pi/mu).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Level = Literal["token", "turn", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class CorrectionInput:
-    """Tokens [N]. `log_ratio` is log prox - log mu, without gradient and finite, 0 where not `fresh`;
-    `row`: episode of each token, `turn`: its turn. Ratios over several tokens are over fresh ones only."""
+    """Tokens [N]. `log_ratio` is log prox - log mu, `current` is log pi - log mu, both without gradient and
+    finite, 0 where not `fresh`; `row`: episode of each token, `turn`: its turn. Ratios over several tokens
+    are over fresh ones only."""
 
     log_ratio: Tensor
+    current: Tensor
     advantage: Tensor
     row: Tensor
     turn: Tensor
@@ -239,14 +241,15 @@ def veto(given: CorrectionInput, *, least: Annotated[float, Meta(gt=0, lt=1)] = 
 
 @correction("negative", kind="mask")
 def negative_episodes(given: CorrectionInput, *, delta: Positive = 0.1) -> CorrectionMask:
-    """Drop the episode if A < 0 and mean(-log ρ) > delta over its fresh tokens (off-policy sequence masking:
-    DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A.
+    """Drop the episode if A < 0 and mean(log μ − log π) > delta over its fresh tokens (off-policy sequence
+    masking: DeepSeek-V3.2, arXiv 2512.02556). The sign is that of its mean A; π is the current policy, so
+    that each of several optimizer steps decides anew.
 
     Use: several steps per batch or staleness above 4: wrong answers that the policy no longer gives teach
     little and make training unstable.
     """
     punished = mean_over(given.advantage, given, "sequence") < 0
-    return CorrectionMask(keep=~(punished & (mean_over(-given.log_ratio, given, "sequence") > delta)))
+    return CorrectionMask(keep=~(punished & (mean_over(-given.current, given, "sequence") > delta)))
 
 
 @correction("batch_mean", kind="scale")

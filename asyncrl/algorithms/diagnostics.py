@@ -44,14 +44,15 @@ BIN_EDGES = _bin_edges()
 
 @dataclass(frozen=True)
 class TokenState:
-    """Tokens [N]: log-probs without gradient, and which count. `counted`: real model tokens; `in_bound`:
+    """Tokens [N]: log-probs without gradient, and which count. `drift`: from the policy that clips are
+    around to the current one, log prox - log pi. `counted`: real model tokens; `in_bound`:
     of these, with a lag within the bound; `fresh`: of these, with finite log-probs (the others' mu was
     replaced by prox); `exact`: sampled by the policy in training, whole context included. `row`: episode
     of each token; `weight`: by aggregation; `loss`: weighted loss; `clipped_lower`: by a dual clip."""
 
-    logp: Tensor
     prox: Tensor
     mu: Tensor
+    drift: Tensor
     entropy: Tensor
     advantage: Tensor
     weight: Tensor
@@ -211,7 +212,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
         "rho": torch.where(fresh, rho, 0.0),
         "rho2": torch.where(fresh, rho**2, 0.0),
         "k3": k3,
-        "drift": torch.where(fresh, state.prox - state.logp, 0.0),
+        "drift": torch.where(fresh, state.drift, 0.0),
         "entropy": torch.where(state.counted, state.entropy.nan_to_num(0.0), 0.0),
         "exact": exact,
         "exact_diff": torch.where(exact, (state.prox - state.mu).abs(), 0.0),

@@ -6,7 +6,7 @@ Every component declares what it needs; what cannot work together is refused her
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
@@ -68,6 +68,8 @@ def compose(config: RunConfig) -> Recipe:
     credit = credit.bound(options, f"$.algorithm.advantage.{advantage_name}")
     loss_name, options = single(algorithm.loss, "$.algorithm.loss")
     loss = losses.load(loss_name, "$.algorithm.loss").bound(options, f"$.algorithm.loss.{loss_name}")
+    if algorithm.prox == "mu":
+        loss = replace(loss, ratio="mu")  # u = pi/mu
     aggregate = aggregations.load(algorithm.aggregation, "$.algorithm.aggregation")
     named = default_rules(loss) if algorithm.correction is None else algorithm.correction
     scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
@@ -94,7 +96,7 @@ def compose(config: RunConfig) -> Recipe:
             # Advantages are divided at the end of a streamed batch only if the gradient holds nothing else.
             or (
                 scale in END_SCALARS
-                and (not loss.linear or kl.where == "loss" or algorithm.entropy_coef > 0 or shared)
+                and (not loss.linear or kl.in_loss or algorithm.entropy_coef > 0 or shared)
             )
         ),
         critic=credit.critic,
@@ -124,7 +126,7 @@ def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Ratios counted twice or not at all, and trust regions without effect."""
     algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
-    beside = kl.where == "loss" or algorithm.entropy_coef > 0 or recipe.shared_critic
+    beside = kl.in_loss or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
     name = f"$.algorithm.loss {recipe.loss_name!r}"
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
@@ -144,8 +146,8 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "or the KL in the loss, the entropy bonus and the shared value head": (
             recipe.batch_mean_weight and beside
         ),
-        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, or "
-        "steps_per_batch or epochs > 1": loss.clips and not several,
+        f"{name} with one optimizer step per batch never clips (pi = prox); use reinforce, prox=mu, or "
+        "steps_per_batch or epochs > 1": loss.clips and not several and recipe.prox != "mu",
         f"{name} with prox=current never clips (pi = prox); use recompute or loglinear": (
             loss.clips and several and recipe.prox == "current"
         ),
@@ -153,10 +155,17 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
             loss.ratio == "prox" and not loss.trusts and several
         ),
         f"$.algorithm.prox {algorithm.prox!r}: the loss or the advantage looks at the policy at the start of "
-        "the batch; use auto": algorithm.prox in ("current", "loglinear")
+        "the batch; use auto": algorithm.prox in ("current", "loglinear", "mu")
         and (recipe.advantage.whole_group or loss.prepare is not None),
+        f"$.algorithm.prox mu: {name} has no ratio to prox; use auto": (
+            recipe.prox == "mu" and not loss.trusts
+        ),
+        f"$.algorithm.prox mu: the bounds of {name} are far too tight around the mu of stale data; use auto, "
+        "or max_staleness=0": recipe.prox == "mu"
+        and loss.level != "token"
+        and config.buffer.max_staleness > 0,
         "$.kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
-            kl.where == "loss" and recipe.kl_estimator == "k1"
+            kl.in_loss and recipe.kl_estimator == "k1"
         ),
     }
 

@@ -84,9 +84,10 @@ class AlgorithmConfig(Section, frozen=True):
     must have arrived before the first."""
     epochs: Positive = 1
     """Passes over a batch; more than one needs the barrier, too."""
-    prox: Literal["auto", "recompute", "loglinear", "current"] = "auto"
-    """log prox: recomputed at the start of the batch, interpolated between mu and pi, or pi itself. `auto`:
-    `current` for one optimizer step per batch, where that is exact, else `recompute`."""
+    prox: Literal["auto", "recompute", "loglinear", "current", "mu"] = "auto"
+    """log prox: recomputed at the start of the batch, interpolated between mu and pi, pi itself, or mu (clips
+    are around mu then, without a weight: verl's bypass mode). `auto`: `current` for one optimizer step per
+    batch, where that is exact, else `recompute`."""
     ess_lr: bool = False
     """Scale the learning rate by the square root of the batch's effective sample share, at least 0.1."""
 
@@ -94,8 +95,9 @@ class AlgorithmConfig(Section, frozen=True):
 class KLConfig(Section, frozen=True):
     """Distance to a reference policy."""
 
-    where: Literal["none", "reward", "loss"] = "none"
-    """Subtract coef * KL from the token rewards, or add it to the loss."""
+    where: Literal["none", "reward", "loss", "loss_unweighted"] = "none"
+    """Subtract coef * KL from the token rewards, or add it to the loss: weighted by rho, since tokens come
+    from mu, or, as verl and TRL do, unweighted."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3", "straight_through"] = "auto"
     """Estimator per token; `straight_through`: the value of k3, the gradient of k2. `auto`: k1 in the reward,
     k2 in the loss, whose gradients are those of the KL."""
@@ -109,6 +111,10 @@ class KLConfig(Section, frozen=True):
     """Model directory of the reference; empty: the initial policy (with LoRA: the base of the adapter)."""
     offload: bool = False
     """Keep the reference's shards in main memory between its forwards."""
+
+    @property
+    def in_loss(self) -> bool:
+        return self.where in ("loss", "loss_unweighted")
 
 
 class CriticConfig(Section, frozen=True):

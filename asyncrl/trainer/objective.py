@@ -52,8 +52,10 @@ def evaluate(
     mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
     assert micro.advantage is not None
     episode, advantage = micro.episode, micro.advantage
-    log_ratio = prox - mu if recipe.loss.ratio == "prox" else logp.detach() - mu
-    correction = correct(recipe.rules, CorrectionInput(log_ratio, advantage, episode, micro.turn, fresh))
+    current = logp.detach() - mu
+    log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
+    given = CorrectionInput(log_ratio, current, advantage, episode, micro.turn, fresh)
+    correction = correct(recipe.rules, given)
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     token = recipe.loss.of(
         LossInput(logp, prox, mu, advantage, episode, fresh, correction, reference, micro.prepared)
@@ -69,9 +71,10 @@ def evaluate(
     if reference is not None:
         distance = torch.where(fresh, kl_tokens(logp.detach(), reference, "k3"), 0.0)
         terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
-    if config.kl.where == "loss" and reference is not None:
+    if config.kl.in_loss and reference is not None:
         divergence = torch.where(fresh, kl_tokens(logp, reference, recipe.kl_estimator), 0.0)
-        total = add("actor/kl_loss", kl_weight(correction, recipe) * divergence, kl_coef)
+        weighted = config.kl.where == "loss"
+        total = add("actor/kl_loss", kl_weight(correction, recipe, weighted) * divergence, kl_coef)
     if config.algorithm.entropy_coef:
         total = add(
             "actor/entropy_loss", torch.where(fresh, scores.entropy, 0.0), -config.algorithm.entropy_coef
@@ -83,10 +86,11 @@ def evaluate(
         share = config.critic.coef if recipe.shared_critic else 1.0
         total = add("critic/vf_loss", torch.where(fresh, loss, 0.0), share)
         terms["critic/vf_clipfrac"] = ((clipped & fresh).sum(), fresh.sum())
+    bypass = recipe.prox == "mu"  # reports are of pi/mu then
     state = TokenState(
-        logp=pi,
-        prox=prox,
+        prox=logp.detach() if bypass else prox,
         mu=mu,
+        drift=prox - logp.detach(),
         entropy=scores.entropy.detach(),
         loss=policy.detach(),
         advantage=advantage,
@@ -98,7 +102,7 @@ def evaluate(
         counted=micro.counted,
         in_bound=micro.fresh,
         fresh=fresh,
-        exact=micro.exact,
+        exact=micro.exact & (progress == 0) if bypass else micro.exact,
         row=episode,
         lag=micro.lag,
     )
@@ -118,16 +122,20 @@ def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:
     )
 
 
-def kl_weight(correction: Correction, recipe: Recipe) -> Tensor:
-    """[N] The correction's weight; beside a loss that contains pi/mu, and so takes none, a truncated rho."""
-    if recipe.weighted:
+def kl_weight(correction: Correction, recipe: Recipe, weighted: bool) -> Tensor:
+    """[N] The correction's weight or, where it has none, a truncated rho: tokens come from mu, and the KL is
+    of pi. Not `weighted`: 1. In any case 0 where masked."""
+    if weighted and recipe.weighted:
         return correction.weight
-    return correction.ratio.clamp(max=KL_CAP).masked_fill(correction.masked, 0.0)
+    weight = correction.ratio.clamp(max=KL_CAP) if weighted else torch.ones_like(correction.ratio)
+    return weight.masked_fill(correction.masked, 0.0)
 
 
 def proximal(micro: MicroBatch, pi: Tensor, recipe: Recipe, progress: float) -> Tensor:
     """log prox [N]. loglinear (A-3PO): log mu + a·(log pi − log mu), a = (v_prox − v_mu)/(v − v_mu); prox is
     the policy before the batch, v − v_prox = `progress` of one version."""
+    if recipe.prox == "mu":
+        return micro.mu
     if micro.prox is not None:
         return micro.prox
     if recipe.prox != "loglinear" or progress == 0:

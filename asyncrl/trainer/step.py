@@ -256,7 +256,7 @@ class Learner:
         if warming:
             self._keep_head_only()
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
-        kl = config.kl.where == "loss" and recipe.loss.ratio == "mu"
+        kl = config.kl.in_loss and recipe.loss.ratio == "mu"
         beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
         lr = self._rate() * self._ess_factor(whole)

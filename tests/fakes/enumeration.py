@@ -151,7 +151,7 @@ def _loss_input(experiment: Experiment, loss: Loss, logits: Tensor) -> LossInput
     advantage = credits(experiment)[live]
     fresh = torch.ones_like(logp, dtype=torch.bool)
     prox, rules = logp.detach(), select_rules(experiment.rules, "rules")
-    correction = correct(rules, CorrectionInput(prox - mu, advantage, row, turn, fresh))
+    correction = correct(rules, CorrectionInput(prox - mu, prox - mu, advantage, row, turn, fresh))
     if any(rule.kind == "scale" for rule in rules):
         correction = _scaled(correction, live)
     reference = spread(token_logp(language, REFERENCE))

@@ -193,7 +193,9 @@ def test_corrections(name: str) -> None:
     )
     fresh = torch.ones(len(TOKENS), dtype=torch.bool)
     row = torch.arange(len(TOKENS))
-    verdict = rule.of(CorrectionInput(column(1) - column(2), column(3), row, 0 * row, fresh), **options)
+    log_ratio = column(1) - column(2)
+    given = CorrectionInput(log_ratio, log_ratio, column(3), row, 0 * row, fresh)
+    verdict = rule.of(given, **options)
     found = verdict.weight if verdict.keep is None else verdict.keep
     assert found is not None
     formula = formula_of(inspect.getdoc(rule.of) or "")

@@ -37,7 +37,7 @@ def tokens(
     log_ratio: list[float], advantage: list[float], row: list[int], turn: list[int], fresh: list[bool]
 ) -> CorrectionInput:
     logs = [value if counts else 0.0 for value, counts in zip(log_ratio, fresh, strict=True)]
-    real = (torch.tensor(values, dtype=torch.float64) for values in (logs, advantage))
+    real = (torch.tensor(values, dtype=torch.float64) for values in (logs, logs, advantage))
     return CorrectionInput(*real, torch.tensor(row), torch.tensor(turn), torch.tensor(fresh))
 
 
@@ -293,9 +293,8 @@ def test_where_prox_is_mu_every_rule_leaves_weight_one(
 def test_any_log_ratio_gives_finite_weights(values: list[float]) -> None:
     n = len(values)
     zeros = torch.zeros(n, dtype=torch.long)
-    given = CorrectionInput(
-        torch.tensor(values), torch.ones(n), zeros, zeros, torch.ones(n, dtype=torch.bool)
-    )
+    log_ratio, fresh = torch.tensor(values), torch.ones(n, dtype=torch.bool)
+    given = CorrectionInput(log_ratio, log_ratio, torch.ones(n), zeros, zeros, fresh)
     for name, options, rules in BOUND:
         done = correct(rules, given)
         assert torch.isfinite(done.ratio).all() and torch.isfinite(done.weight).all(), (name, options)

@@ -51,11 +51,12 @@ def state(keep: list[int] | None = None) -> TokenState:
     rows = sorted({ROW[i] for i in keep})
     row = torch.tensor([rows.index(ROW[i]) for i in keep])
     fresh, no = torch.tensor([FRESH[i] for i in keep]), torch.zeros(len(keep), dtype=torch.bool)
-    given = CorrectionInput(torch.where(fresh, prox - mu, 0.0), advantage, row, torch.zeros_like(row), fresh)
+    log_ratio = torch.where(fresh, prox - mu, 0.0)
+    given = CorrectionInput(log_ratio, log_ratio, advantage, row, torch.zeros_like(row), fresh)
     return TokenState(
-        logp=prox - 0.25,
         prox=prox,
         mu=mu,
+        drift=torch.full_like(prox, 0.25),
         entropy=torch.ones_like(prox),
         advantage=advantage,
         weight=torch.tensor([1.0 / (1 + ROW[i]) for i in keep], dtype=torch.float64),
@@ -190,7 +191,9 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
     n = len(values)
     yes, row = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.long)
     one = replace(state([1]), correction=correct([], correction_input(values)))
-    many = {name: getattr(one, name).expand(n) for name in ("logp", "entropy", "advantage", "weight", "loss")}
+    many = {
+        name: getattr(one, name).expand(n) for name in ("drift", "entropy", "advantage", "weight", "loss")
+    }
     given = replace(one, prox=torch.tensor(values, dtype=torch.float64), mu=torch.zeros(n), **many)
     given = replace(given, row=row, lag=row, counted=yes, in_bound=yes, fresh=yes, exact=yes, clipped=yes)
     metrics = metrics_of(token_sums(replace(given, clipped_lower=None)).sums)
@@ -205,7 +208,8 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
 def correction_input(values: list[float]) -> CorrectionInput:
     n = len(values)
     row, yes = torch.zeros(n, dtype=torch.long), torch.ones(n, dtype=torch.bool)
-    return CorrectionInput(torch.tensor(values, dtype=torch.float64), torch.ones(n), row, row, yes)
+    log_ratio = torch.tensor(values, dtype=torch.float64)
+    return CorrectionInput(log_ratio, log_ratio, torch.ones(n), row, row, yes)
 
 
 def test_where_prox_is_mu_nothing_is_off() -> None:
@@ -246,7 +250,7 @@ def test_a_single_token() -> None:
 def test_tokens_that_do_not_count_leave_no_trace() -> None:
     given = state([1])
     given.fresh[:] = given.counted[:] = given.in_bound[:] = False
-    given.logp[:] = given.entropy[:] = math.nan
+    given.drift[:] = given.entropy[:] = math.nan
     seen = token_sums(given)
     assert not any(seen.sums.values())
     assert seen.highest == {} and seen.lowest == {} and seen.kept_lags == {}

@@ -34,6 +34,9 @@ def test_the_default_streams_one_step_with_masked_and_truncated_rho() -> None:
         ({"algorithm": {"loss": "ppo", "epochs": 2}}, True, "recompute"),
         ({"algorithm": {"loss": "ppo", "epochs": 2, "prox": "loglinear"}}, True, "loglinear"),
         ({"algorithm": {"prox": "recompute"}}, True, "recompute"),
+        ({"algorithm": {"loss": "ppo", "prox": "mu"}}, False, "mu"),
+        ({"algorithm": {"loss": "gspo", "prox": "mu"}, "buffer": SYNC}, False, "mu"),
+        ({"algorithm": {"loss": "ppo", "prox": "mu", "epochs": 2}}, True, "mu"),
         ({"algorithm": {"loss": "m2po"}}, True, "recompute"),  # it masks by the whole batch
         ({"algorithm": {"advantage": "optimal_token_baseline"}}, True, "recompute"),
         ({"algorithm": {"advantage": "reinforce_pp"}, "buffer": UNFILTERED}, True, "current"),  # whitened
@@ -118,6 +121,11 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ),
         ({"algorithm": {"loss": "m2po", "prox": "loglinear"}}, "at the start of the batch; use auto"),
         ({"algorithm": {"prox": "loglinear"}}, "pi itself with one optimizer step"),
+        ({"algorithm": {"loss": "m2po", "prox": "mu"}}, "at the start of the batch; use auto"),
+        ({"algorithm": {"prox": "mu"}}, "'reinforce' has no ratio to prox; use auto"),
+        ({"algorithm": {"loss": "cispo_scalerl", "prox": "mu"}}, "has no ratio to prox"),
+        ({"algorithm": {"loss": "gspo", "prox": "mu"}}, "too tight around the mu of stale data"),
+        ({"algorithm": {"loss": "ppo", "prox": "mu", "correction": {"truncate": {}}}}, "count it twice"),
         ({"kl": {"coef": 0.5}}, "they have no effect"),
         ({"critic": {"warmup_steps": 3}}, "has no critic"),
         ({"kl": {"where": "loss", "estimator": "k1"}}, "expectation zero"),

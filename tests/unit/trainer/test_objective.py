@@ -1,24 +1,31 @@
-"""log prox: what stands in for the policy at the start of the batch, and when it is exactly that."""
+"""log prox: what stands in for the policy at the start of the batch; and the loss of a micro-batch."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.diagnostics import metrics_of, token_sums
 from asyncrl.algorithms.recipe import Recipe, compose
-from asyncrl.config import parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.trainer.batch import MicroBatch, collate
-from asyncrl.trainer.objective import proximal
+from asyncrl.trainer.objective import Evaluated, evaluate, proximal
+from asyncrl.trainer.scores import Scores
 
 MU, DRIFT = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64), 0.3
 
 
+def configured(**sections: dict[str, Any]) -> RunConfig:
+    return parse({"name": "t", "model": {"path": "m"}, "data": {"train": "x"}, **sections})
+
+
 def recipe(**algorithm: object) -> Recipe:
-    base = {"name": "t", "model": {"path": "m"}, "data": {"train": "x"}}
-    return compose(parse({**base, "algorithm": {"loss": "ppo", "epochs": 4, **algorithm}}))
+    return compose(configured(algorithm={"loss": "ppo", "epochs": 4, **algorithm}))
 
 
 def micro(lag: list[int]) -> MicroBatch:
@@ -61,3 +68,89 @@ def test_before_the_first_step_all_of_them_are_pi() -> None:
 def test_what_was_recomputed_is_taken_as_it_is() -> None:
     recomputed = dataclasses.replace(micro([3, 3, 3]), prox=MU - 1)
     assert torch.equal(proximal(recomputed, policy([3, 3, 3], 0.5), recipe(), 0.5), MU - 1)
+
+
+# -- losses of single tokens, each an episode of its own ---------------------------------------------------
+
+RATIO = [1.0, 3.0, 0.3, 1.5, 0.6]  # pi/mu
+ADVANTAGE = [1.0, 1.0, -1.0, -1.0, 1.0]
+
+
+def evaluated(
+    *, prox: list[float] | None = None, progress: float = 0.0, **sections: dict[str, Any]
+) -> tuple[Evaluated, list[float]]:
+    """Of tokens with pi/mu of RATIO and k2 = 1/2 to the reference, and the gradient by log pi. `prox`:
+    prox/mu, where it was recomputed."""
+    config = configured(**sections)
+    n = len(RATIO)
+    mu = torch.full((n,), -2.0, dtype=torch.float64)
+    at, yes = torch.arange(n), torch.ones(n, dtype=torch.bool)
+    micro = dataclasses.replace(
+        collate([], torch.float64),
+        **dict.fromkeys(("row", "episode", "position"), at),
+        **dict.fromkeys(("fresh", "exact", "counted"), yes),
+        **dict.fromkeys(("turn", "lag"), 0 * at),
+        mu=mu,
+        weight=torch.ones_like(mu),
+        advantage=torch.tensor(ADVANTAGE, dtype=torch.float64),
+        prox=None if prox is None else mu + torch.tensor(prox, dtype=torch.float64).log(),
+        reference=mu + torch.tensor(RATIO, dtype=torch.float64).log() - 1,
+    )
+    logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
+    scores = Scores(logp, torch.zeros_like(mu))
+    found = evaluate(micro, scores, None, config, compose(config), 1.0, progress)
+    return found, torch.autograd.grad(found.loss, logp)[0].tolist()
+
+
+SYNC, EPOCHS = {"max_staleness": 0}, {"loss": "ppo", "epochs": 2}
+CAPPED = [1.0, 2.0, 0.3, 1.5, 0.6]  # min(rho, 2)
+KL = [
+    ("loss", {}, {}, [1.0, 3.0, 0.0, 1.5, 0.6]),  # the correction's weight: the band, then the caps 5 and 2
+    ("loss", {"loss": "cispo_scalerl"}, {}, CAPPED),
+    ("loss", {"correction": {}}, SYNC, CAPPED),  # without a weight a truncated rho: tokens still come from mu
+    ("loss", {"correction": {"mask": {}}}, SYNC, [1.0, 2.0, 0.0, 1.5, 0.6]),
+    ("loss_unweighted", {}, {}, [1.0, 1.0, 0.0, 1.0, 1.0]),
+    ("loss_unweighted", {"correction": {}}, SYNC, [1.0] * 5),
+    ("loss_unweighted", {"loss": "cispo_scalerl"}, {}, [1.0] * 5),
+]
+
+
+@pytest.mark.parametrize(("where", "algorithm", "buffer", "weights"), KL)
+def test_what_a_kl_in_the_loss_is_weighed_with(
+    where: str, algorithm: dict[str, Any], buffer: dict[str, Any], weights: list[float]
+) -> None:
+    """In the value, and in the gradient beside that of the policy loss."""
+    parts = {"algorithm": algorithm, "buffer": buffer}
+    found, gradient = evaluated(**parts, kl={"where": where})
+    plain = evaluated(**parts)[1]
+    total, _ = found.terms["actor/kl_loss"]
+    assert total.item() == pytest.approx(sum(weights) / 2, rel=1e-12)
+    assert [a - b for a, b in zip(gradient, plain, strict=True)] == pytest.approx(weights, rel=1e-9)
+
+
+def test_wrong_answers_are_dropped_by_how_far_the_current_policy_left_them() -> None:
+    """log mu − log pi is 1.2 for the third token, negative for the fourth; prox is the other way round."""
+    algorithm = {**EPOCHS, "correction": {"negative": {"delta": 0.5}, "ratio": {}}}
+    found, _ = evaluated(prox=[1.0, 1.0, 1.0, 0.3, 1.0], algorithm=algorithm)
+    assert found.state.correction.masked.tolist() == [False, False, True, False, False]
+
+
+def test_a_clip_around_mu() -> None:
+    """verl's bypass mode: max(−uA, −A·clip(u)) with u = pi/mu and no weight; one optimizer step will do. The
+    gradient by log pi is −uA where it is not clipped."""
+    algorithm = {"loss": {"ppo": {"clip_high": 0.28}}, "prox": "mu"}
+    found, gradient = evaluated(algorithm=algorithm)
+    assert found.loss.item() == pytest.approx(-1.0 - 1.28 + 0.8 + 1.5 - 0.6, rel=1e-12)
+    assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)
+    assert not compose(configured(algorithm=algorithm)).barrier
+
+
+def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
+    algorithm = {**EPOCHS, "prox": "mu", "correction": {"mask": {}}}
+    found, gradient = evaluated(algorithm=algorithm, progress=0.5)
+    assert gradient == pytest.approx([-1.0, 0.0, 0.0, 1.5, -0.6], rel=1e-12)  # 0.3 would be clipped as well
+    metrics = metrics_of(token_sums(found.state).sums)
+    drift = sum(map(math.log, RATIO)) / len(RATIO)
+    assert metrics["rollout_corr/kl"] == metrics["actor/ppo_kl"] == pytest.approx(-drift, rel=1e-12)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.2
+    assert metrics["rollout_corr/logprob_diff_tokens"] == 0  # the policy moved since they were scored
