@@ -13,14 +13,14 @@ from asyncrl.algorithms.moments import Moments
 from asyncrl.algorithms.normalise import end_factor
 from asyncrl.algorithms.value import explained_variance
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
-from asyncrl.buffer.zero_variance import EQUAL
+from asyncrl.buffer.zero_variance import TOLERANCE
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
 
 TAKEN_PREFIX = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
-VARIED = "_varied"  # episodes of groups with variance
+VARIED_TOTAL = "_varied"  # episodes of groups with variance
 
 
 def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
@@ -54,19 +54,19 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
         if e.tokens:
             tally.moment("advantages", Moments.of(e.advantage))
             tally.moment("episodes", Moments(1.0, float(e.advantage.mean())))
-            tally.total(VARIED, _varied(e))
+            tally.total(VARIED_TOTAL, _varied(e))
 
 
 def _varied(e: Example) -> bool:
     """Its group has variance, in rewards or (by turn, by component) in advantages."""
     assert e.advantage is not None
     rewards = [member.reward for member in (e.planned.own, *e.planned.siblings)]
-    return max(rewards) - min(rewards) > EQUAL or bool(np.abs(e.advantage).max() > EQUAL)
+    return max(rewards) - min(rewards) > TOLERANCE or bool(np.abs(e.advantage).max() > TOLERANCE)
 
 
 def advantage_factor(scale: Scale, tally: MetricSums) -> float:
     """`end_factor` of a whole batch's tally."""
-    return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED, 0.0))
+    return end_factor(scale, tally.moments.get("episodes", Moments()), tally.totals.get(VARIED_TOTAL, 0.0))
 
 
 def advantage_tokens(tally: MetricSums) -> Moments:
