@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from asyncrl.buffer.hold import Places
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, EpisodeResult
@@ -81,6 +82,7 @@ class Batches:
         self.batches = {batch.step: batch for batch in batches}
         self.taken = {e.uid: self.buffer.episodes.get(e.uid, e) for e in taken}
         self.baselines = dict(baselines)
+        self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
         """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
@@ -98,9 +100,10 @@ class Batches:
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add the next micro-batch, once it is full or nothing more can enter the batch."""
-        pool, groups = self._pool(batch)
+        places = self.buffer.places()
+        pool, groups = self._pool(batch, places)
         full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
-        full = full or self._last(batch, groups) or self._capped
+        full = full or self._last(batch, groups) or (self._capped and places.may_close)
         if not pool:
             return self._close(batch) if full else None
         enough = sum(episode.tokens for episode in pool) >= self.micro_tokens * ranks
@@ -123,7 +126,7 @@ class Batches:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
         if not batch.micros:
             return None
-        batch.closed = True
+        batch.closed, self.buffer.closed = True, batch.step
         self._dirty.add(batch.step)
         return []
 
@@ -154,8 +157,9 @@ class Batches:
 
     # -- what may be taken ---------------------------------------------------------------------------
 
-    def _pool(self, batch: Batch) -> tuple[list[EpisodeRecord], set[int]]:
-        """Ready trajectories that may enter the batch now, oldest group first, and their new groups."""
+    def _pool(self, batch: Batch, places: Places) -> tuple[list[EpisodeRecord], set[int]]:
+        """Ready trajectories that may enter the batch now, oldest group first, and their new groups, which
+        take their `places`."""
         pool: list[EpisodeRecord] = []
         new: set[int] = set()
         for group in list(self.buffer.live.values()):
@@ -163,9 +167,10 @@ class Batches:
             if not ready:
                 continue
             if group.step < 0:  # late members of a taken group need no room
-                free = self.buffer.config.groups_per_batch - len(batch.groups) - len(new)
-                if free <= 0 or not self._may_take(group, batch.step, free, new):
+                floor = self.buffer.floor(group)
+                if not places.may_take(floor):
                     continue
+                places.take(floor)
                 new.add(group.id)
             pool += ready
         return pool, new
@@ -180,32 +185,6 @@ class Batches:
             ready.remove(episode)
             self.buffer.drop(episode, DropReason.STALE)
         return ready
-
-    def _may_take(self, group: GroupRecord, step: int, free: int, new: set[int]) -> bool:
-        """on_stale=hold: taking `group` must leave room for every group that would cross the bound.
-
-        E_W = untaken live groups holding a token sampled at or before W - max_staleness; after batch
-        V at most j * G of E_{V+j} may be left, for each j (docs/staleness.md).
-        """
-        config = self.buffer.config
-        if config.on_stale != "hold":
-            return True
-        floors = [
-            self._floor(other)
-            for other in self.buffer.live.values()
-            if other.step < 0 and other.id != group.id and other.id not in new
-        ]
-        for ahead in range(config.max_staleness + 1):
-            bound = step + ahead - config.max_staleness
-            due = sum(floor <= bound for floor in floors)
-            if due - ahead * config.groups_per_batch > free - 1:
-                return False
-        return True
-
-    def _floor(self, group: GroupRecord) -> int:
-        """Lowest version that sampled, or may still sample, a token of the group."""
-        known = [episode.oldest for episode in self.buffer.members(group) if episode.oldest >= 0]
-        return min(known, default=1 << 60)
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
         """The episodes of a plan by rank, dealt back and forth from the longest (`_rank`): all ranks get

@@ -29,12 +29,13 @@ class State(enum.StrEnum):
 
 OVER = frozenset({State.TRAINED, State.FILTERED, State.DROPPED, State.FAILED})
 IN_FLIGHT = (State.PENDING, State.RUNNING, State.LANDED)
+NEVER = 1 << 60  # the floor of what has no token: it is never over the bound
 
 
 class EpisodeRecord(msgspec.Struct):
-    """One member of a group. Versions are policy versions of its model tokens; `oldest` is a lower bound
-    while it runs. `step` is the batch it was taken into (the lag is counted from it). The `greedy` one is
-    sampled at temperature 0 and never trained: the others are compared with it."""
+    """One member of a group. `oldest` and `newest` are policy versions of its model tokens; while it runs, no
+    token is added that is older than `bound`. `step` is the batch it was taken into (the lag is counted from
+    it). The `greedy` one is sampled at temperature 0 and never trained: the others are compared with it."""
 
     uid: str
     group: int
@@ -47,6 +48,7 @@ class EpisodeRecord(msgspec.Struct):
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet
     newest: int = -1
+    bound: int = -1  # version that it was started on, at least
     turns: int = 0  # durable turns
     tokens: int = 0  # of all rows
     result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
@@ -58,6 +60,12 @@ class EpisodeRecord(msgspec.Struct):
     def width(self) -> int:
         """Tokens that each of its rows takes in a padded batch by itself."""
         return self.stats.longest_row or self.tokens
+
+    @property
+    def floor(self) -> int:
+        """No token that it has, or may still get while it runs, is older."""
+        sampled = self.oldest if self.oldest >= 0 else NEVER
+        return min(sampled, self.bound) if self.state is State.RUNNING else sampled
 
     def restart(self) -> None:
         """Forget the turns: the next attempt starts from the prompt."""

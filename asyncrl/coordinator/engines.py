@@ -97,15 +97,12 @@ class EngineHandler:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def version(self, engine: str) -> int:
-        """Policy version that new episodes of a worker start on, at least: its own engine's, or that of the
-        slowest server that training may use; -1 without any."""
-        if not self.remote:
-            return self.state.versions.step(engine)
-        steps = [self.state.versions.step(keeper.engine) for keeper in self._serving("train")]
-        usable = self.state.batches.committed - self.state.config.buffer.max_staleness
-        fresh = [step for step in steps if step >= usable]  # the others get no turns
-        return min(fresh, default=max(steps, default=-1))
+    def version(self, engine: str, needed: int) -> int | None:
+        """Policy version that episodes of a worker which need one start on, at least: its own engine's, or
+        the oldest of the servers that fit. None: there is none."""
+        held = self.state.versions
+        steps = [held.step(k.engine) for k in self._serving("train")] if self.remote else [held.step(engine)]
+        return min((step for step in steps if step >= needed), default=None)
 
     def tick(self, now: float, gap: float) -> None:
         """Remove silent keepers, push versions. `gap`: seconds that the coordinator itself did not run."""

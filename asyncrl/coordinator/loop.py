@@ -199,6 +199,7 @@ class Coordinator:
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             self._admit(now)
             state.buffer.tick(now)
+            self.workers.cancel(state.buffer.drop_overdue())
             self._check_untrained()
         if self.phase is not Phase.STOPPING:
             self.engines.tick(now, gap)
@@ -213,7 +214,7 @@ class Coordinator:
 
     def _admit(self, now: float) -> None:
         buffer, free = self.state.buffer, self.workers.free_slots
-        free -= sum(1 for _ in buffer.pending()) if free else 0
+        free -= buffer.waiting
         while buffer.can_admit(free, self.workers.total_slots):
             free -= len(buffer.admit(self.state.batches.committed, now).members)
         if buffer.data_over and self.config.data.at_end == "drop":

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.buffer.records import NEVER, EpisodeRecord
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
@@ -293,25 +293,29 @@ class WorkerHandler:
         if not self.engines.ready:
             state.waits.append("new episodes wait for a server that holds a published version")
             return
-        for rank, episode in list(state.buffer.pending()):
+        unmet = NEVER
+        for needed, episode in state.buffer.pending():
             if not open_slots:
                 return
-            fit = [
-                worker
+            if needed >= unmet:
+                continue
+            fit = {
+                worker.peer: version
                 for worker in self.workers.values()
-                if worker.free
-                and self._usable(worker)
-                and state.buffer.fresh_enough(self._acked(worker), state.batches.committed, rank)
-            ]
+                if worker.free and self._usable(worker)
+                if (version := self.engines.version(worker.peer.decode(), needed)) is not None
+            }
             if not fit:
-                state.waits.append(self._named_wait(rank))
-                return  # younger groups need even fresher weights
-            self._assign_to(max(fit, key=lambda worker: worker.free), episode, now)
+                unmet = needed
+                state.waits.append(self._named_wait(needed))
+                continue
+            chosen = max(fit, key=lambda peer: self.workers[peer].free)
+            self._assign_to(self.workers[chosen], episode, fit[chosen], now)
             open_slots -= 1
 
-    def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, now: float) -> None:
+    def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
         self.assign_seq += 1
-        self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, self._acked(worker))
+        self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, oldest)
         worker.running[episode.uid] = (self.assign_seq, now)
         group = self.state.buffer.live[episode.group]
         message = Assign(
@@ -321,18 +325,13 @@ class WorkerHandler:
             lane="train",
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
             key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
+            oldest=oldest,
         )
         frames = self.state.store.read.frames(episode.uid, episode.turns)
         self.state.outbox.to_control(worker.peer, message, frames)
 
-    def _acked(self, worker: WorkerRecord) -> int:
-        return self.engines.version(worker.peer.decode())
-
-    def _named_wait(self, rank: int) -> str:
-        state = self.state
-        needed = state.batches.committed + rank // state.config.buffer.groups_per_batch
-        needed -= state.config.buffer.max_staleness
-        held = [held.acked.step for held in state.versions.engines.values()]
+    def _named_wait(self, needed: int) -> str:
+        held = [held.acked.step for held in self.state.versions.engines.values()]
         fresh = sum(step >= needed for step in held)
         return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 

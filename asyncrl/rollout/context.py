@@ -40,11 +40,8 @@ class Sampler(Protocol):
     def episode(self) -> AbstractAsyncContextManager[None]:
         """The body is one episode."""
 
-    async def fresh(self, oldest: Callable[[], int]) -> None:
-        """Wait for weights that are not older than `oldest()`."""
-
-    async def generate(self, request: Request) -> Generation:
-        """Sample a turn. Raises EngineError."""
+    async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
+        """Sample a turn, on weights that are not older than `oldest()` in training. Raises EngineError."""
 
     def release(self, session: str) -> None:
         """The episode is over."""
@@ -93,10 +90,14 @@ class EpisodeRun:
         """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
-        await self.sampler.fresh(self.context.oldest)
         sampling = Sampling(max_new_tokens, self.context.rules.chat.stop_ids, self.assign.temperature)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        return await self.sampler.generate(Request(session, ids, sampling, key))
+        return await self.sampler.generate(Request(session, ids, sampling, key), self._oldest)
+
+    def _oldest(self) -> int:
+        """The version that a turn which begins now must not be below: the buffer counts on what the episode
+        was started on, also when a server comes back with older weights."""
+        return max(self.assign.oldest, self.context.oldest())
 
     def release(self) -> None:
         """The engines may forget the episode."""

@@ -82,8 +82,9 @@ class LocalSampler:
             with self.waits.named(f"weights v{oldest()}: engine has v{self.version}"):
                 await self.changed.wait()
 
-    async def generate(self, request: Request) -> Generation:
-        """Sample a turn. Raises EngineError."""
+    async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
+        """Sample a turn, on weights that are not older than `oldest()`. Raises EngineError."""
+        await self.fresh(oldest)
         if self.engine is None:
             raise EngineError(f"there is no {self.name} engine")
         try:

@@ -79,9 +79,11 @@ class PooledServer:
 
 @dataclass(eq=False)
 class ServerTurn:
-    """A turn under way. `deadline`: loop time by which a server must have taken it."""
+    """A turn under way. `oldest`: it is sampled on no older version. `deadline`: loop time by which a server
+    must have taken it."""
 
     request: Request
+    oldest: Callable[[], int]
     deadline: float
     sampled: Generation = NOTHING
     last: PooledServer | None = None  # that sampled of it
@@ -104,7 +106,6 @@ class ServerPool:
         self._use: dict[str, EngineUse] = {}  # by the server's name
         self._homes: dict[str, str] = {}  # by session: the server that holds its prefix
         self._closing: set[asyncio.Task[None]] = set()
-        self._oldest: Callable[[], int] = lambda: 0
 
     # -- the sampler ---------------------------------------------------------------------------------
 
@@ -113,28 +114,27 @@ class ServerPool:
         """The body is one episode. It need not wait here: each of its turns does."""
         yield
 
-    async def fresh(self, oldest: Callable[[], int]) -> None:
-        """Wait for a server that is not older than `oldest()`. A turn that moves later is held to it as well.
-        Validation takes what there is."""
-        if self.name == "eval":
-            return
-        self._oldest = oldest
-        while self.version < oldest():
-            with self._waits.named(self._waits_for(full=0)):
-                await self.changed.wait()
-
     @property
     def version(self) -> int:
         """The newest version that a turn can be sampled with; -1 without a server."""
         return max((server.entry.version.step for server in self._eligible(0)), default=-1)
 
-    async def generate(self, request: Request) -> Generation:
-        """Sample a turn, on as many servers as it takes. Raises EngineError when none takes it in time, one
-        refuses it, or too many lose it."""
-        turn = ServerTurn(request, asyncio.get_running_loop().time() + self._patience)
+    async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
+        """Sample a turn, on as many servers as it takes; the wait for weights that are not older than
+        `oldest()` has no deadline of its own. Validation takes what there is. Raises EngineError when no
+        server takes it in time, one refuses it, or too many lose it."""
+        if self.name == "train":
+            await self.fresh(oldest)
+        turn = ServerTurn(request, oldest, asyncio.get_running_loop().time() + self._patience)
         while turn.sampled.stop is StopReason.ABORT:
             await self._continue(turn)
         return turn.sampled
+
+    async def fresh(self, oldest: Callable[[], int]) -> None:
+        """Wait for a server that is not older than `oldest()`."""
+        while self.version < oldest():
+            with self._waits.named(self._waits_for(oldest())):
+                await self.changed.wait()
 
     def release(self, session: str) -> None:
         """The episode is over."""
@@ -186,16 +186,17 @@ class ServerPool:
         """The server that goes on with the turn. EngineError after the deadline."""
         try:
             async with asyncio.timeout_at(turn.deadline):
-                while (server := self.begin(turn.request.session, turn.full)) is None:
+                while (server := self.begin(turn.request.session, turn.full, turn.oldest())) is None:
                     await self._wait_for_room(turn)
         except TimeoutError:
-            raise EngineError(f"{self._waits_for(len(turn.full))}, after {self._patience:g} s") from None
+            lack = self._waits_for(turn.oldest(), len(turn.full))
+            raise EngineError(f"{lack}, after {self._patience:g} s") from None
         return server
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        with self._waits.named(self._waits_for(len(turn.full))):
+        with self._waits.named(self._waits_for(turn.oldest(), len(turn.full))):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()
@@ -203,19 +204,20 @@ class ServerPool:
                 turn.rounds += 1
         turn.full.clear()
 
-    def _waits_for(self, full: int) -> str:
+    def _waits_for(self, oldest: int, full: int = 0) -> str:
         """What a turn waits for."""
-        oldest = self._oldest()
         if full:
             return f"engines: all {full} that have v{oldest} are full"
         return f"engines: none has v{oldest} ({len(self._servers)} known, {len(self._eligible(0))} healthy)"
 
     # -- routing -------------------------------------------------------------------------------------
 
-    def begin(self, session: str, avoid: Collection[PooledServer] = ()) -> PooledServer | None:
+    def begin(
+        self, session: str, avoid: Collection[PooledServer] = (), oldest: int = 0
+    ) -> PooledServer | None:
         """The server for the session's next request, which is counted in its `running`; None: none may be
         used."""
-        servers = [server for server in self._eligible(self._oldest()) if server not in avoid]
+        servers = [server for server in self._eligible(oldest) if server not in avoid]
         if not servers:
             return None
         chosen = choose(servers, self._homes.get(session), Counter(self._homes.values()))
@@ -234,7 +236,7 @@ class ServerPool:
             if server.entry.healthy
             and not server.suspect
             and server.entry.lane == lane
-            and server.entry.version.step >= oldest
+            and (self.name == "eval" or server.entry.version.step >= oldest)
         ]
 
     # -- the table -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from asyncrl.errors import AsyncrlError, ConfigError
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 1  # to be raised when a table, or a struct that is stored in one, changes
+SCHEMA_VERSION = 2  # to be raised when a table, or a struct that is stored in one, changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);

@@ -49,7 +49,8 @@ class Heartbeat(WireMessage, frozen=True):
 
 
 class Assign(WireMessage, frozen=True):
-    """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from."""
+    """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from. None of
+    its turns may start on weights older than version `oldest`."""
 
     seq: int
     attempt: Attempt
@@ -57,6 +58,7 @@ class Assign(WireMessage, frozen=True):
     lane: str  # "train" or "eval": which weights sample it
     temperature: float  # 0 is greedy
     key: int
+    oldest: int = 0
 
 
 class Cancel(WireMessage, frozen=True):

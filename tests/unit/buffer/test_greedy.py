@@ -104,10 +104,10 @@ def test_equal_rewards_still_teach_where_the_greedy_one_differs(greedy: float, f
 
 
 def test_it_is_not_what_hold_waits_for() -> None:
-    buffer, batches = world(on_stale="hold", target_staleness=4)
+    buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
         buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0)
-    assert batches._floor(buffer.live[0]) == 4
+    assert buffer.floor(buffer.live[0]) == 4
 
 
 def test_a_partial_group_waits_for_it_beyond_the_deadline() -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -31,12 +31,17 @@ def test_admission_stops_at_the_total_of_the_run() -> None:
     assert len(buffer.live) == 3
 
 
-@pytest.mark.parametrize(
-    ("acked", "rank", "fresh"), [(0, 0, True), (0, 1, True), (0, 2, False), (1, 2, True)]
-)
-def test_synchronous_start_needs_the_version_of_its_batch(acked: int, rank: int, fresh: bool) -> None:
-    buffer, _ = make(max_staleness=0)
-    assert buffer.fresh_enough(acked, step=0, rank=rank) is fresh
+def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> None:
+    """Two groups per batch: the third is in the second batch at the earliest."""
+    buffer, _ = make(max_staleness=1, target_staleness=1)
+    admit(buffer, 4)
+    buffer.committed = 3
+    assert [(needed, e.uid) for needed, e in buffer.pending() if e.member == 0] == [
+        (2, "0.0"),
+        (2, "1.0"),
+        (3, "2.0"),
+        (3, "3.0"),
+    ]
 
 
 def test_zero_variance_groups_are_filtered_and_refilled() -> None:
@@ -160,7 +165,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
-        for _, episode in list(self.buffer.pending())[:n]:
+        for _, episode in islice(self.buffer.pending(), n):
             self.buffer.assign(episode, "w", 1, self.batches.committed)
 
     @precondition(lambda self: self.running())

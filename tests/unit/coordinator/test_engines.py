@@ -90,12 +90,12 @@ def setup(tmp_path: Path) -> EngineSetup:
 
 def test_a_server_gets_no_work_before_it_holds_a_published_version(setup: EngineSetup) -> None:
     assert setup.table() == [(0, False, "train")] * 2 and not setup.handler.ready
-    assert setup.handler.version("any worker") == -1
+    assert setup.handler.version("any worker", 0) is None
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}  # neither serves: neither has to wait for the other
     setup.ack(A, first)
     assert setup.table() == [(0, True, "train"), (0, False, "train")] and setup.handler.ready
-    assert setup.handler.version("any worker") == 0
+    assert setup.handler.version("any worker", 0) == 0
 
 
 def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) -> None:
@@ -103,13 +103,13 @@ def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) ->
     ref = setup.publish(1)
     (first,) = setup.pushed(1.0)
     assert setup.pushed(2.0) == {}  # the other one generates meanwhile
-    assert setup.handler.version("any worker") == 0
+    assert setup.handler.version("any worker", 0) == 0
     setup.ack(first, ref)
-    assert setup.handler.version("any worker") == 0  # new episodes may start on the slower server
+    assert setup.handler.version("any worker", 0) == 0  # new episodes may start on the slower server
     (second,) = setup.pushed(3.0)
     assert {first, second} == {A, B}
     setup.ack(second, ref)
-    assert setup.handler.version("any worker") == 1
+    assert setup.handler.version("any worker", 0) == 1
 
 
 def test_versions_that_come_faster_than_pushes_reach_both_servers_in_turn(setup: EngineSetup) -> None:
@@ -216,7 +216,7 @@ def test_validation_pins_one_server_of_two(setup: EngineSetup) -> None:
     setup.ack(peer, newer)
     assert sorted(setup.table()) == [(4, True, "eval"), (5, True, "train")]
     assert setup.pushed(2.0) == {}
-    assert setup.handler.version("any worker") == 5  # training does not wait for the leased one
+    assert setup.handler.version("any worker", 1) == 5  # training does not wait for the leased one
     setup.handler.release()
     assert list(setup.pushed(3.0).values()) == [5]
 
@@ -270,11 +270,10 @@ def test_a_hello_out_of_silence_does_not_push_again(setup: EngineSetup) -> None:
 
 def test_a_server_that_cannot_keep_up_does_not_hold_up_new_episodes(setup: EngineSetup) -> None:
     setup.serve(0)
-    setup.state.buffer.committed = 6  # with max_staleness 4, version 0 is of no use any more
     ref = setup.publish(5)
     (first,) = setup.pushed(1.0)
     setup.ack(first, ref)
-    assert setup.handler.version("any worker") == 5
+    assert setup.handler.version("any worker", 2) == 5
 
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:

@@ -158,6 +158,13 @@ def test_engines_must_agree_on_a_version(setup: WorkerSetup) -> None:
     assert setup.engines.quarantined == {B.decode()}
 
 
+def test_an_assignment_says_how_old_the_weights_of_its_turns_may_be(setup: WorkerSetup) -> None:
+    setup.state.versions.engines[A.decode()].acked = PolicyVersion(1, 3)
+    setup.handler.tick(0.0, 0.0)
+    assert [message.oldest for _, message in setup.sent.take(Assign)] == [3, 3]
+    assert {episode.bound for episode in setup.state.buffer.episodes.values()} == {3}
+
+
 def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_path: Path) -> None:
     setup = WorkerSetup(tmp_path, greedy=True)
     setup.join(A, slots=2), setup.join(B, index=1, slots=2)

@@ -191,15 +191,19 @@ def test_a_cancelled_episode_says_nothing_more() -> None:
     asyncio.run(main())
 
 
-def test_a_turn_does_not_start_on_weights_that_are_too_old() -> None:
+@pytest.mark.parametrize("assigned", [0, 3])
+def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) -> None:
+    """Too old for the bound by now, or for what this episode was started on."""
+
     async def main() -> None:
         bench = Bench(["42"])
-        bench.oldest = 3
+        bench.oldest = 3 - assigned
         service = asyncio.create_task(bench.outbox.run())
-        episode = asyncio.create_task(bench.runner.run(bench.assign(), (), bench.lane))
+        assign = msgspec.structs.replace(bench.assign(), oldest=assigned)
+        episode = asyncio.create_task(bench.runner.run(assign, (), bench.lane))
         await settle()
         assert bench.engine.requests == []
-        bench.oldest = 0
+        bench.oldest, bench.engine._version = 0, assigned
         bench.lane.changed.notify()
         await asyncio.wait_for(episode, 60)
         assert isinstance(bench.last, Finished)

@@ -23,14 +23,14 @@ class Routes:
     def __init__(self, *names: str) -> None:
         self.oldest = 0
         self.pool = ServerPool("train", FakeServer, Waits(), BusyTimer(Intervals()))
-        self.pool._oldest = lambda: self.oldest
         self.table(*(entry(name) for name in names))
 
     def table(self, *entries: EngineEntry) -> None:
         self.pool.table(entries)
 
     def begin(self, session: str, avoid: str = "") -> PooledServer | None:
-        return self.pool.begin(session, [s for s in self.pool._servers.values() if s.entry.name in avoid])
+        avoided = [s for s in self.pool._servers.values() if s.entry.name in avoid]
+        return self.pool.begin(session, avoided, self.oldest)
 
     def once(self, session: str, avoid: str = "") -> str:
         """A request that ends at once: the name of the server that gets it."""

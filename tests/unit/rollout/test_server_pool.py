@@ -74,12 +74,23 @@ async def test_validation_uses_the_server_set_aside_for_it_whatever_it_holds() -
     train, validation = Servers("a", "b"), Servers("a", "b", lane="eval")
     for s in (train, validation):
         s.tell(entry("a", 1, lane="eval"), entry("b", 5))
-        await s.pool.fresh(lambda: 5)
-        await s.pool.generate(request())
+        await s.pool.generate(request(), lambda: 5)
     assert (train.asked(), validation.asked()) == (["a:0", "b:1"], ["a:1", "b:0"])
     validation.tell(entry("a", 1, healthy=False), entry("b", 5))  # the validation is over
     await validation.pool.generate(request())
     assert validation.asked() == ["a:1", "b:1"]
+
+
+@in_loop
+async def test_each_turn_is_held_to_the_version_that_its_own_episode_needs() -> None:
+    """A server back from validation, with weights of its own age."""
+    s = Servers("a", "b")
+    s.tell(entry("a", 5), entry("b", 4))
+    for session in "stuv":
+        await s.pool.generate(request(session), lambda: 5)
+    assert s.asked() == ["a:4", "b:0"]
+    await s.pool.generate(request("w"), lambda: 4)
+    assert s.asked() == ["a:4", "b:1"]
 
 
 # -- full servers ------------------------------------------------------------------------------------
@@ -116,8 +127,10 @@ async def test_no_room_for_too_long_is_an_error() -> None:
     s["a"].acts = [Busy()] * 1000
     with pytest.raises(EngineError, match=r"all 1 that have v0 are full, after 0\.05 s"):
         await s.pool.generate(request())
+    s = Servers("a", patience=0.05)
+    s["a"].acts = [Lose()]
     with pytest.raises(EngineError, match="none has v0"):
-        await Servers(patience=0.05).pool.generate(request())
+        await s.pool.generate(request())
 
 
 # -- lost turns --------------------------------------------------------------------------------------
@@ -184,9 +197,8 @@ async def test_suspicion_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_turn_that_moves_is_held_to_freshness() -> None:
     s = Servers("a", "b")
     s.tell(entry("a", 5), entry("b", 4))
-    await s.pool.fresh(lambda: 5)
     s["a"].acts = [Lose(2)]
-    turn = asyncio.create_task(s.pool.generate(request()))
+    turn = asyncio.create_task(s.pool.generate(request(), lambda: 5))
     await settle()
     assert s.asked() == ["a:1", "b:0"]  # b is too old, a is suspect
     s.tell(entry("a", 5, healthy=False), entry("b", 6))
