@@ -110,7 +110,7 @@ class Branches:
     def answer(self) -> str:
         """The last turn's text outside tool calls."""
         last = self.turns[-1]
-        return read_turn(self._rules, last, tools=bool(self.rows[last.row].request.tools)).content
+        return read_turn(self._rules, last, self.rows[last.row].request.tools).content
 
     # -- a request -----------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Branches:
 
     def _message(self, turn: Turn, request: AgentRequest) -> Message:
         """An agent that sends no tools gets all of the turn as text, calls included."""
-        return turn_message(self._rules, turn, tools=bool(request.tools))
+        return turn_message(self._rules, turn, request.tools)
 
     def _number(self, place: Placement) -> int:
         return len(self.rows) if place.row is None else place.row

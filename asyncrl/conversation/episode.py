@@ -82,10 +82,6 @@ class Episode(msgspec.Struct, frozen=True):
         return isinstance(self.command, Done | Fail)
 
     @property
-    def has_tools(self) -> bool:
-        return bool(self.opened.tools)
-
-    @property
     def tool_seconds(self) -> float:
         """Time spent in tools, whose calls in one turn run side by side, and in the environment."""
         return sum(
@@ -158,7 +154,7 @@ def conversation(rules: Rules, episode: Episode) -> tuple[Message, ...]:
     messages = [*episode.sample.prompt, *episode.opened.messages]
     folded = episode.folded
     for turn in episode.turns:
-        messages.append(turn_message(rules, turn, tools=episode.has_tools))
+        messages.append(turn_message(rules, turn, episode.opened.tools))
         for reply in turn.replies:
             messages.append(_tool_message(reply, DROPPED if folded > 0 else reply.content))
             folded -= 1
@@ -194,12 +190,12 @@ def _generated(rules: Rules, episode: Episode, asked: Generate, generation: Gene
     turn = make_turn(len(episode.turns), asked.row, asked.ids[len(before) :], generation)
     rows = (*episode.rows[: asked.row], asked.ids + generation.ids)
     episode = replace(episode, rows=rows, turns=(*episode.turns, turn))
-    parsed = read_turn(rules, turn, tools=episode.has_tools)
+    parsed = read_turn(rules, turn, episode.opened.tools)
     to_environment = _for_environment(rules, episode, parsed)
     if (end := _end(rules, episode, parsed, to_environment)) is not None:
         return _score(rules, episode, end)
     if to_environment:
-        message = turn_message(rules, turn, tools=episode.has_tools)
+        message = turn_message(rules, turn, episode.opened.tools)
         calls = episode.tool_calls + len(parsed.calls)
         return replace(episode, tool_calls=calls, bad_calls=0, command=Step(message))
     if parsed.calls:
@@ -311,7 +307,7 @@ def _generate(rules: Rules, episode: Episode, ids: tuple[int, ...], row: int) ->
 
 
 def _score(rules: Rules, episode: Episode, end: EpisodeEnd) -> Episode:
-    answer = read_turn(rules, episode.turns[-1], tools=episode.has_tools).content
+    answer = read_turn(rules, episode.turns[-1], episode.opened.tools).content
     return replace(episode, command=Score(answer, end))
 
 

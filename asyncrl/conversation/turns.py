@@ -55,15 +55,15 @@ def make_turn(index: int, row: int, context: tuple[int, ...], generation: Genera
     )
 
 
-def read_turn(rules: Rules, turn: Turn, *, tools: bool) -> Parsed:
-    """The turn's content, calls and reasoning. Without `tools` nothing is a call."""
+def read_turn(rules: Rules, turn: Turn, tools: tuple[str, ...]) -> Parsed:
+    """The turn's content, calls and reasoning. Without `tools` (schemas) nothing is a call."""
     prompt = rules.chat.decode(turn.context[-OPENING:])
-    return parse_turn(rules.parse, rules.chat.decode(turn.ids), tools=tools, prompt=prompt)
+    return parse_turn(rules.parse, rules.chat.decode(turn.ids), tools, prompt)
 
 
-def turn_message(rules: Rules, turn: Turn, *, tools: bool) -> Message:
+def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...]) -> Message:
     """The model's message. A turn with malformed calls is quoted as it is."""
-    parsed = read_turn(rules, turn, tools=tools)
+    parsed = read_turn(rules, turn, tools)
     if parsed.errors:
         return Message("assistant", rules.chat.decode(turn.ids))
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)

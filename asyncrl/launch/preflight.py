@@ -89,7 +89,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     """Every name of a plug-in is known, what it names can be loaded, and the algorithm's parts fit. Returns
     the tools."""
     from asyncrl.algorithms.recipe import compose
-    from asyncrl.conversation.parsers import parsers
+    from asyncrl.conversation.parsers import load_parser
     from asyncrl.engines.base import engines
     from asyncrl.environments import load_environment
     from asyncrl.gateway import load_agent
@@ -101,7 +101,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     if config.rollout.agent:
         load_agent(config.rollout.agent)
     load_scorer(config)
-    parsers.load(config.rollout.parser)
+    load_parser(config.rollout.parser)
     compose(config)
     if not config.engine.remote and config.engine.name not in ENGINE_MODULES:
         for module in ENGINE_MODULES.values():  # takes seconds: only for the list of names in the error

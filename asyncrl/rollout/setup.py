@@ -11,7 +11,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Rules
-from asyncrl.conversation.parsers import parsers
+from asyncrl.conversation.parsers import load_parser
 from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import Environment, load_environment
 from asyncrl.gateway import Agent, load_agent
@@ -88,4 +88,4 @@ def load_rules(config: RunConfig) -> Rules:
     chat = load_chat(config)
     for warning in chat_warnings(config, chat):
         log.warning("%s", warning)
-    return Rules(chat, parsers.load(config.rollout.parser), config.rollout)
+    return Rules(chat, load_parser(config.rollout.parser), config.rollout)

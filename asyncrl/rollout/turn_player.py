@@ -130,7 +130,7 @@ class TurnPlayer:
         return await self._environment.cut_short(None if got_last else self._message(episode, last))
 
     def _message(self, episode: Episode, turn: Turn) -> Message:
-        return turn_message(self._rules, turn, tools=episode.has_tools)
+        return turn_message(self._rules, turn, episode.opened.tools)
 
     async def _rebuild(self, episode: Episode, recorded: Sequence[Turn]) -> None:
         """Repeat on this worker's tools and environment what the recorded turns did to them. Then post the

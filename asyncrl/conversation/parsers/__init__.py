@@ -1,8 +1,8 @@
 """How a model writes tool calls. A parser turns the text of a turn into calls; it never raises."""
 
 from asyncrl.conversation.parsers import harmony, pythonic, sections, tagged  # noqa: F401 (they register)
-from asyncrl.conversation.parsers.base import Parsed, Parser, parse_turn, parsers
+from asyncrl.conversation.parsers.base import Parsed, Parser, load_parser, parse_turn, parsers
 from asyncrl.conversation.parsers.detect import detect
 from asyncrl.conversation.parsers.json_calls import hermes
 
-__all__ = ["Parsed", "Parser", "detect", "hermes", "parse_turn", "parsers"]
+__all__ = ["Parsed", "Parser", "detect", "hermes", "load_parser", "parse_turn", "parsers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.conversation.parsers.untyped import with_types
 from asyncrl.conversation.parsers.values import Malformed, as_json
+from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry
 from asyncrl.types import ToolCall
 
@@ -27,7 +30,8 @@ class Parsed(msgspec.Struct, frozen=True):
     reasoning: str = ""
 
 
-Parser = Callable[[str], Parsed]
+Parser = Callable[[str, tuple[str, ...]], Parsed]
+"""`(text, tools) -> Parsed`. `tools`: OpenAI schemas, as JSON text. It never raises."""
 
 parsers: Registry[Parser] = Registry("tool-call format")
 
@@ -68,7 +72,7 @@ class CallFormat:
     think: Tags = THINK
     call_id: str = "call_{}"
 
-    def __call__(self, text: str) -> Parsed:
+    def __call__(self, text: str, tools: tuple[str, ...] = ()) -> Parsed:
         reasoning, rest = split_reasoning(text, self.think)
         content: list[str] = []
         found: list[RawCall | Malformed] = []
@@ -81,7 +85,7 @@ class CallFormat:
                 break
         else:
             content.append(rest[at:])
-        return assemble("".join(content).strip(), reasoning, found, self.call_id)
+        return assemble("".join(content).strip(), reasoning, found, tools, self.call_id)
 
 
 def call_format(
@@ -97,19 +101,29 @@ def call_format(
     return register
 
 
-def parse_turn(parser: Parser, text: str, *, tools: bool, prompt: str = "") -> Parsed:
+def load_parser(spec: str, where: str = "$.rollout.parser") -> Parser:
+    """By registered name, `module:function` or `file.py:function`. ConfigError that begins with `where`."""
+    found = parsers.load(spec, where)
+    try:
+        inspect.signature(found).bind("", ())
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: {spec!r} is no parser; (text, tools) is expected") from None
+    return found
+
+
+def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = "") -> Parsed:
     """A turn, read. Without `tools` nothing is a call: text that looks like one is content. Where the end of
     the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that."""
-    think = parser.think.open if isinstance(parser, CallFormat) else THINK.open
-    if prompt.rstrip().endswith(think) and not text.lstrip().startswith(think):
-        text = think + text
-    if tools:
-        return parser(text)
-    if isinstance(parser, CallFormat):
-        reasoning, rest = split_reasoning(text, parser.think)
+    think = parser.think if isinstance(parser, CallFormat) else THINK
+    if prompt.rstrip().endswith(think.open) and not text.lstrip().startswith(think.open):
+        text = think.open + text
+    if not tools and isinstance(parser, CallFormat):
+        reasoning, rest = split_reasoning(text, think)
         return Parsed(rest.strip(), reasoning=reasoning)
-    parsed = parser(text)
-    return Parsed(text, reasoning=parsed.reasoning) if parsed.calls or parsed.errors else parsed
+    parsed = parser(text, tools)
+    if not tools and (parsed.calls or parsed.errors):
+        return Parsed(text, reasoning=parsed.reasoning)
+    return parsed
 
 
 def split_reasoning(text: str, think: Tags) -> tuple[str, str]:
@@ -121,7 +135,13 @@ def split_reasoning(text: str, think: Tags) -> tuple[str, str]:
     return head.replace(think.open, "", 1).strip(), rest
 
 
-def assemble(content: str, reasoning: str, found: list[RawCall | Malformed], call_id: str) -> Parsed:
+def assemble(
+    content: str,
+    reasoning: str,
+    found: list[RawCall | Malformed],
+    tools: tuple[str, ...],
+    call_id: str = "call_{}",
+) -> Parsed:
     """Give the well-formed calls their ids, and each malformed one a line of `errors`."""
     calls: list[ToolCall] = []
     errors: list[str] = []
@@ -129,7 +149,7 @@ def assemble(content: str, reasoning: str, found: list[RawCall | Malformed], cal
         try:
             if isinstance(item, Malformed):
                 raise item
-            name, arguments = as_json(item.name, item.arguments)
+            name, arguments = as_json(item.name, with_types(item.name, item.arguments, tools))
             calls.append(ToolCall(name, arguments, item.id or call_id.format(len(calls))))
         except Malformed as error:
             errors.append(str(error))

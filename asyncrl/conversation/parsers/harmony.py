@@ -35,13 +35,13 @@ class _HarmonyMessage(NamedTuple):
 
 
 @parsers.register("harmony")
-def harmony(text: str) -> Parsed:
+def harmony(text: str, tools: tuple[str, ...] = ()) -> Parsed:
     """A parser. The channels say what is content, so nothing depends on how the prompt ended."""
     parts = _parts(text)
     calls = [_call(part) for part in parts if part.recipient]
     texts = [part for part in parts if not part.recipient]
     content = _joined(part.body for part in texts if not part.reasoning)
-    return assemble(content, _joined(part.body for part in texts if part.reasoning), calls, "call_{}")
+    return assemble(content, _joined(part.body for part in texts if part.reasoning), calls, tools)
 
 
 def _parts(text: str) -> list[_HarmonyMessage]:

@@ -15,7 +15,8 @@ from asyncrl.conversation.parsers.base import (
     first_of,
     skip_space,
 )
-from asyncrl.conversation.parsers.values import Malformed, quote, typed
+from asyncrl.conversation.parsers.untyped import Untyped
+from asyncrl.conversation.parsers.values import Malformed, quote
 
 _TOOL_CALL = Tags("<tool_call>", "</tool_call>")
 
@@ -33,7 +34,7 @@ def _add(arguments: dict[str, Any], name: str, key: str, value: str) -> None:
         raise Malformed(f"an argument of {quote(name)} has no name")
     if key in arguments:
         raise Malformed(f"the argument {quote(key)} of {quote(name)} is there twice")
-    arguments[key] = typed(value)
+    arguments[key] = Untyped(value)
 
 
 # -- <tool_call><function=name><parameter=key>value</parameter></function></tool_call> -------------------

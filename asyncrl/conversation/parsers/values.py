@@ -53,18 +53,6 @@ def object_at(text: str, at: int, name: str) -> tuple[dict[str, Any], int]:
     return value, end
 
 
-def typed(text: str) -> Any:
-    """A value in a format that does not write types: JSON where that keeps its spelling, else text (1.10,
-    "quoted"). The tool's signature converts it later."""
-    try:
-        value, end = json_at(text, 0)
-    except Malformed:
-        return text
-    if end < len(text.rstrip()) or isinstance(value, str):
-        return text
-    return value if isinstance(value, dict | list) or json.dumps(value) == text else text
-
-
 def as_json(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
     """A call's name and arguments as text that any JSON reader takes. Malformed if that is impossible."""
     if not name:

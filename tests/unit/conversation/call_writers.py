@@ -21,7 +21,11 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _untyped(value: Any) -> str:
+def _qwen3_value(value: Any) -> str:
+    return _dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def _glm_value(value: Any) -> str:
     return value if isinstance(value, str) else _dumps(value)
 
 
@@ -57,7 +61,7 @@ def kimi(calls: Calls) -> str:
 
 def qwen3_coder(calls: Calls) -> str:
     def one(name: str, made: dict[str, Any]) -> str:
-        inner = "".join(f"<parameter={k}>\n{_untyped(v)}\n</parameter>\n" for k, v in made.items())
+        inner = "".join(f"<parameter={k}>\n{_qwen3_value(v)}\n</parameter>\n" for k, v in made.items())
         return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
     return "\n".join(one(*call) for call in calls)
@@ -66,7 +70,7 @@ def qwen3_coder(calls: Calls) -> str:
 def glm(calls: Calls) -> str:
     def one(name: str, made: dict[str, Any]) -> str:
         inner = "".join(
-            f"<arg_key>{k}</arg_key>\n<arg_value>{_untyped(v)}</arg_value>\n" for k, v in made.items()
+            f"<arg_key>{k}</arg_key>\n<arg_value>{_glm_value(v)}</arg_value>\n" for k, v in made.items()
         )
         return f"<tool_call>{name}\n{inner}</tool_call>"
 

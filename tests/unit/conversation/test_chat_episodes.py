@@ -22,7 +22,7 @@ from asyncrl.conversation.commands import (
     TurnGenerated,
 )
 from asyncrl.conversation.episode import Episode, advance, begin, conversation, resume
-from asyncrl.conversation.parsers import parsers
+from asyncrl.conversation.parsers import load_parser
 from asyncrl.errors import ProtocolError
 from asyncrl.types import (
     EpisodeEnd,
@@ -61,7 +61,7 @@ def rules_of(name: str, *, environment: bool = False, history: str = "append") -
         history=history,  # type: ignore[arg-type]
         environment="fake" if environment else "",
     )
-    return Rules(chat, parsers.load(PARSERS[name]), config)
+    return Rules(chat, load_parser(PARSERS[name]), config)
 
 
 def says(name: str, rules: Rules, episode: Episode, turn: Message) -> Episode:

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.conversation.parsers import Parsed, Parser, hermes, parsers
+from asyncrl.conversation.parsers import Parsed, Parser, hermes, load_parser, parsers
 from asyncrl.conversation.parsers.base import MAX_CALLS
 from asyncrl.errors import ConfigError
 from tests.unit.conversation.call_writers import WRITERS, can_write, values
@@ -63,6 +63,15 @@ def test_registry_suggests_names() -> None:
     assert parsers.get("hermes") is hermes
     with pytest.raises(ConfigError, match="did you mean hermes"):
         parsers.get("herms")
+
+
+def test_a_parser_of_the_user_takes_the_tools(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def old(text): ...\ndef new(text, tools): ...\n")
+    assert load_parser(f"{tmp_path}/mine.py:new")
+    with pytest.raises(
+        ConfigError, match=r"\$\.rollout\.parser: .* is no parser; \(text, tools\) is expected"
+    ):
+        load_parser(f"{tmp_path}/mine.py:old")
 
 
 # -- what a format's writer writes is read back --------------------------------------------------------
@@ -146,7 +155,7 @@ OPENERS = {
 
 def timed(parser: Parser, text: str) -> tuple[float, Parsed]:
     began = time.process_time()
-    parsed = parser(text)
+    parsed = parser(text, ())
     return time.process_time() - began, parsed
 
 

@@ -81,6 +81,6 @@ def test_the_page_quotes_what_the_model_reads(example: str, complaint: str) -> N
 def test_the_page_shows_a_parser_that_works() -> None:
     names: dict[str, Any] = {}
     exec(PAGE.partition("```python\n")[2].partition("```")[0], names)
-    assert names["read"]("I look. SEARCH: cats") == Parsed(
+    assert names["read"]("I look. SEARCH: cats", ()) == Parsed(
         "I look.", (ToolCall("search", '{"query": "cats"}', "call_0"),)
     )

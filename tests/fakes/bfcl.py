@@ -1,0 +1,106 @@
+"""Questions of the Berkeley Function-Calling Leaderboard (PyPI: bfcl-eval): real tools, and the calls of them
+that are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FETCHED = Path(os.environ.get("ASYNCRL_TOKENIZERS") or Path(__file__).resolve().parents[2] / ".tokenizers")
+SETS = ("simple_python", "multiple", "parallel", "parallel_multiple")
+SETS += ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple")
+TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # as the leaderboard says
+CLASSES: dict[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """`tools`: OpenAI schemas, as JSON text."""
+
+    tools: tuple[str, ...]
+    calls: Calls
+
+
+def questions() -> list[Question]:
+    """Without the few whose right calls contradict the schemas. Skips the test where nothing was fetched."""
+    data = _data()
+    if data is None:
+        pytest.skip(f"there is no bfcl-eval in {FETCHED}; `make tokenizers` fetches it")
+    return [question for name in SETS for question in _read(data, name) if question.calls]
+
+
+def _data() -> Path | zipfile.Path | None:
+    """The directory with the sets, in a wheel or beside others."""
+    for found in FETCHED.rglob("BFCL_v4_multiple.json"):
+        if found.parent.name == "data":
+            return found.parent
+    wheels = sorted(FETCHED.rglob("bfcl_eval-*.whl"))
+    return zipfile.Path(wheels[-1], "bfcl_eval/data/") if wheels else None
+
+
+def _read(data: Path | zipfile.Path, name: str) -> Iterator[Question]:
+    asked, right = data / f"BFCL_v4_{name}.json", data / "possible_answer" / f"BFCL_v4_{name}.json"
+    for question, answer in zip(_lines(asked), _lines(right), strict=True):
+        assert question["id"] == answer["id"]
+        tools = [_schema(tool) for tool in question["function"]]
+        known = {tool["name"]: tool["parameters"] for tool in tools}
+        calls = [(tool, _value(made)) for call in answer["ground_truth"] for tool, made in call.items()]
+        texts = tuple(json.dumps({"type": "function", "function": tool}) for tool in tools)
+        yield Question(texts, [(tool, made) for tool, made in calls if fits(made, known.get(tool, False))])
+
+
+def _lines(file: Path | zipfile.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _schema(schema: Any) -> Any:
+    """With JSON Schema's names of types."""
+    if isinstance(schema, list):
+        return [_schema(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    named = {"type": TYPES.get(kind, kind)} if isinstance(kind, str) else {}
+    return {key: _schema(part) for key, part in schema.items()} | named
+
+
+def _value(made: Any) -> Any:
+    """The first of the values that are right for each argument; "" stands for one that may be left out."""
+    if isinstance(made, list):
+        return [_value(part) for part in made]
+    if not isinstance(made, dict):
+        return made
+    choices = {key: parts if isinstance(parts, list) else [parts] for key, parts in made.items()}
+    given = {key: [part for part in parts if part != ""] for key, parts in choices.items()}
+    return {key: _value(parts[0]) for key, parts in given.items() if parts}
+
+
+def fits(value: Any, schema: Any) -> bool:
+    """Whether the schema allows the value, as far as its types say."""
+    if not isinstance(schema, dict):
+        return schema is not False
+    kind = schema.get("type")
+    if kind in CLASSES and (
+        not isinstance(value, CLASSES[kind]) or isinstance(value, bool) > (kind == "boolean")
+    ):
+        return False
+    parts = schema.get("properties", {})
+    if isinstance(value, dict):
+        return all(fits(part, parts.get(key)) for key, part in value.items())
+    return not isinstance(value, list) or all(fits(part, schema.get("items")) for part in value)
