@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Positive, Seconds, Section, Text
+from asyncrl.config.base import Count, Options, Positive, Seconds, Section, Text
 from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -26,6 +26,8 @@ class ModelConfig(Section, frozen=True):
 
     path: Text
     """Directory with config.json, model.safetensors, tokenizer.json and a chat template."""
+    template_args: Options = {}
+    """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
     weights and of the embedded engine."""

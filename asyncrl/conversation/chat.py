@@ -11,9 +11,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from asyncrl.conversation.chat_probe import TemplateProbe
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
@@ -31,23 +32,29 @@ class Chat:
     """The token side of one tokenizer's chat template. Implements `commands.Template`.
 
     `today`: the date for templates that write it into the prompt; by default that of the construction.
-    ConfigError if there is no template, or none that shows where a turn ends.
+    `options`: further arguments of the template. `ends`: more ids that end a turn. ConfigError if there is no
+    template, or none that shows where a turn ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, today: datetime.date | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        today: datetime.date | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        ends: Iterable[int] = (),
+    ) -> None:
         if not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template; use an instruct model, or add one to it")
-        today = today or datetime.date.today()
+        day = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
-        self._shape = find_shape(tokenizer, today)
-        self._render = Renderer(tokenizer, self._shape, today)
-        self._probe = TemplateProbe(
-            self._render, {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-        )
-        self._control = _any_of({*self._probe.stops(), *_special(tokenizer)})
-        ends = [self._encode(token)[0] for token in self._probe.stops()]
-        eos = tokenizer.eos_token_id
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*ends, *([] if eos is None else [eos])]))
+        self._render = Renderer(tokenizer, find_shape(tokenizer, day, options), day, options)
+        controls = _controls(tokenizer)
+        self._probe = TemplateProbe(self._render, controls)
+        written = self._probe.written(str(tokenizer.chat_template))
+        self._control = _any_of({*filter(_no_word, written), *_special(tokenizer)})
+        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        stops = [*(controls[token] for token in self._probe.stops()), *eos, *ends]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
         # The episodes of a group share their prompt and most replies; a rendering costs 0.2 ms or more.
         self._prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
         self._delta = lru_cache(maxsize=1024)(self._delta_uncached)
@@ -98,7 +105,7 @@ class Chat:
         warnings = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
         if "tool" not in roles:
             return warnings
-        if self._shape.user_replies:
+        if self._render.shape.user_replies:
             warnings.append("the chat template has no tool role: replies are shown as messages of the user")
         if not self._probe.shows_tools():
             warnings.append(
@@ -121,11 +128,23 @@ class Chat:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _special(tokenizer: Tokenizer) -> Iterator[str]:
-    """Tokens that the tokenizer calls special. Tags of tool calls mostly are not among them."""
-    yield from tokenizer.all_special_tokens
+def _controls(tokenizer: Tokenizer) -> dict[str, int]:
+    """The texts of tokens that are no ordinary words, and their ids. A text that is read as several tokens
+    (special ones can be switched off) is none."""
+    texts = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    read = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts if text}
+    return {text: ids[0] for text, ids in read.items() if len(ids) == 1}
+
+
+def _special(tokenizer: Tokenizer) -> list[str]:
+    """Tokens that the tokenizer calls special. Tags of tool calls, and others of some models, are not."""
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every tokenizer has it
-    yield from (str(token) for token in added.values() if token.special)
+    return [*tokenizer.all_special_tokens, *(str(token) for token in added.values() if token.special)]
+
+
+def _no_word(token: str) -> bool:
+    """Not a word or white space, which texts may hold."""
+    return not token.isalnum() and not token.isspace()
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

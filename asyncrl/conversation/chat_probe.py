@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -97,6 +98,18 @@ class TemplateProbe:
             yield first
         yield from (token for token in ENDS if token in self._controls)
 
+    def written(self, source: str) -> list[str]:
+        """The control tokens that the template writes, by its source and by what it renders: some are put
+        together from parts."""
+        texts = [source]
+        for roles in (("user",), ("tool",)):
+            answer = _answers(roles)
+            for system in ((_SYSTEM,), ()):
+                with suppress(ConfigError):
+                    said = (*system, _USER, _turn(_calls(answer)), *answer)
+                    texts.append(self._render(said, (_TOOL,) * (roles == ("tool",))))
+        return [token for token in self._controls if any(token in text for text in texts)]
+
     def rewrites(self, roles: tuple[str, ...]) -> str:
         """What the template does to earlier turns when messages of these roles follow; '': nothing, it only
         appends. ConfigError when it refuses or hides them."""
@@ -117,8 +130,10 @@ class TemplateProbe:
     def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
         """Beginnings after which a template may behave differently: with and without system message, tools,
         reasoning."""
-        for before, turn in itertools.product(((_USER,), (_SYSTEM, _USER)), _THINKING):
-            tools = (_TOOL,) if "tool" in roles or _SYSTEM in before else ()
+        befores = itertools.product(((_USER,), (_SYSTEM, _USER)), ((), (_TOOL,)))
+        for (before, tools), turn in itertools.product(befores, _THINKING):
+            if "tool" in roles and not tools:
+                continue
             try:
                 prompt = self._render(before, tools)
             except ConfigError:
@@ -161,10 +176,37 @@ class TemplateProbe:
         at, mark = max((text.rfind(mark), mark) for mark in (TURN, CALL))
         if at < 0:
             raise ConfigError("the chat template does not show the model's words; use another one")
-        tail = text[at + len(mark) :].rstrip()
+        tail = self._of_the_turn(text[at + len(mark) :], mark, calls).rstrip()
         allowed = (self._plain_end.token, *ENDS) if calls else self._controls
         token = next((token for token in allowed if token and tail.endswith(token)), "")
         return TurnEnd(mark, tail.removesuffix(token), token)
+
+    def _of_the_turn(self, tail: str, mark: str, calls: tuple[ToolCall, ...]) -> str:
+        """What belongs to the turn, of what the template writes after the last one. Some end with more than
+        the turn, asked for an opening or not: with one (Llama 3, Command R7B), or with the end of the text
+        (Phi-3.5). So: what stands there too when somebody answers, up to the answer's first token."""
+        replies = [Message("tool", "asyncrl", tool_call_id=call.id, name=call.name) for call in calls]
+        try:
+            later = self._render([_USER, _turn(calls), *(replies or _answers(("user",)))])
+        except ConfigError:
+            return tail
+        after = later.partition(mark)[2]
+        if after.startswith(tail):
+            return tail
+        both = _alike(tail, after).partition(self._beginning(later))[0]
+        end = max((both.rfind(token) + len(token) for token in self._controls if token in both), default=0)
+        return both[:end] or tail  # nothing in common: a turn that is answered ends otherwise (gpt-oss)
+
+    def _beginning(self, text: str) -> str:
+        """The first token that the template writes more than once: with it, messages begin."""
+        tokens = [token for token in self._controls if text.count(token) > 1]
+        return min(tokens, key=text.find, default="\0")
+
+
+def _alike(one: str, other: str) -> str:
+    """What both begin with."""
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(left for left, _ in pairs)
 
 
 @dataclass(frozen=True)

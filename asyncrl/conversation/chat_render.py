@@ -7,12 +7,11 @@ call is, how many calls a turn may have, whether there is a tool role. `find_sha
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
@@ -46,6 +45,7 @@ class Shape:
 
     argument_text: bool = False  # arguments are JSON text (DeepSeek)
     short_ids: bool = False  # ids of calls have nine letters or digits (Mistral)
+    bare_calls: bool = False  # calls without the content beside them (DeepSeek V3, R1, Mistral v3)
     single_calls: bool = False  # a message has one call (Llama, gpt-oss): several become several messages
     one_text: bool = False  # reasoning or content next to calls, not both (gpt-oss)
     called_only: bool = False  # tool messages need a call before them (Mistral, gpt-oss), malformed or not
@@ -55,12 +55,13 @@ class Shape:
 @dataclass(frozen=True)
 class Renderer:
     """Messages and tools (JSON text) to text; `opening`: the start of the model's turn follows. ConfigError
-    when the template refuses them. `today` is for templates that write the date, which must not change while
-    an episode runs."""
+    when the template refuses them. `day` formats the date for templates that write it, which must not change
+    while an episode runs; `options` are further arguments of the template."""
 
     tokenizer: Tokenizer
     shape: Shape
-    today: datetime.date
+    day: Callable[[str], str]
+    options: Mapping[str, Any]
 
     def __call__(
         self, messages: Sequence[Message], tools: tuple[str, ...] = (), *, opening: bool = True
@@ -72,7 +73,8 @@ class Renderer:
                 tools=[json.loads(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=opening,
-                strftime_now=self.today.strftime,
+                strftime_now=self.day,
+                **self.options,
             )
         except Exception as error:  # templates raise anything, and arguments may be no JSON
             roles = ", ".join(message.role for message in shaped)
@@ -80,22 +82,37 @@ class Renderer:
         return encodable(text)
 
 
-def find_shape(tokenizer: Tokenizer, today: datetime.date) -> Shape:
+def find_shape(tokenizer: Tokenizer, day: Callable[[str], str], options: Mapping[str, Any]) -> Shape:
     """The shape nearest to the default in which the template shows turns with calls, well-formed or not, and
-    their replies; shapes with a tool role come first. The default if there is none: the template is not one
-    for tools."""
+    their replies; else one in which it shows the replies only. Shapes with a tool role come first, and those
+    that show the content. The default if there is none: the template is not one for tools."""
     flags = itertools.product((False, True), repeat=len(astuple(Shape())))
-    shapes = itertools.starmap(Shape, flags)
-    for shape in sorted(shapes, key=lambda shape: (shape.user_replies, sum(astuple(shape)))):
-        try:
-            text = Renderer(tokenizer, shape, today)(_PROBE)
-        except ConfigError:
-            continue
-        replies = text.find("asyncrl-one") < text.find("asyncrl-two") and "asyncrl-one" in text
-        calls = ("asyncrl-first" in text) == ("asyncrl-second" in text)
-        if replies and calls and "'asyncrl'" not in text:
-            return shape
+    shapes = sorted(itertools.starmap(Shape, flags), key=_distance)
+    for _, alike in itertools.groupby(shapes, key=lambda shape: shape.user_replies):
+        shown = {shape: _shown(Renderer(tokenizer, shape, day, options)) for shape in alike}
+        for wanted in (("calls", "replies"), ("replies",)):
+            if found := next((shape for shape, parts in shown.items() if parts == wanted), None):
+                return found
     return Shape()
+
+
+def _distance(shape: Shape) -> tuple[bool, bool, int]:
+    return shape.user_replies, shape.bare_calls, sum(astuple(shape))
+
+
+def _shown(render: Render) -> tuple[str, ...]:
+    """What the template shows of turns with calls: their calls, or none of them, and the replies."""
+    try:
+        text = render(_PROBE)
+    except ConfigError:
+        return ()
+    replies = [text.find(f"asyncrl-{number}") for number in ("one", "two", "three")]
+    calls = [f"asyncrl-{number}" in text for number in ("first", "second", "third")]
+    if min(replies) < 0 or replies != sorted(replies) or any(calls) != all(calls):
+        return ()
+    if "'asyncrl'" in text:  # arguments as Python writes them
+        return ()
+    return ("calls", "replies") if all(calls) else ("replies",)
 
 
 _PROBE = (
@@ -111,6 +128,12 @@ _PROBE = (
     ),
     Message("tool", "asyncrl-one", tool_call_id="call_0", name="asyncrl_one"),
     Message("tool", "asyncrl-two", tool_call_id="call_1", name="asyncrl_two"),
+    Message(
+        "assistant",
+        "asyncrl-turn",
+        (ToolCall("asyncrl_one", '{"asyncrl": "asyncrl-third"}', "call_2"),),
+    ),
+    Message("tool", "asyncrl-three", tool_call_id="call_2", name="asyncrl_one"),
     Message("assistant", "asyncrl-wrong"),
     Message("tool", "asyncrl-error", name="malformed_call"),
     Message("assistant", "asyncrl-answer"),
@@ -125,6 +148,8 @@ def _shaped(messages: Sequence[Message], shape: Shape) -> Iterator[Message]:
     if shape.called_only:
         messages = _with_calls(messages)
     for message in messages:
+        if shape.bare_calls and message.tool_calls:
+            message = msgspec.structs.replace(message, content="")
         if shape.one_text and message.tool_calls and message.reasoning and message.content:
             both = f"{message.reasoning}\n\n{message.content}"
             message = msgspec.structs.replace(message, content="", reasoning=both)
@@ -166,6 +191,8 @@ def _with_calls(messages: Sequence[Message]) -> list[Message]:
 def _plain(message: Message, shape: Shape) -> dict[str, Any]:
     """The message as the template gets it. Most templates read `reasoning_content`, gpt-oss `thinking`."""
     plain = message.openai()
+    if shape.bare_calls and message.tool_calls:
+        plain["content"] = None
     if message.reasoning:
         plain["thinking"] = message.reasoning
     for call in plain.get("tool_calls", ()):

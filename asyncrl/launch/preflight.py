@@ -16,19 +16,22 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.tools import Tool, check_sample_tools
+from asyncrl.types import Sample
 
 
-def check(config: RunConfig) -> None:
-    """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started."""
+def check(config: RunConfig) -> list[str]:
+    """Raise the first ConfigError, cheap checks first; return warnings about what is valid, but probably a
+    mistake, one line each. Nothing is written and nothing started."""
     check_run_directory(config)
     check_resumed(config)
     check_installed(config)
     check_model(config)
     tools = check_names(config)
-    check_data(config, tools)
+    first = check_data(config, tools)
     check_device(config)
     check_weights_directory(config)
     check_servers(config)
+    return warnings(config) + check_template(config, tools, first)
 
 
 def check_installed(
@@ -110,8 +113,8 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     return toolbox.tools
 
 
-def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> None:
-    """The data sets load, hold at least a batch, and name only configured tools."""
+def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
+    """The data sets load, hold at least a batch, and name only configured tools. Returns the first sample."""
     from asyncrl.data import load_samples
 
     with _quiet():
@@ -128,6 +131,16 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> None:
             f"{config.data.train}: {count} samples are less than one batch; lower "
             f"buffer.groups_per_batch ({needed}) or add samples"
         )
+    return loaded[config.data.train][0]
+
+
+def check_template(config: RunConfig, tools: Mapping[str, Tool], first: Sample) -> list[str]:
+    """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
+    what answers a turn. Returns warnings about what it does."""
+    from asyncrl.rollout.components import check_chat
+
+    with _quiet():
+        return check_chat(config, tools, first.prompt)
 
 
 def check_device(config: RunConfig) -> None:
@@ -158,9 +171,6 @@ def outside_weights(config: RunConfig) -> list[Path]:
     return [weights_directory(at, run_directory(config), config.name, needed_bytes=0) for at in ("shm", *own)]
 
 
-# -- warnings --------------------------------------------------------------------------------------
-
-
 def warnings(config: RunConfig) -> list[str]:
     """Settings that are valid but probably a mistake, one line each."""
     from asyncrl.conversation.parsers import detect, parsers
@@ -182,15 +192,6 @@ def warnings(config: RunConfig) -> list[str]:
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
     }
     return [message for message, applies in found.items() if applies]
-
-
-def chat_template_warnings(config: RunConfig) -> list[str]:
-    """Problems of the chat template with these tools or this environment. The check takes seconds: here for a
-    dry run only, in a real run the workers do it first."""
-    from asyncrl.rollout.components import chat_warnings, load_chat
-
-    with _quiet():
-        return chat_warnings(config, load_chat(config))
 
 
 @contextmanager

@@ -31,6 +31,7 @@ KEPT = (
     *PATHS,
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
     *("algorithm.steps_per_batch", "model.lora_rank", "model.lora_alpha", "critic.backbone"),
+    "model.template_args",
 )
 
 

@@ -29,13 +29,11 @@ Rendezvous = Callable[[placement.Unit, str], str]
 def train(config: RunConfig, dry_run: bool = False) -> int:
     """Check everything, then launch and watch the run; the exit code. Raises ConfigError for bad input, while
     nothing is started."""
-    preflight.check(config)
+    warnings = preflight.check(config)
     run_dir, units = run_directory(config), placement.plan(config)
     check_schema(run_dir)
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
-    warnings = preflight.warnings(config)
     if dry_run:
-        warnings += preflight.chat_template_warnings(config)
         print(msgspec.yaml.encode(config).decode())
         print(*placement.describe(config, units), *(f"warning: {line}" for line in warnings), sep="\n")
         print(f"\nrun directory: {run_dir}")

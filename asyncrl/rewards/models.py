@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.remote import RemoteError, bearer, check_url, post
 from asyncrl.rewards.base import RewardInput, rewards, runs
@@ -78,7 +79,7 @@ class RewardModel:
 
     def _ids(self, given: RewardInput) -> list[int]:
         if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._path)
+            self._tokenizer = load_tokenizer(self._path)
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {self._path} has no chat template")
         ids: list[int] = self._tokenizer.apply_chat_template(
@@ -118,7 +119,7 @@ class Classifier:
         import torch
         from transformers import AutoModelForSequenceClassification
 
-        self._tokenizer = _tokenizer(self._path)
+        self._tokenizer = load_tokenizer(self._path)
         dtype = getattr(torch, self._dtype)
         model = AutoModelForSequenceClassification.from_pretrained(
             self._path, local_files_only=True, dtype=dtype
@@ -167,9 +168,3 @@ def _directory(option: str, path: str) -> str:
     if not Path(path).is_dir():
         raise ConfigError(f"{option}: there is no directory {path!r}")
     return path
-
-
-def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -5,16 +5,21 @@ Used by the worker, and by the launcher before it starts any process. Nothing he
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.conversation.tokenizer import load_tokenizer
+from asyncrl.errors import ConfigError
 from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.rollout.scoring import Scorer
-from asyncrl.tools import Toolbox, load_tools
+from asyncrl.tools import Tool, Toolbox, load_tools
+from asyncrl.types import Message
 
 ENGINE_MODULES = {"torch": "asyncrl.engines.torch.engine"}  # imported only by the workers that use it
 
@@ -33,22 +38,42 @@ def load_scorer(config: RunConfig) -> Scorer:
 
 def load_chat(config: RunConfig) -> Chat:
     """The model's chat template. ConfigError if there is no usable one."""
-    from transformers import AutoTokenizer  # takes seconds, and the launcher needs only names of this file
-
-    tokenizer: Any
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    tokenizer, options = load_tokenizer(config.model.path), config.model.template_args
+    names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
+    if unread := sorted(options.keys() - names):
         raise ConfigError(
-            f"$.model.path {config.model.path!r}: no usable tokenizer ({one_line(error)})"
-        ) from error
-    return Chat(tokenizer, first_day(Path(config.run_dir) / config.name))
+            f"$.model.template_args: the model's chat template does not read {unread[0]!r}; correct the "
+            "name, or leave it out"
+        )
+    today = first_day(Path(config.run_dir) / config.name)
+    return Chat(tokenizer, today, options, _ends(Path(config.model.path) / "generation_config.json"))
 
 
-def chat_warnings(config: RunConfig, chat: Chat) -> list[str]:
-    """Warnings about how the template writes tool replies and an environment's messages. ConfigError where it
-    cannot write them."""
-    rollout = config.rollout
-    if rollout.agent:  # its requests begin a new row wherever they must
+def _ends(path: Path) -> list[int]:
+    """The ids with which generation ends, by a model's generation_config.json, which need not be there."""
+    try:
+        found: Any = json.loads(path.read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
         return []
+    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]
+
+
+def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Message, ...]) -> list[str]:
+    """Write the tools and the first prompt of the data as the model will read them; ConfigError where the
+    template cannot, or cannot write the messages that answer a turn. Returns warnings about what it does."""
+    rollout, chat = config.rollout, load_chat(config)
+    if rollout.agent:  # its requests bring their own tools, and begin a new row wherever they must
+        return []
+    for name, tool in tools.items():
+        try:
+            chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
+        except ConfigError as error:
+            raise ConfigError(
+                f"$.rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
+            ) from error
+    if not rollout.environment:  # its first message follows the prompt
+        try:
+            chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
+        except ConfigError as error:
+            raise ConfigError(f"{config.data.train}: sample 0: {error}; change the prompt") from error
     return chat.check(rollout.history, ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,13 +14,11 @@ from asyncrl.conversation.parsers import load_parser
 from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import Environment, load_environment
 from asyncrl.gateway import Agent, load_agent
-from asyncrl.rollout.components import ENGINE_MODULES, chat_warnings, load_chat, load_scorer, load_toolbox
+from asyncrl.rollout.components import ENGINE_MODULES, load_chat, load_scorer, load_toolbox
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.server_pool import Client, Connect
 from asyncrl.tools import Toolbox
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
-
-log = logging.getLogger("asyncrl.worker")
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,4 @@ def connector(config: RunConfig) -> Connect:
 
 def load_rules(config: RunConfig) -> Rules:
     """The chat template, the parser and the limits."""
-    chat = load_chat(config)
-    for warning in chat_warnings(config, chat):
-        log.warning("%s", warning)
-    return Rules(chat, load_parser(config.rollout.parser), config.rollout)
+    return Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)

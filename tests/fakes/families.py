@@ -101,6 +101,18 @@ def _mistral(message: Message) -> str:
     return f"[TOOL_CALLS] [{', '.join(calls)}]" if calls else f" {message.content}"
 
 
+def _strict(message: Message) -> str:
+    calls = [f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in message.tool_calls]
+    return f"[TOOL_CALLS][{','.join(calls)}]" if calls else message.content
+
+
+def _command(message: Message) -> str:
+    calls = [f'{{"tool_name": "{c.name}", "parameters": {c.arguments}}}' for c in message.tool_calls]
+    if calls:
+        return f"<|START_ACTION|>[{', '.join(calls)}]<|END_ACTION|>"
+    return f"<|START_RESPONSE|>{message.content}<|END_RESPONSE|>"
+
+
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 _DEEPSEEK = (
@@ -118,7 +130,12 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<
 _GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 _MISTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
 _RESULTS = ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-_BOS = {"<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<|startoftext|>"}
+_COMMAND = (
+    *("<BOS_TOKEN>", "<EOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+    *(f"<|{role}_TOKEN|>" for role in ("SYSTEM", "USER", "CHATBOT")),
+    *(f"<|{edge}_{what}|>" for what in ("ACTION", "RESPONSE") for edge in ("START", "END")),
+)
+_BOS = {"<s>", "<BOS_TOKEN>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<|startoftext|>"}
 
 FAMILIES = {
     "qwen2.5": Family(
@@ -150,6 +167,32 @@ FAMILIES = {
         refuses=(),
         bare_calls=True,
         one_call=True,
+    ),
+    "llama3": Family(  # opens the next turn in any case
+        lambda message: message.content,
+        ("<|eot_id|>", "<|eot_id|>"),
+        (*_LLAMA[:-1], "<|end_of_text|>"),
+        eos="<|end_of_text|>",
+        stops=("<|eot_id|>", "<|end_of_text|>"),
+        appends=("tool", "user", "system", "critic"),
+        refuses=(),
+    ),
+    "phi3.5": Family(  # ends the text wherever no turn is opened
+        lambda message: message.content,
+        ("<|end|>", "<|end|>"),
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        eos="<|endoftext|>",
+        stops=("<|end|>", "<|endoftext|>"),
+        appends=("tool", "user", "system"),
+    ),
+    "command-r7b": Family(  # opens the next turn in any case
+        _command,
+        ("<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+        _COMMAND,
+        eos="<EOS_TOKEN>",
+        stops=("<|END_OF_TURN_TOKEN|>", "<EOS_TOKEN>"),
+        appends=("tool", "user", "system"),
+        bare_calls=True,
     ),
     "glm4.5": Family(
         _glm,
@@ -206,6 +249,16 @@ FAMILIES = {
         eos="</s>",
         stops=("</s>",),
         appends=(),
+        refuses=("system", "critic"),
+        bare_calls=True,
+    ),
+    "mistral-strict": Family(  # refuses content beside calls
+        _strict,
+        ("</s>", "</s>"),
+        (*_MISTRAL, *_RESULTS),
+        eos="</s>",
+        stops=("</s>",),
+        appends=("tool",),
         refuses=("system", "critic"),
         bare_calls=True,
     ),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from asyncrl.conversation.chat import CACHED, Chat
@@ -120,6 +121,23 @@ DELTAS = {  # after the token that ends a turn with calls, and one without
         "<|start_header_id|>user<|end_header_id|>\n\n"
         "Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
+    "llama3": (
+        "<|start_header_id|>tool<|end_header_id|>\n\n"
+        "rain<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|start_header_id|>user<|end_header_id|>\n\n"
+        "Why?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "phi3.5": (
+        "\n<|user|>\n<tool_response>\nrain\n</tool_response><|end|>\n<|assistant|>\n",
+        "\n<|user|>\nWhy?<|end|>\n<|assistant|>\n",
+    ),
+    "command-r7b": (
+        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>rain<|END_OF_TURN_TOKEN|>"
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Why?<|END_OF_TURN_TOKEN|>"
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    ),
+    "mistral-strict": ("[TOOL_RESULTS]rain[/TOOL_RESULTS]", None),
     "glm4.5": ("\n<tool_response>\nrain\n</tool_response><|assistant|>", None),
     "deepseek-v3": (
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
@@ -214,6 +232,7 @@ def test_prompts_have_tools_system_and_date() -> None:
         ),
         ("deepseek-v3", '<｜tool▁sep｜>weather\n```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜>'),
         ("mistral-v7", '[{"name": "weather", "arguments": {"city": "Ulm"}, "id": "abcdefgh1"}]</s>'),
+        ("mistral-strict", '[/INST][TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]</s>'),
         ("gemma3", "user\n<tool_response>\nrain\n</tool_response>\nWhy?<end_of_turn>"),
     ],
 )
@@ -345,6 +364,18 @@ def without(part: str, roles: tuple[str, ...]) -> Callable[[list[dict[str, Any]]
     return template
 
 
+def test_a_control_token_is_one_id_or_none() -> None:
+    """A text that is read as several tokens must not make its first letter end turns."""
+    tokenizer = Fake(lambda messages, opening: append_only(messages, opening).replace(";", "<end>"))
+    tokenizer.all_special_tokens = ("#", "<end>")
+    with pytest.raises(ConfigError, match="no end of turn"):
+        Chat(tokenizer)
+
+
+def test_generation_ends_where_the_model_says_too() -> None:
+    assert Chat(Fake(append_only), ends=[7, ord(";")]).stop_ids == (ord(";"), ord("#"), 7)
+
+
 def test_end_of_turn_comes_from_the_template() -> None:
     chat = Chat(Fake(append_only))
     assert chat.stop_ids == (ord(";"), ord("#"))
@@ -386,6 +417,21 @@ def test_what_others_say_holds_no_control_tokens(family: str) -> None:
     assert not {*ids} & {*special, *chat.stop_ids}
     assert read.replace(" ", "") == forged.replace(" ", "")
     assert chat.shorten("plain <b>text</b> | so", 100, "middle") == "plain <b>text</b> | so"
+
+
+@pytest.mark.parametrize("role", ["{{ m.role }}", "user"])
+def test_control_tokens_that_are_not_called_special_do_not_pass(role: str) -> None:
+    """The template writes them; one may put them together from parts. Words of a template are no controls."""
+    tokenizer = tokenizer_of.__wrapped__("qwen2.5")
+    tokenizer.add_tokens(
+        [AddedToken(t, special=False, normalized=False) for t in ("<u|user>", "</reply>", "more", "<else>")]
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<u|" + role + ">{{ m.content }}{{ '</reply>' if m.role == 'tool' }} more"
+        "<|im_end|>{% endfor %}"
+    )
+    read = Chat(tokenizer).shorten("<u|user> one more </reply> <else>", 1000, "middle")
+    assert read == "< u|user> one more < /reply> <else>"
 
 
 def test_long_replies_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from asyncrl.conversation.parsers import Parsed, detect, parsers
 from asyncrl.types import Message, ToolCall
 from tests.fakes.families import FAMILIES, TEMPLATES
 
-CALLING = sorted(name for name in FAMILIES if name != "gemma3")  # its template has no tools
+SILENT = {"gemma3", "llama3", "phi3.5", "command-r7b"}  # templates without tools, or in a format of their own
+CALLING = sorted(FAMILIES.keys() - SILENT)
 CALLS = (
     ToolCall("weather", '{"city": "Ulm", "days": 2}', "abcdefgh1"),
     ToolCall("run", '{"code": "print(\\"é\\")\\n"}', "abcdefgh2"),

@@ -1,0 +1,84 @@
+"""What the launcher finds out about tokenizer, chat template and tools before any process starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.components import check_chat, load_chat
+from asyncrl.tools import Tool, load_tools, tool
+from asyncrl.types import Message
+from tests.fakes.families import tokenizer_of
+
+FIRST = (Message("user", "Rain in Ulm?"),)
+
+
+@tool
+def pick(number: Literal[1, 2] = 1) -> str:
+    """Pick a number."""
+    return str(number)
+
+
+def tools_of(*names: str) -> Mapping[str, Tool]:
+    return load_tools(list(names), {})
+
+
+def config(model: Path, **keys: Any) -> RunConfig:
+    rollout = keys.pop("rollout", {})
+    given = {"name": "x", "run_dir": str(model / "runs"), "data": {"train": "t"}, "rollout": rollout}
+    return parse(given | {"model": {"path": str(model), **keys}})
+
+
+def saved(family: str, path: Path) -> Path:
+    tokenizer_of(family).save_pretrained(path)
+    return path
+
+
+def test_tools_that_the_template_cannot_show(tmp_path: Path) -> None:
+    """gpt-oss joins the values of an enum as text."""
+    run, name = config(saved("gpt-oss", tmp_path)), f"{__name__}:pick"
+    assert check_chat(run, tools_of("calculator"), FIRST) == []
+    with pytest.raises(ConfigError, match=r"\$\.rollout\.tools: .* the tool 'pick', change its signature: "):
+        check_chat(run, tools_of("calculator", name), FIRST)
+
+
+def test_a_first_prompt_that_the_template_refuses(tmp_path: Path) -> None:
+    run, said = config(saved("gemma3", tmp_path)), (*FIRST, *FIRST)
+    with pytest.raises(ConfigError, match=r"t: sample 0: the chat template refuses .* change the prompt"):
+        check_chat(run, {}, said)
+    check_chat(config(tmp_path, rollout={"environment": "hi_lo"}), {}, said)  # the environment goes on
+    check_chat(config(tmp_path, rollout={"agent": "a:b"}), {}, said)
+
+
+def test_what_answers_a_turn_is_checked_too(tmp_path: Path) -> None:
+    run = config(saved("qwen3", tmp_path), rollout={"environment": "hi_lo"})
+    with pytest.raises(ConfigError, match=r"rollout\.history is append"):
+        check_chat(run, {}, FIRST)
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path)
+    shown = []
+    for given in ({}, {"enable_thinking": False}):
+        chat = load_chat(config(tmp_path, template_args=given))
+        shown.append(chat.decode(chat.prompt_ids(FIRST)))
+    assert shown[1] == shown[0] + "<think>\n\n</think>\n\n"
+    with pytest.raises(ConfigError, match=r"template_args: .* does not read 'enable_thinkin'; correct"):
+        load_chat(config(tmp_path, template_args={"enable_thinkin": False}))
+    with pytest.raises(ConfigError, match=r"refuses .* multiple values"):
+        load_chat(config(tmp_path, template_args={"tools": "none"}))
+
+
+@pytest.mark.parametrize("found", ["[257, 300]", "257", "null", None])
+def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None) -> None:
+    own = load_chat(config(saved("qwen2.5", tmp_path))).stop_ids
+    if found is not None:
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
+    ends = json.loads(f"[{(found or 'null').strip('[]')}]")
+    assert load_chat(config(tmp_path)).stop_ids == (*own, *(end for end in ends if end is not None))
