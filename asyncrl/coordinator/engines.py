@@ -147,7 +147,10 @@ class EngineHandler:
 
     def hello(self, peer: bytes, message: KeeperHello, now: float) -> None:
         """A keeper reports in, for the first time or again. Both are handled alike: its state is absolute."""
-        for old in [k for k in self.keepers.values() if k.hello.index == message.index and k.peer != peer]:
+        same = [k for k in self.keepers.values() if k.hello.index == message.index]
+        if self.state.dismissed(peer, message.incarnation, same[0].hello.incarnation if same else ""):
+            return
+        for old in [k for k in same if k.peer != peer]:
             self._lose(old, "replaced by a new process")
         known = self.keepers.get(peer)
         if known is None:

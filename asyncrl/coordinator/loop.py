@@ -110,6 +110,7 @@ class Coordinator:
         """Continue what the store holds. Episodes of an earlier launch are issued again at once; the workers
         of this launch (only the coordinator was restarted) have a lease's time to report theirs."""
         state = self.state
+        state.launch = incarnation
         if state.store.read.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
             state.store.put_meta("launch", incarnation)

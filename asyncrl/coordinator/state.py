@@ -20,7 +20,8 @@ from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import Sample
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Welcome, WireMessage
+from asyncrl.wire.incarnations import is_older, launch_of
+from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
 log = logging.getLogger("asyncrl.coordinator")
@@ -63,6 +64,7 @@ class RunState:
     outbox: TransactionalOutbox
     coordinator_epoch: int
     trainer_epoch: int = 0
+    launch: str = ""  # that this coordinator belongs to
     progress_at: float = field(default_factory=time.monotonic)
     waits: list[str] = field(default_factory=list)
 
@@ -74,6 +76,15 @@ class RunState:
         """Answer a hello."""
         message = Welcome(self.coordinator_epoch, self.trainer_epoch, self.batches.committed)
         self.outbox.to_control(peer, message)
+
+    def dismissed(self, peer: bytes, incarnation: str, newest: str) -> bool:
+        """Whether a process was started before the `newest` in its place, or by an earlier launch: it is told
+        to end."""
+        replaced = launch_of(incarnation) != self.launch or is_older(incarnation, newest)
+        if replaced:
+            log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
+            self.outbox.to_control(peer, Stop("another process has taken its place"))
+        return replaced
 
     def persist(self) -> None:
         """Write what changed in one transaction, then send the messages of this turn."""

@@ -61,6 +61,8 @@ class TrainerHandler:
     def hello(self, peer: bytes, message: TrainerHello, now: float) -> None:
         """A rank reports in. A new incarnation begins a new trainer epoch, which fences the earlier ones."""
         state = self.state
+        if state.dismissed(peer, message.incarnation, self.ranks.incarnation):
+            return
         if message.incarnation != self.ranks.incarnation or not self.ranks.size:
             if message.incarnation != self.ranks.incarnation:
                 state.trainer_epoch += 1

@@ -70,7 +70,10 @@ class WorkerHandler:
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """A worker reports in, for the first time or again. Both are handled alike: its state is absolute."""
-        for old in [w for w in self.workers.values() if w.hello.index == message.index and w.peer != peer]:
+        same = [w for w in self.workers.values() if w.hello.index == message.index]
+        if self.state.dismissed(peer, message.incarnation, same[0].hello.incarnation if same else ""):
+            return
+        for old in [w for w in same if w.peer != peer]:
             self.lose(old, "replaced by a new process", now)
         if peer not in self.workers:
             log.info("worker %d joined: pid %d, %d slots", message.index, message.pid, message.slots)

@@ -2,12 +2,13 @@
 
 A unit that dies is started again after a back-off, as often as its budget allows: a worker alone, the
 trainer ranks all together (a lost rank leaves the others in a collective), the coordinator on the same
-endpoints. Restarted processes are new peers: they get a new incarnation. The coordinator keeps its
-incarnation, which names the launch.
+endpoints. Restarted processes are new peers: they get a new incarnation, later in order. The coordinator
+keeps its incarnation, which names the launch.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from asyncrl.launch.process import (
     log_path,
     log_tail,
 )
+from asyncrl.wire.incarnations import incarnation_of
 
 log = logging.getLogger("asyncrl.launch")
 
@@ -87,7 +89,7 @@ class Supervisor:
         self.stopping = False
         self._spawn, self._run_dir, self._restarts = spawn, run_dir, restarts
         self._rendezvous, self._on_restart = rendezvous, on_restart
-        self._launch = secrets.token_hex(6)
+        self._launch, self._starts = secrets.token_hex(6), itertools.count(1)
 
     def start(self) -> None:
         for unit in self.units:
@@ -134,7 +136,8 @@ class Supervisor:
 
     def _start(self, unit: SupervisedUnit) -> None:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
-        incarnation = self._launch if unit.plan.role == COORDINATOR else secrets.token_hex(6)
+        started = incarnation_of(self._launch, next(self._starts))
+        incarnation = self._launch if unit.plan.role == COORDINATOR else started
         rendezvous = self._rendezvous(unit.plan, incarnation)
         unit.handles = [
             self._spawn(ProcessSpec(place, incarnation, rendezvous)) for place in unit.plan.places

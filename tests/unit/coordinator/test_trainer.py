@@ -191,6 +191,18 @@ def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: Train
     assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[0]]
 
 
+def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: TrainerSetup) -> None:
+    setup.state.launch = "l"
+    setup.hello("l.10")
+    epoch = setup.state.trainer_epoch
+    for incarnation in ("l.9", "earlier.11"):
+        hello = TrainerHello(0, 2, incarnation, 0, pid=1)
+        setup.handler.hello(b"trainer/0/late", hello, 0.0)
+        assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
+    assert setup.state.trainer_epoch == epoch and setup.handler.ranks.control[0] == PEERS[0]
+    assert setup.take(0, 0, 0) is not None
+
+
 def test_a_checkpoint_of_another_run_is_refused(setup: TrainerSetup) -> None:
     with pytest.raises(ProtocolError, match="not of one run"):
         setup.hello("z", step=2)

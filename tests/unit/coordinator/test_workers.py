@@ -15,7 +15,7 @@ from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, PolicyVersion, Sample
 from asyncrl.weights.manifest import WeightsRef
-from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Heartbeat, WorkerHello
 from tests.fakes.mail import Sent
@@ -109,6 +109,17 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     setup.join(A)
     setup.finish(A, 1, first)
     assert setup.sent.take(Fenced) == [(A, Fenced(first))] and setup.landed == []
+
+
+def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
+    setup.state.launch = "l"
+    late, living = b"rollout/0/l.2", b"rollout/0/l.10"
+    setup.join(living), setup.tick()
+    setup.join(late)
+    assert setup.sent.take(Stop) == [(late, Stop("another process has taken its place"))]
+    assert list(setup.handler.workers) == [living] and len(setup.handler.workers[living].running) == 2
+    setup.join(b"rollout/0/l.11")
+    assert list(setup.handler.workers) == [b"rollout/0/l.11"]
 
 
 def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) -> None:
