@@ -33,7 +33,7 @@ from asyncrl.observe.summary import summarize
 from asyncrl.types import DropReason
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Loaded, Stop, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -201,7 +201,7 @@ class Coordinator:
             self._admit(now)
             state.buffer.tick(now)
             self.workers.cancel(state.buffer.drop_overdue())
-            self._check_untrained()
+            self._check_untrained(now)
         if self.phase is not Phase.STOPPING:
             self.engines.tick(now, gap)
             self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
@@ -211,6 +211,7 @@ class Coordinator:
         self._watch(now)
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
+            self.trainer.look_at_checkpoint(now)
             self._to_observers(self._status())
 
     def _admit(self, now: float) -> None:
@@ -230,12 +231,13 @@ class Coordinator:
         if len(untaken) + (len(batch.groups) if batch else 0) < room and (batch is None or not batch.micros):
             self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
 
-    def _check_untrained(self) -> None:
+    def _check_untrained(self, now: float) -> None:
         config, buffer = self.config.buffer, self.state.buffer
         if buffer.untrained > MAX_UNTRAINED_BATCHES * config.groups_per_batch:
-            raise ProtocolError(
+            self._abort(
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts"
+                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts",
+                now,
             )
 
     # -- phases ----------------------------------------------------------------------------------------
@@ -265,8 +267,8 @@ class Coordinator:
                 left = f"for at most {self.deadline - now:.0f} s more"
                 self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
             case Phase.STARTING if now > max(
-                self.deadline, self.state.progress_at + self.config.launch.start_timeout
-            ):  # a trainer that repeats steps after a crash is making progress
+                self.deadline, self.state.alive_at + self.config.launch.start_timeout
+            ):  # a trainer that repeats steps after a crash is alive
                 raise ProtocolError(f"not started within launch.start_timeout: {self._missing()}")
 
     def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
@@ -303,13 +305,14 @@ class Coordinator:
         self._enter(Phase.STOPPING, now, max(1.0, self.config.launch.stop_timeout - FOLLOW))
 
     def _unsaved(self) -> str:
-        why = f"none within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
-        saved = self.trainer.checkpoint_step
-        return (
-            f"stopped without a checkpoint of step {self.state.batches.committed}: "
-            f"{why if self._can_save else 'the trainer was lost'}; resume=auto repeats the steps since "
-            f"{f'the one of step {saved}' if saved >= 0 else 'the start'}"
-        )
+        late = f"none within launch.stop_timeout ({self.config.launch.stop_timeout:g} s)"
+        return self.trainer.unsaved(late if self._can_save else "the trainer was lost")
+
+    def _abort(self, error: str, now: float) -> None:
+        """The run cannot go on, but what was trained can be saved: a stop, after which it has failed."""
+        log.error("the run cannot go on: %s", error)
+        self.error = error
+        self._stop(error, now)
 
     def _fail(self, error: str) -> None:
         self.error = error
@@ -358,14 +361,8 @@ class Coordinator:
     # -- observers -------------------------------------------------------------------------------------
 
     def _status(self) -> Status:
-        waits = list(dict.fromkeys(self.state.waits))
-        waits += [
-            f"{w.name}: {w.beat.waiting}" for w in self.workers.workers.values() if w.beat and w.beat.waiting
-        ]
-        waits += [f"{k.name}: {k.beat.waiting}" for k in self.engines.keepers.values() if k.beat.waiting]
-        waits += [f"trainer {r}: {b.waiting}" for r, b in self.trainer.ranks.beats.items() if b.waiting]
-        step = self.state.batches.committed
-        return Status(self.phase, step, self.config.total_steps, self._gauges(), tuple(waits))
+        step, total = self.state.batches.committed, self.config.total_steps
+        return Status(self.phase, step, total, self._gauges(), self.reporter.waits())
 
     def _gauges(self) -> dict[str, float]:
         return self.reporter.gauges() | {"wire/refused": float(self.control.refused + self.bulk.refused)}
@@ -375,12 +372,18 @@ class Coordinator:
             self.state.outbox.to_control(peer, message)
 
     def _watch(self, now: float) -> None:
-        """End a run in which nothing moves any more. The error says who waits for what."""
-        limit = self.config.launch.stall_timeout
-        over = self.phase in (Phase.STOPPING, Phase.CLOSED)  # a stop has its own deadline
-        if not over and now - self.state.progress_at > limit:
-            waits = "; ".join(self._status().waits) or "no wait is known"
-            raise ProtocolError(f"nothing has moved for {limit:g} s: {waits}")
+        """In a run that has stalled, trainer ranks that hang are replaced; else it ends, with a checkpoint.
+        Either way it is said who waits for what."""
+        stalled = self.state.stalled(now)
+        if not stalled or self.phase in (Phase.STOPPING, Phase.CLOSED):  # a stop has its own deadline
+            return
+        why = f"{stalled}: {'; '.join(self.reporter.waits()) or 'no wait is known'}"
+        if self.phase in (Phase.RUNNING, Phase.DRAINING) and self.trainer.hangs(now):
+            log.error("the trainer is replaced: %s", why)
+            self._to_observers(Replace("trainer", why))
+            self.state.progress(now)  # the next one is given the same time
+        else:
+            self._abort(why, now)
 
     def close(self) -> None:
         self.state.store.close()

@@ -121,6 +121,15 @@ class Reporter:
             | self._engines()
         )
 
+    def waits(self) -> tuple[str, ...]:
+        """Who waits for what."""
+        workers, keepers = self.workers.workers.values(), self.engines.keepers.values()
+        named = [(worker.name, worker.beat.waiting) for worker in workers if worker.beat]
+        named += [(keeper.name, keeper.beat.waiting) for keeper in keepers]
+        named += [(f"trainer {rank}", beat.waiting) for rank, beat in self.trainer.ranks.beats.items()]
+        own = dict.fromkeys(self.state.waits)
+        return (*own, *(f"{name}: {waiting}" for name, waiting in named if waiting))
+
     def _engines(self) -> dict[str, float]:
         """Per server, and the share of all prompt tokens that needed no computing."""
         beats = [worker.beat for worker in self.workers.workers.values() if worker.beat]

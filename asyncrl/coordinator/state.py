@@ -66,11 +66,25 @@ class RunState:
     trainer_epoch: int = 0
     launch: str = ""  # that this coordinator belongs to
     progress_at: float = field(default_factory=time.monotonic)
+    alive_at: float = field(default_factory=time.monotonic)
     waits: list[str] = field(default_factory=list)
 
     def progress(self, now: float) -> None:
-        """Something moved: the watchdog starts anew."""
-        self.progress_at = now
+        """An episode has landed, or a micro-batch, a batch, a checkpoint or a phase is done."""
+        self.progress_at = self.alive_at = now
+
+    def alive(self, now: float) -> None:
+        """Something moved, or waits within a deadline of its own."""
+        self.alive_at = now
+
+    def stalled(self, now: float) -> str:
+        """Why the run counts as stalled; '' when it does not."""
+        silence, progress = self.config.silence_limit, self.config.progress_limit
+        if now - self.alive_at > silence:
+            return f"nothing has moved for {silence:g} s"
+        if now - self.progress_at > progress:
+            return f"no episode has landed, and nothing was trained, for {progress:g} s"
+        return ""
 
     def welcome(self, peer: bytes) -> None:
         """Answer a hello."""

@@ -7,12 +7,14 @@ unblocks: the ranks (plans, go, committed), through the clock the workers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.files import bytes_under
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -40,6 +42,7 @@ class Ranks:
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
     confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)  # when each rank sent its last beat
 
 
 class TrainerHandler:
@@ -55,6 +58,7 @@ class TrainerHandler:
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
+        self._written = 0  # bytes of a checkpoint under way
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -71,8 +75,8 @@ class TrainerHandler:
             self.ranks = Ranks(message.incarnation, message.ranks)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
             self._check_position(message.step)
-            state.progress(now)  # a hello that is only repeated is no progress
-        self.ranks.control[message.rank] = peer
+            state.alive(now)  # a hello that is only repeated is no sign of life
+        self.ranks.control[message.rank], self.ranks.heard[message.rank] = peer, now
         state.welcome(peer)
 
     def _check_position(self, step: int) -> None:
@@ -91,9 +95,15 @@ class TrainerHandler:
         if self.ranks.control.get(message.rank) != peer:
             return  # of a trainer that another has replaced
         before = self.ranks.beats.get(message.rank)
-        self.ranks.beats[message.rank] = message
+        self.ranks.beats[message.rank], self.ranks.heard[message.rank] = message, now
         if message.work > (before.work if before else 0):
             self.state.progress(now)
+
+    def hangs(self, now: float) -> bool:
+        """Asked when nothing has moved for long: some rank is silent. Ranks that wait, for whatever, send
+        beats."""
+        late = now - self.state.config.launch.lease
+        return any(self.ranks.heard.get(rank, -math.inf) < late for rank in range(max(1, self.ranks.size)))
 
     def commit(self, peer: bytes, message: Commit, now: float) -> None:
         """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error."""
@@ -123,7 +133,7 @@ class TrainerHandler:
         if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
             self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
             state.store.put_version(ref.version, ref.path)
-            state.progress(now)
+            state.alive(now)
 
     def checkpointed(self, peer: bytes, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
@@ -151,11 +161,28 @@ class TrainerHandler:
         state.store.remove_unused_segments()
         state.progress(now)
 
+    def look_at_checkpoint(self, now: float) -> None:
+        """One that is being written is a sign of life as long as it grows: its writer sends no beats."""
+        written = sum(map(bytes_under, (self.state.run_dir / "checkpoints").glob("step-*.tmp")))
+        if written > self._written:
+            self.state.alive(now)
+            self.state.waits.append(f"a checkpoint is being written: {written / 1e6:,.0f} MB so far")
+        self._written = written
+
     def finish(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the
         newest one."""
         committed = self.state.batches.committed
         self.stopping, self.finished = True, self.checkpoint_step >= committed or not committed
+
+    def unsaved(self, why: str) -> str:
+        """What a stop without a checkpoint means."""
+        step, saved = self.state.batches.committed, self.checkpoint_step
+        why = "; ".join([why, *(beat.waiting for beat in self.ranks.beats.values() if beat.waiting)])
+        since = f"the one of step {saved}" if saved >= 0 else "the start"
+        return (
+            f"stopped without a checkpoint of step {step}: {why}; resume=auto repeats the steps since {since}"
+        )
 
     def stop(self, reason: str) -> None:
         """Let the ranks end now."""

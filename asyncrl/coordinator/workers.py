@@ -100,6 +100,8 @@ class WorkerHandler:
         worker = self.workers.get(peer)
         if worker is None:
             return  # it will say hello
+        if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
+            self.state.alive(now)
         worker.seen, worker.beat = now, message
         held = {attempt.uid for attempt in message.held}
         for uid, (seq, sent) in list(worker.running.items()):
@@ -163,7 +165,7 @@ class WorkerHandler:
         if message.seq <= worker.seq:
             return
         worker.seq = message.seq
-        self.state.progress(now)
+        (self.state.progress if isinstance(message, Finished) else self.state.alive)(now)
         if message.attempt.uid.startswith(EVAL):
             self.on_eval(worker, message)
             return

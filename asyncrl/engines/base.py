@@ -54,6 +54,10 @@ class Engine(Protocol):
     def version(self) -> int:
         """Policy version of the weights in use."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled so far, those of turns under way included: a sign of life."""
+
     async def generate(self, request: Request) -> Generation:
         """Sample one turn. Cancelling the call ends it. Raises EngineError on a request it must refuse."""
 

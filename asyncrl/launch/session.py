@@ -27,7 +27,7 @@ from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.observe.watchdog import Watchdog
 from asyncrl.runtime.signals import ENDING
 from asyncrl.wire.messages.channels import ToObserver
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Stop, Welcome
 from asyncrl.wire.sockets import Endpoints, Link, identity
 
@@ -152,6 +152,9 @@ class Session:
                 self._running = True
                 self._view.step(message.step, message.metrics)
                 self._on_step(message.step, message.metrics)
+            case Replace():
+                self._view.note(f"{message.reason}: the {message.role} processes are replaced")
+                self._supervisor.kill_role(message.role)
             case RunEnd():
                 self._end = message
             case Welcome() | Stop():

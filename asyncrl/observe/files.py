@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,12 @@ def mark_start(run_dir: Path) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(datetime.date.today().isoformat())
         temporary.replace(path)
+
+
+def bytes_under(directory: Path) -> int:
+    """Bytes of all files below it; less when some vanish meanwhile."""
+    total = 0
+    with suppress(OSError):
+        for path in directory.rglob("*"):
+            total += path.stat().st_size if path.is_file() else 0
+    return total

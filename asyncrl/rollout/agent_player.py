@@ -32,14 +32,15 @@ from asyncrl.types import EpisodeEnd, FailReason, Turn
 class IdleTimer:
     """Adds up the seconds in which an agent has no request under way; they count as one named wait."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: Waits, limit: float) -> None:
         self.seconds = 0.0
+        self._limit = limit  # of the episode, in seconds: an agent has no deadline of its own
         self._waits, self._requests, self._since = waits, 0, 0.0
         self._wait = ExitStack()
 
     def start(self) -> None:
         self._since = asyncio.get_running_loop().time()
-        self._wait.enter_context(self._waits.named("the agent program"))
+        self._wait.enter_context(self._waits.named("the agent program", self._limit))
 
     def stop(self) -> None:
         self.seconds += asyncio.get_running_loop().time() - self._since
@@ -137,7 +138,7 @@ class AgentPlayer:
 
     def __post_init__(self) -> None:
         self._branches = Branches(self.run.context.rules)
-        self._idle = IdleTimer(self.run.context.waits)
+        self._idle = IdleTimer(self.run.context.waits, self.run.context.rules.config.episode_timeout)
 
     async def play(self, recorded: Sequence[Turn]) -> Outcome:
         self._branches = Branches(self.run.context.rules, recorded)

@@ -147,7 +147,7 @@ class EpisodeRun:
             transcript=self.transcript(turns),
             result=result,
         )
-        with self.context.waits.named("the reward function"):
+        with self.context.waits.named("the reward function", self.context.scorer.deadline):
             earned = await self.context.scorer.score(reward_input)
         if self.assign.lane == "eval":  # validation reports scores as they are
             return earned

@@ -63,7 +63,7 @@ class EpisodeEnvironment:
 
     async def _ask(self, what: str, function: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
         limit = self.inner.timeout or self._limit
-        with self._waits.named("the environment"):
+        with self._waits.named("the environment", limit):
             try:
                 return read(await call_user(lambda: self._alone(function), limit))
             except CallTimeout:

@@ -96,7 +96,6 @@ class LocalSampler:
                 self.changed.notify()
             raise
         self.failures = 0
-        self.meter.tokens += len(generation.ids)
         return generation
 
     def release(self, session: str) -> None:
@@ -106,6 +105,11 @@ class LocalSampler:
     @property
     def version(self) -> int:
         return self.engine.version if self.engine is not None else -1
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far, turns under way included."""
+        return self.engine.tokens if self.engine is not None else 0
 
     async def close(self) -> None:
         if self.engine is not None:

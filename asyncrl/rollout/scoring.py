@@ -58,6 +58,11 @@ class Scorer:
         except ValueError as error:
             raise RewardError(one_line(error)) from error
 
+    @property
+    def deadline(self) -> float:
+        """Seconds after which `score` has returned or raised."""
+        return self._timeout * (1 + PATIENCE)
+
     def shape(self, given: ShapingInput) -> float:
         """What is added to the reward of an episode. Raises RewardError."""
         try:

@@ -144,6 +144,11 @@ class ServerPool:
         """What each server has done for this pool, all its incarnations together."""
         return tuple(self._use.values())
 
+    @property
+    def tokens(self) -> int:
+        """Sampled so far, turns under way included."""
+        return sum(use.tokens for use in self._use.values())
+
     async def close(self) -> None:
         for server in self._servers.values():
             self._close(server)
@@ -180,7 +185,6 @@ class ServerPool:
         turn.rounds = 0
         server.use.moved += turn.last not in (None, server)
         turn.last = server
-        self._meter.tokens += len(part.ids)
 
     async def _acquire(self, turn: ServerTurn) -> PooledServer:
         """The server that goes on with the turn. EngineError after the deadline."""
@@ -196,7 +200,7 @@ class ServerPool:
     async def _wait_for_room(self, turn: ServerTurn) -> None:
         """Wait for a change of the table; if servers were full, only a little."""
         pause = min(PAUSE * 2**turn.rounds, LONGEST_PAUSE) if turn.full else None
-        with self._waits.named(self._waits_for(turn.oldest(), len(turn.full))):
+        with self._waits.named(self._waits_for(turn.oldest(), len(turn.full)), self._patience):
             try:
                 async with asyncio.timeout(pause):
                     await self.changed.wait()

@@ -112,7 +112,8 @@ class TurnPlayer:
 
     async def _call(self, calls: tuple[ToolCall, ...]) -> tuple[ToolReply, ...]:
         """All calls of a turn, side by side; each has its own deadline and none raises."""
-        with self.run.context.waits.named(f"tool {', '.join(sorted({call.name for call in calls}))}"):
+        names = ", ".join(sorted({call.name for call in calls}))
+        with self.run.context.waits.named(f"tool {names}", self._tools.limit(calls)):
             return tuple(await asyncio.gather(*(self._tools.call(call) for call in calls)))
 
     async def _step(self, count: int, message: Message) -> Observation:

@@ -260,8 +260,10 @@ class RolloutWorker:
             held=tuple(self.outbox.attempts | self._episodes.keys()),
             busy_s=busy,
             idle_s=idle,
-            tokens=self.busy_timer.tokens,
+            tokens=sum(local.tokens for local in self._local.values())
+            + sum(pool.tokens for pool in self._pools.values()),
             waiting=self.waits.longest(),
+            in_time=self.waits.in_time,
             engines=tuple(use for pool in self._pools.values() for use in pool.use()),
         )
 

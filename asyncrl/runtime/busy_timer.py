@@ -22,7 +22,6 @@ class BusyTimer:
         self._born = self._since = clock()
         self._running = 0
         self._busy = 0.0
-        self.tokens = 0
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Waiting by name: what a worker's tasks wait for, so that a heartbeat can say it."""
+"""Waiting by name: what a worker's tasks wait for and until when, so that a heartbeat can say it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Waits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._open: dict[int, tuple[float, str]] = {}
+        self._open: dict[int, tuple[float, str, float]] = {}  # since when, for what, until when
         self._numbers = itertools.count()
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        """The body waits for what `name` says."""
-        number = next(self._numbers)
-        self._open[number] = (self._clock(), name)
+    def named(self, name: str, seconds: float = 0.0) -> Iterator[None]:
+        """The body waits for what `name` says; `seconds`: the deadline that this has of its own."""
+        number, now = next(self._numbers), self._clock()
+        self._open[number] = (now, name, now + seconds)
         try:
             yield
         finally:
@@ -47,9 +47,15 @@ class Waits:
         """The oldest wait if it is longer than MIN_REPORTED, with the number of such waits; else ''."""
         if not self._open:
             return ""
-        since, name = next(iter(self._open.values()))
+        since, name, _ = next(iter(self._open.values()))
         seconds = self._clock() - since
         if seconds < MIN_REPORTED:
             return ""
-        same = sum(other == name for _, other in self._open.values())
+        same = sum(other == name for _, other, _ in self._open.values())
         return f"{name} ({seconds:.0f} s{f', {same} episodes' if same > 1 else ''})"
+
+    @property
+    def in_time(self) -> bool:
+        """A wait with a deadline of its own is not over that: however long it is, it is no stall."""
+        now = self._clock()
+        return any(now < until for _, _, until in self._open.values())

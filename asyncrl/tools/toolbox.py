@@ -134,6 +134,12 @@ class ToolSession:
         except Exception as problem:
             raise ToolError(f"tool {tools[0].name!r} could not be opened: {reason(problem)}") from problem
 
+    def limit(self, calls: Iterable[ToolCall]) -> float:
+        """Seconds after which all these calls, side by side, have a reply: each waits for its turn, then it
+        runs, as long as its tool may take."""
+        called = [self._tools[call.name] for call in calls if call.name in self._tools]
+        return 2 * max(map(self._box.limit, called), default=0.0)
+
     async def call(self, call: ToolCall) -> ToolReply:
         """Run one call. Raises only when cancelled: every error is a reply."""
         tool = self._tools.get(call.name)

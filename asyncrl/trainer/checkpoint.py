@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import AsyncrlError, one_line, reason
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.step import Learner
 
@@ -56,23 +57,42 @@ def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf:
     """Write and verify `directory`/step-N on all ranks' behalf; returns it once it is in place.
 
     `hf` adds an export that `from_pretrained` reads. An existing step-N is replaced (a step can be
-    reached twice after a rollback). Raises CheckpointError when what was written cannot be read back.
+    reached twice after a rollback). Raises CheckpointError, on all ranks alike, when it cannot be written, or
+    not be read back; nothing of it is left then.
     """
     final = directory / f"step-{manifest.step}"
     partial = directory / f"step-{manifest.step}.tmp"
-    first = learner.world.rank == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    learner.world.barrier()
-    save_shards(_state(learner), checkpoint_id=partial / STATE)
-    if hf:
-        export_hf(partial / "hf", learner.policy, learner.config.model.path)
     manifest = msgspec.structs.replace(manifest, state=_carried(learner, learner.state))
-    error = _seal(partial, final, manifest) if first else ""
-    if error := learner.world.gather(error, str)[0]:
-        raise CheckpointError(error)
+    first = learner.world.rank == 0
+    try:
+        _together(learner, lambda: _clear(partial) if first else None)
+        _together(learner, lambda: save_shards(_state(learner), checkpoint_id=partial / STATE))
+        if hf:
+            _together(learner, lambda: export_hf(partial / "hf", learner.policy, learner.config.model.path))
+        _together(learner, lambda: _seal(partial, final, manifest, learner.pulse) if first else None)
+    except CheckpointError as error:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"checkpoint {final}: {error}") from error
     return final
+
+
+def _together(learner: Learner, work: Callable[[], object]) -> None:
+    """A part of saving. When it fails on one rank it has failed on all: CheckpointError."""
+    problem = ""
+    try:
+        work()
+    except CheckpointException as error:  # of all ranks already
+        problem = one_line(next(iter(error.failures.values()))[0])
+    except (OSError, CheckpointError) as error:
+        problem = reason(error)
+    if problem := next(filter(None, learner.world.gather(problem, str)), ""):
+        raise CheckpointError(problem)
+
+
+def _clear(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def load(path: Path, learner: Learner) -> CheckpointManifest:
@@ -126,12 +146,13 @@ def read_manifest(path: Path) -> CheckpointManifest:
         raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
 
 
-def verify(path: Path) -> str:
-    """What is wrong with a checkpoint's files, in one line; '' when nothing is."""
+def verify(path: Path, pulse: Callable[[], None] = lambda: None) -> str:
+    """What is wrong with a checkpoint's files, in one line; '' when nothing is. `pulse` is called again and
+    again, as a sign of life."""
     try:
         manifest = read_manifest(path)
         for name, (size, digest) in manifest.files.items():
-            if _fingerprint(path / name) != (size, digest):
+            if _fingerprint(path / name, pulse) != (size, digest):
                 return f"{name} is not as written"
     except (CheckpointError, OSError) as error:
         return one_line(error)
@@ -165,26 +186,23 @@ def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> N
         group.update(own)
 
 
-def _seal(partial: Path, final: Path, manifest: CheckpointManifest) -> str:
-    """Rank 0, when all files are written: manifest, fsync, verify, rename. Returns what went wrong, or ''."""
-    try:
-        paths = sorted(path for path in partial.rglob("*") if path.is_file())
-        files = {str(path.relative_to(partial)): _fingerprint(path) for path in paths}
-        encoded = msgspec.json.encode(msgspec.structs.replace(manifest, files=files))
-        (partial / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=1))
-        for path in (*partial.rglob("*"), partial):
-            _fsync(path)
-        if problem := verify(partial):
-            return f"checkpoint {partial}: {problem}"
-        replaced = final.with_name(f"{final.name}.old.tmp")
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        _fsync(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except OSError as error:
-        return f"checkpoint {partial}: {one_line(error)}"
-    return ""
+def _seal(partial: Path, final: Path, manifest: CheckpointManifest, pulse: Callable[[], None]) -> None:
+    """Rank 0, when all files are written: manifest, fsync, verify, rename."""
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {str(path.relative_to(partial)): _fingerprint(path, pulse) for path in paths}
+    encoded = msgspec.json.encode(msgspec.structs.replace(manifest, files=files))
+    (partial / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=1))
+    for path in (*partial.rglob("*"), partial):
+        _fsync(path)
+        pulse()
+    if problem := verify(partial, pulse):
+        raise CheckpointError(problem)
+    replaced = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    _fsync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _steps(directory: Path) -> list[Path]:
@@ -193,12 +211,13 @@ def _steps(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
-def _fingerprint(path: Path) -> tuple[int, str]:
+def _fingerprint(path: Path, pulse: Callable[[], None]) -> tuple[int, str]:
     digest, size = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
             size += len(block)
+            pulse()
     return size, digest.hexdigest()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from asyncrl.trainer.model import Policy, shards, whole_tensors
 from asyncrl.weights import tensorfile
+from asyncrl.weights.manifest import Layout
 from asyncrl.weights.shards import layout_of
 from asyncrl.weights.snapshot import as_bytes
 
@@ -24,10 +27,21 @@ def export_hf(directory: Path, policy: Policy, source: str) -> None:
     """
     layout = layout_of(shards(policy), policy.export_dtype)
     tensors = whole_tensors(policy)
-    if dist.get_rank() != 0:
-        for _ in tensors:  # takes part in the gathering
+    try:
+        if dist.get_rank() == 0:
+            _write(directory, policy, source, layout, tensors)
+    finally:
+        for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
             pass
-        return
+
+
+def _write(
+    directory: Path,
+    policy: Policy,
+    source: str,
+    layout: Layout,
+    tensors: Iterator[tuple[str, Tensor]],
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for file in sorted(Path(source).iterdir()):
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):

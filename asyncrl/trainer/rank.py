@@ -50,6 +50,7 @@ log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
+SAVE_AGAIN = 5.0  # seconds after a last checkpoint that could not be written
 # Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
 # update_critic is the step of the critic's optimizer.
 TIMED = (
@@ -74,9 +75,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     """Run a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
-    mesh = world.join(
-        rank, config.trainer.ranks, rendezvous, config.model.device, config.launch.stall_timeout * 2
-    )
+    mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, config.progress_limit)
     trainer = TrainerRank(config, endpoints, mesh, incarnation)
     try:
         trainer.loop()
@@ -110,7 +109,8 @@ class TrainerRank:
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.waiting = ""
-        self.work = 0  # micro-batches done, for the beats
+        self.unsaved = ""  # why the last checkpoint could not be written
+        self.work = 0  # micro-batches done, or parts of a checkpoint, for the beats
         self.learner.pulse = self._pulse
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
@@ -147,7 +147,8 @@ class TrainerRank:
                 case "end" | "stop":
                     if plan.kind == "end" and self.published_step != self.learner.step:
                         self._publish()  # weights.every may have left out the last version
-                    self._save()
+                    while not self._save():  # the disk may have room later
+                        self._idle(SAVE_AGAIN)
                     self._await_stop(plan.kind)
                 case _:
                     raise ProtocolError(f"unknown kind of plan {plan.kind!r}")
@@ -175,7 +176,7 @@ class TrainerRank:
             self.repeating = False
             self._publish()
         every = self.config.trainer.checkpoint_every
-        if every and self.learner.step % every == 0:
+        if every and (self.learner.step % every == 0 or self.unsaved):
             self._save()
 
     # -- talking to the coordinator --------------------------------------------------------------------
@@ -262,6 +263,15 @@ class TrainerRank:
             self._heard_at = now
             self.control.send(self._greeting())
 
+    def _idle(self, seconds: float) -> None:
+        """Send beats for so long; Stop ends it."""
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end:
+            self._beat(now)
+            self._poller.wait(BEAT_EVERY)
+            for _ in self._received():
+                pass
+
     def _await_stop(self, kind: str) -> NoReturn:
         """Report the checkpoint again until Stop comes: a restarted coordinator does not know it yet."""
         with self.watch.phase("wait_stop", waiting=True):
@@ -279,7 +289,8 @@ class TrainerRank:
 
     def _status(self) -> TrainerBeat:
         busy, idle = self.watch.busy_s, self.watch.idle_s
-        return TrainerBeat(self.rank, busy, idle, self.waiting, self.work)
+        waiting = "; ".join(filter(None, (self.waiting, self.unsaved)))
+        return TrainerBeat(self.rank, busy, idle, waiting, self.work)
 
     # -- publishing and saving -------------------------------------------------------------------------
 
@@ -288,16 +299,24 @@ class TrainerRank:
         with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
             self.publishing.publish(PolicyVersion(self.trainer_epoch, self.learner.step))
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
         """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
-        plan is in the store, and is trained again."""
+        plan is in the store, and is trained again. False when it could not be written: training goes on, and
+        the next step tries again."""
         if self.parent != self.learner.step:
-            with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
-                checkpoint.save(self.checkpoints, self.learner, self._manifest())
+            try:
+                with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
+                    checkpoint.save(self.checkpoints, self.learner, self._manifest())
+            except checkpoint.CheckpointError as error:
+                log.error("not saved: %s", error)
+                self.unsaved = f"not saved: {error}"
+                return False
+        self.unsaved = ""
         self.trained, self.parent = [], self.learner.step
         if self.first:
             checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
             self.control.send(self._checkpointed())
+        return True
 
     def _manifest(self) -> checkpoint.CheckpointManifest:
         return checkpoint.CheckpointManifest(

@@ -39,6 +39,10 @@ class ScriptedEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def tokens(self) -> int:
+        return len(self.requests)
+
     async def generate(self, request: Request) -> Generation:
         self.requests.append(request)
         try:

@@ -97,10 +97,11 @@ class SGLangClient:
             silence = self._config.engine.request_timeout
             async with self.api.generate(self._body(request), silence) as events:
                 async for payload in events:
+                    before = len(stream.tokens)
                     stream.add(decode(payload))
+                    self.use.tokens += len(stream.tokens) - before  # at once: a sign of life
         finally:
             self.use.requests += 1
-            self.use.tokens += len(stream.tokens)
             self.use.prompt_tokens += stream.prompt_tokens
             self.use.cached_tokens += stream.cached_tokens
 

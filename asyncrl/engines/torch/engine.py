@@ -43,6 +43,10 @@ class TorchEngine:
     def version(self) -> int:
         return self._batcher.version
 
+    @property
+    def tokens(self) -> int:
+        return self._batcher.generated
+
     async def generate(self, request: Request) -> Generation:
         if self._broken is not None:
             raise self._broken

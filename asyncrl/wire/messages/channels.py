@@ -4,7 +4,7 @@ A message is a header (one of these structs, msgpack) and zero or more opaque fr
 """
 
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -31,4 +31,4 @@ ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced
 ToTrainerControl = Welcome | Committed | Stop
 ToTrainerBulk = WorkPlan | StartPlan
-ToObserver = Welcome | Status | StepReport | RunEnd | Stop
+ToObserver = Welcome | Status | StepReport | Replace | RunEnd | Stop

@@ -28,6 +28,13 @@ class StepReport(WireMessage, frozen=True):
     metrics: dict[str, float]
 
 
+class Replace(WireMessage, frozen=True):
+    """The processes of a role hang: end them, and start others."""
+
+    role: str
+    reason: str
+
+
 class RunEnd(WireMessage, frozen=True):
     """Last message: how the run ended. `error` is empty for a completed or stopped run."""
 

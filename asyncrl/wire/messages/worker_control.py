@@ -36,7 +36,9 @@ class EngineUse(msgspec.Struct, array_like=True):
 
 class Heartbeat(WireMessage, frozen=True):
     """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
-    absent from `held` is lost. Seconds and counts are totals since the incarnation began."""
+    absent from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are those
+    sampled, of turns under way too. `in_time`: something that it waits for has a deadline of its own (a tool,
+    a reward), which is not over."""
 
     seq: int
     assigned: int
@@ -45,6 +47,7 @@ class Heartbeat(WireMessage, frozen=True):
     idle_s: float
     tokens: int
     waiting: str = ""  # the named wait the worker is in, if any
+    in_time: bool = False
     engines: tuple[EngineUse, ...] = ()
 
 

@@ -1,9 +1,11 @@
-"""How a run stops: the coordinator itself, on a clock of the test's; no peer is connected."""
+"""When a run counts as stalled, and how it stops: the coordinator itself, on a clock of the test's. Peers are
+played by their messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -11,10 +13,14 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.loop import Coordinator, Phase
-from asyncrl.wire.messages.observer import ObserverHello
+from asyncrl.wire.messages.observer import ObserverHello, Replace
 from asyncrl.wire.messages.shared import Stop
-from asyncrl.wire.messages.trainer import Checkpointed
+from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
+from tests.fakes.mail import Sent
+
+OBSERVER, WORKER, RANK = b"observer/0/a", b"rollout/0/a", b"trainer/0/t"
 
 ROW = {
     "data_source": "d",
@@ -32,7 +38,9 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     (tmp_path / "r").mkdir()
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
     coordinator.phase = Phase.RUNNING
-    coordinator._on_control(b"observer/0/a", ObserverHello("a"), [], now=1000.0)
+    coordinator.state.outbox = Sent()  # type: ignore[assignment]
+    coordinator._on_control(OBSERVER, ObserverHello("a"), [], now=0.0)
+    coordinator.state.progress(0.0)
     yield coordinator
     coordinator.close()
 
@@ -78,3 +86,94 @@ def test_a_stop_before_the_first_step_ends_at_once(coordinator: Coordinator) -> 
     coordinator._on_control(b"observer/0/a", Stop("interrupted"), [], now=1000.0)
     tick(coordinator, 1000.0)
     assert coordinator.outcome == "stopped"
+
+
+# -- stalls --------------------------------------------------------------------------------------------
+
+SILENCE, PROGRESS = 300.0 + 120.0, 300.0 + 120.0 + 3 * 660.0  # of the default deadlines
+
+
+def sent(coordinator: Coordinator, kind: type) -> list[Any]:
+    outbox: Any = coordinator.state.outbox
+    return [message for _, message in outbox.take(kind)]
+
+
+def beats(coordinator: Coordinator, until: float, **beat: Any) -> None:
+    """A worker's heartbeats, one a second of the test's clock; `tokens` a second, if given."""
+    coordinator._on_control(WORKER, WorkerHello(0, "a", 4, 1), [], 0.0)
+    rate, fields = beat.pop("tokens", 0), {"assigned": 0, "held": (), "busy_s": 0.0, "idle_s": 0.0}
+    for now in range(int(until) + 1):
+        message = Heartbeat(now, **fields, tokens=rate * now, **beat)
+        coordinator._on_control(WORKER, message, [], float(now))
+        if now % 10 == 0:
+            tick(coordinator, float(now))
+
+
+@pytest.mark.parametrize("sign", [{"tokens": 3}, {"in_time": True}], ids=["a long turn", "a slow tool"])
+def test_a_long_wait_that_is_alive_does_not_end_the_run(coordinator: Coordinator, sign: dict) -> None:
+    beats(coordinator, PROGRESS - 20, **sign)
+    assert coordinator.phase is Phase.RUNNING
+
+
+def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
+    """An episode would have reached all its deadlines by then."""
+    trained(coordinator, 1)
+    rank(coordinator, 0.0)
+    for now in range(0, int(PROGRESS) + 20, 5):
+        coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
+    beats(coordinator, PROGRESS + 20, in_time=True)
+    assert coordinator.phase is Phase.STOPPING and "no episode has landed" in coordinator.error
+
+
+def rank(coordinator: Coordinator, now: float) -> None:
+    """The only trainer rank reports in, with what was trained."""
+    step = coordinator.state.batches.committed
+    coordinator.trainer._check_position = lambda step: None  # type: ignore[method-assign]
+    coordinator._on_control(RANK, TrainerHello(0, 1, "t", step, 1), [], now)
+
+
+def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: Coordinator) -> None:
+    trained(coordinator, 3)
+    rank(coordinator, 0.0)
+    now = SILENCE + 1
+    coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
+    tick(coordinator, now)
+    assert coordinator.phase is Phase.STOPPING
+    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, "step-3", 0), [], now)
+    tick(coordinator, now)
+    assert coordinator.outcome == "failed"
+    assert "nothing has moved for 420 s: " in coordinator.error
+    assert "trainer 0: trajectories of step 3" in coordinator.error
+
+
+def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
+    """It is silent: in a forward, or in a collective. The next one is given the same time."""
+    trained(coordinator, 3)
+    rank(coordinator, 0.0)
+    tick(coordinator, SILENCE - 1)
+    assert sent(coordinator, Replace) == []
+    for again in (1, 2):
+        tick(coordinator, again * (SILENCE + 1))
+        (replace,) = sent(coordinator, Replace)
+        assert replace.role == "trainer" and "nothing has moved" in replace.reason
+        assert coordinator.phase is Phase.RUNNING
+
+
+def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> None:
+    partial = coordinator.run_dir / "checkpoints" / "step-3.tmp" / "state"
+    partial.mkdir(parents=True)
+    for now in range(0, 1000, 100):
+        with (partial / "shard").open("ab") as file:
+            file.write(b"x" * 1_000_000)
+        tick(coordinator, float(now))
+        assert "a checkpoint is being written" in str(coordinator.state.waits)
+    assert sent(coordinator, Replace) == [] and coordinator.phase is Phase.RUNNING
+    tick(coordinator, 900.0 + SILENCE + 1)
+    assert len(sent(coordinator, Replace)) == 1
+
+
+def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
+    trained(coordinator, 3)
+    coordinator.state.buffer.untrained, coordinator.state.buffer.untrained_reason = 10_000, "tool_error"
+    tick(coordinator, 0.0)
+    assert coordinator.phase is Phase.STOPPING and "tool_error" in coordinator.error

@@ -16,7 +16,7 @@ from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status, StepReport
+from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
 
@@ -187,6 +187,21 @@ def test_a_trainer_that_dies_during_a_stop_is_not_waited_for(tmp_path: Path) -> 
         play.processes["coordinator-0"].code = 1
 
     assert play.run(part) == RunOutcome(1, "stopped without a checkpoint")
+    play.hub.close()
+
+
+def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
+    play = Play(tmp_path, "trainer")
+
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {}, ()))
+        play.hub.send(peer, Replace("trainer", "nothing has moved"))
+        play.hear(Stop)  # here with a budget of no restarts
+        play.processes["coordinator-0"].code = 1
+
+    assert "trainer-0 was killed by SIGKILL; its 0 restarts" in play.run(part).error
+    assert ("note", "nothing has moved: the trainer processes are replaced") in play.shown
     play.hub.close()
 
 

@@ -420,7 +420,7 @@ def test_an_agent_that_thinks_is_waited_for_by_name() -> None:
         bench.engine.gate.set()
         await asyncio.to_thread(thinking.wait, 30)
         await settle()
-        assert [name for _, name in bench.waits._open.values()] == ["the agent program"]
+        assert [name for _, name, _ in bench.waits._open.values()] == ["the agent program"]
         gate.set()
         await playing
         assert not bench.waits._open

@@ -147,7 +147,7 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     assert (turn.stop, turn.seconds) == (StopReason.LENGTH, 2 * SECONDS)
     again = s["b"].requests[0]
     assert (again.ids, again.sampling.max_new_tokens) == (tuple(range(6)), 5)
-    assert s.meter.tokens == 8
+    assert s.pool.tokens == 8
 
 
 @in_loop
@@ -256,7 +256,7 @@ def test_nothing_is_lost_or_sampled_twice(
         assert counts_up(generation)
         assert len(generation.ids) == min(limit, stop - 2)
         assert generation.stop is (StopReason.STOP if stop - 2 <= limit else StopReason.LENGTH)
-        assert s.meter.tokens == len(generation.ids) == sum(each.tokens for each in s.pool.use())
+        assert s.pool.tokens == len(generation.ids) == sum(each.tokens for each in s.pool.use())
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

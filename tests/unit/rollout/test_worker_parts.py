@@ -75,6 +75,17 @@ def test_the_oldest_wait_is_told_once_it_lasts() -> None:
     assert waits.longest() == ""
 
 
+def test_a_wait_is_in_time_up_to_its_own_deadline() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    with waits.named("weights v7"), waits.named("tool slow", 900.0):
+        clock.now = 899.0
+        assert waits.in_time
+        clock.now = 900.0
+        assert not waits.in_time
+    assert not waits.in_time
+
+
 def test_overlapping_turns_are_one_busy_interval() -> None:
     clock, timeline = Clock(), Intervals()
     meter = BusyTimer(timeline, clock)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,6 +109,27 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(directory) == first
     assert "step-2" in caplog.text and "damaged" in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(learner: Learner, directory: Path) -> None:
+    """Files may be at most 1,000 bytes long here: what a full disk does to torch's own writer, too."""
+    first = checkpoint.save(directory, learner, manifest(1), hf=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-2: .*File too large|step-2: RuntimeError"):
+            checkpoint.save(directory, learner, manifest(2), hf=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(directory.iterdir()) == [first]
+    assert checkpoint.save(directory, learner, manifest(2), hf=False) == checkpoint.newest(directory)
+
+
+def test_hashing_a_checkpoint_gives_signs_of_life(learner: Learner, directory: Path) -> None:
+    signs: list[int] = []
+    learner.pulse = lambda: signs.append(1)
+    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    assert len(signs) >= 2 * len(checkpoint.read_manifest(path).files)
 
 
 def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: Path) -> None:
@@ -319,6 +342,9 @@ def train_with_critic(world: World, folder: Path) -> Any:
         checkpoint.load(latest, learner)
     else:
         run_batch(learner, share)
+        full = patch("asyncrl.weights.tensorfile.write", side_effect=OSError(28, "No space left on device"))
+        with full, pytest.raises(CheckpointError, match="No space left"):  # on all ranks, and none hangs
+            checkpoint.save(folder, learner, manifest(1))
         checkpoint.save(folder.parent / "checkpoints", learner, manifest(1), hf=False)
     run_batch(learner, share)
     return whole(learner)

@@ -10,9 +10,10 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.trainer import rank as module
-from asyncrl.trainer.rank import BEAT_EVERY, TrainerRank, is_answer, performance
+from asyncrl.trainer.checkpoint import CheckpointError, CheckpointManifest
+from asyncrl.trainer.rank import BEAT_EVERY, SAVE_AGAIN, Stopped, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
-from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Committed, PlanRequest, TrainerBeat, WorkPlan
 from asyncrl.wire.sockets import Endpoints
 
@@ -78,6 +79,52 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
         clock.now += BEAT_EVERY / 2
         rank._beat(clock.now)
     assert beats(rank) == [1, 2, 2]
+
+
+class FailingDisk:
+    """In place of `checkpoint.save`: the first `failures` fail."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.saved = failures, list[CheckpointManifest]()
+
+    def __call__(self, directory: Path, learner: Any, manifest: CheckpointManifest) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise CheckpointError("step-0: OSError: no space")
+        self.saved.append(manifest)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FailingDisk(failures=1)
+    monkeypatch.setattr(module.checkpoint, "save", disk)
+    rank.trained = ["0.0"]
+    assert not rank._save()
+    assert rank._status().waiting == "not saved: step-0: OSError: no space"
+    rank.trained += ["1.0"]
+    assert rank._save() and rank._status().waiting == ""
+    assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
+
+
+def test_the_last_checkpoint_is_tried_until_stop_comes(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(module.checkpoint, "save", disk := FailingDisk(failures=2))
+
+    def advance(seconds: float) -> None:
+        clock.now += seconds
+
+    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    mail = [(WorkPlan(0, 0, 0, "stop"), [])]
+    rank._hello = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
+    rank.publishing = SimpleNamespace(check=lambda: None, announced=None)  # type: ignore[assignment]
+    rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
+    stop = (Stop("stopped"), [])
+    rank.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        rank.loop()
+    assert clock.now >= 100.0 + 2 * SAVE_AGAIN and len(disk.saved) == 1
 
 
 def test_only_the_answer_to_this_request_is_taken() -> None:
