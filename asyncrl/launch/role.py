@@ -99,7 +99,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def leave(code: int, patience: float = 5.0) -> NoReturn:
     """End the process when its sockets have sent their queues. `sys.exit` would abort where a thread of a
     library still runs."""
-    timer = threading.Timer(patience, os._exit, (code,))
+
+    def give_up() -> None:
+        log.warning("a socket was left open: ends after %g s", patience)
+        os._exit(code)
+
+    timer = threading.Timer(patience, give_up)
     timer.daemon = True
     timer.start()
     flush_sockets()

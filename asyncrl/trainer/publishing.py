@@ -42,6 +42,7 @@ class Publishing:
         self._host = HostShards(shards(policy), policy.export_dtype, config.launch.stall_timeout)
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
+        self._links: list[Link] = []  # used by the publisher's thread only, while that lives
         if mesh.rank == 0:
             files = config.weights.transport == "disk"
             write = self._writer(run_dir) if files else self._offerer(endpoints)
@@ -69,8 +70,9 @@ class Publishing:
     def drain(self) -> None:
         """Write what is published, before this rank ends; on all ranks."""
         timeout = self.config.launch.stop_timeout / 2
-        if self._publisher is not None:
-            self._publisher.close(timeout)
+        if self._publisher is not None and self._publisher.close(timeout):
+            for link in self._links:
+                link.close()
         if self._sender is not None:
             self._sender.close()
         self._host.close(timeout)
@@ -105,13 +107,12 @@ class Publishing:
 
     def _announcer(self, endpoints: Endpoints) -> Callable[[WeightsRef, float, float], None]:
         """Published goes out from the publisher's own thread, over its own socket."""
-        links: list[Link] = []
 
         def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
-            if not links:
-                links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
+            if not self._links:
+                self._links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
             self.announced = Published(ref, snapshot_s, write_s)
-            links[0].send(self.announced)
+            self._links[0].send(self.announced)
 
         return announce
 
