@@ -1,9 +1,8 @@
-"""Samples from a parquet file with verl's columns, read through `datasets` (the only importer)."""
+"""Samples from a parquet file with verl's columns."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +31,15 @@ def load_samples(path: str | Path) -> list[Sample]:
 def _read(path: Path) -> dict[str, list[Any]]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; write one with tools/prepare_*.py, or correct the path")
-    import datasets  # with pyarrow and pandas: a second that `--help` should not take
-    import pyarrow.parquet
+    import pyarrow.parquet  # here: `--help` should not wait for it
 
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
     try:
-        # `datasets` needs a cache: a temporary one leaves nothing in the user's home.
-        with tempfile.TemporaryDirectory(prefix="asyncrl-data-") as cache:
-            if not pyarrow.parquet.read_metadata(path).num_rows:
-                raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
-            table = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
-            return table.to_dict()  # type: ignore[union-attr,return-value]
-    except ConfigError:
-        raise
+        columns: dict[str, list[Any]] = pyarrow.parquet.ParquetFile(path).read().to_pydict()
     except Exception as error:
-        cause = error.__cause__ or error
-        raise ConfigError(f"{path}: not readable as parquet ({one_line(cause)}); write it anew") from error
-    finally:
-        if bars:
-            datasets.enable_progress_bars()
+        raise ConfigError(f"{path}: not readable as parquet ({one_line(error)}); write it anew") from error
+    if not any(columns.values()):
+        raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
+    return columns
 
 
 def _sample(path: str | Path, index: int, row: dict[str, Any]) -> Sample:

@@ -128,6 +128,7 @@ class Run:
         assert summary["conserved"], summary["flow"]
         flow = summary["flow"]
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
+        assert "was left open" not in self.logs(), "a process waited for a socket that it had not closed"
         return summary
 
 

@@ -30,7 +30,7 @@ MARK = "ASYNCRL_TEST_MARK"
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
-        *(__name__, "hydra", "datasets", "pyarrow.parquet", "transformers.models.auto.tokenization_auto"),
+        *(__name__, "hydra", "pyarrow.parquet", "transformers.models.auto.tokenization_auto"),
         *("asyncrl.engines.sglang.server", "asyncrl.launch.start", "tests.fakes.training"),
     ]
 )
