@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-# The first mark that a chat template contains says its format; the rarest marks come first.
-_MARKS = (
+# The first mark that a chat template contains says its format; the rarest marks come first. None: no parser.
+_MARKS: tuple[tuple[str, str | None], ...] = (
+    ("start_tag => `<function`", None),  # Functionary v3.1, Llama 3.1 with tools of the user
+    (">>>all", None),  # Functionary v3
+    ("<seed:tool_call>", None),
+    ("<minimax:tool_call>", None),
     ("<|channel|>", "harmony"),
     ("<|tool_calls_section_begin|>", "kimi"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
     ("<arg_key>", "glm"),
-    ("<function=", "qwen3_coder"),
+    ("<parameter=", "qwen3_coder"),
     ("<|python_start|>", "pythonic"),
+    ("<|tool_list_start|>", "pythonic"),
     ("<|tool_call_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
     ("<tool_call>", "hermes"),

@@ -116,10 +116,18 @@ def _mistral_calls(text: str, at: int) -> tuple[tuple[RawCall | Malformed, ...],
     value, end = json_at(text, at)
     if not isinstance(value, list) or not value:
         raise Malformed(f"after {_CALLS} comes a list of calls, or name[ARGS] and an object")
-    return tuple(map(_mistral_item, value)), end
+    return tuple(map(_listed_call, value)), end
 
 
-def _mistral_item(value: Any) -> RawCall | Malformed:
+def listed_calls(text: str) -> tuple[RawCall | Malformed, ...]:
+    """The calls of a JSON list, which is the whole text."""
+    value, end = json_at(text, 0)
+    if end < len(text) or not isinstance(value, list):
+        raise Malformed("tool calls are a list of calls, and nothing else")
+    return tuple(map(_listed_call, value))
+
+
+def _listed_call(value: Any) -> RawCall | Malformed:
     try:
         return _object_call(value, "arguments")._replace(id=_own_id(value.get("id")))
     except Malformed as error:

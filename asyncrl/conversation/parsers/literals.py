@@ -28,7 +28,11 @@ def expression(text: str, problem: str) -> ast.expr:
 def literal(node: ast.expr) -> Any:
     """The value of a literal, JSON's words included; Malformed if it is none, or has no JSON type."""
     match node:
-        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+        case ast.Constant(value=str(text)):
+            return text.encode("utf-16", "surrogatepass").decode(
+                "utf-16", "replace"
+            )  # pairs, as JSON has them
+        case ast.Constant(value=bool() | int() | float() | None as value):
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.conversation.parsers.base import CallBlock, RawCall, Tags, call_format
+from asyncrl.conversation.parsers.json_calls import listed_calls
 from asyncrl.conversation.parsers.literals import expression, kind, literal
 from asyncrl.conversation.parsers.values import Malformed, quote
 
@@ -15,6 +16,10 @@ _WRAPPED = (Tags("<|python_start|>", "<|python_end|>"), Tags("<|tool_call_start|
 _OPEN = re.compile("|".join(re.escape(tags.open) for tags in _WRAPPED))
 _CLOSE = {tags.open: tags.close for tags in _WRAPPED}
 _BARE = re.compile(r"\s*\[\s*[^\W\d][\w.\-]*\s*\(")  # a list of anything else is an answer
+_TRIPLE = r'"""(?:[^\\]|\\.)*?"""|\'\'\'(?:[^\\]|\\.)*?\'\'\''
+_STRING = r'"(?:[^"\\]|\\.)*+"|\'(?:[^\'\\]|\\.)*+\''
+_NAMED = r"(?P<before>[\[(,]\s*+)(?P<name>[^\W\d][\w.\-]*+)(?=\s*+(?:\(|=(?!=)))"  # a tool or an argument
+_PARTS = re.compile(rf"\\.|{_TRIPLE}|(?P<string>{_STRING})|{_NAMED}", re.DOTALL)
 
 
 @call_format("pythonic")
@@ -33,41 +38,54 @@ def pythonic(text: str) -> Iterator[CallBlock]:
 
 
 def _listed(body: str) -> tuple[RawCall | Malformed, ...]:
+    """The calls of a list; LFM2 can be told to write it as JSON."""
+    body = body.strip()
     try:
-        tree = expression(body.strip(), "tool calls are not a Python list such as [f(a=1)]")
+        if body.startswith("[{"):
+            return listed_calls(body)
+        text, names = _without_names(body)
+        tree = expression(text, "tool calls are not a Python list such as [f(a=1)]")
         if not isinstance(tree, ast.List) or not tree.elts:
             raise Malformed("tool calls are a list of calls, such as [f(a=1)], and nothing else")
     except Malformed as error:
         return (error,)
-    return tuple(map(_item, tree.elts))
+    return tuple(_item(node, names) for node in tree.elts)
 
 
-def _item(node: ast.expr) -> RawCall | Malformed:
+def _without_names(body: str) -> tuple[str, dict[str, str]]:
+    """What Python can read: each name of a tool or an argument replaced (`from`, `in` and `get-rain` are
+    none), lines in strings not ended. And the names, by what replaces them."""
+    names: dict[str, str] = {}
+
+    def write(part: re.Match[str]) -> str:
+        if not part["name"]:
+            return part[0].replace("\n", r"\n") if part["string"] else part[0]
+        name = f"asyncrl_{len(names)}"
+        names[name] = part["name"]
+        return f"{part['before']}{name}"
+
+    return _PARTS.sub(write, body), names
+
+
+def _item(node: ast.expr, names: dict[str, str]) -> RawCall | Malformed:
     try:
-        return _call(node)
+        return _call(node, names)
     except Malformed as error:
         return error
 
 
-def _call(node: ast.expr) -> RawCall:
+def _call(node: ast.expr, names: dict[str, str]) -> RawCall:
     if not isinstance(node, ast.Call):
         raise Malformed(f"{kind(node)} is no call such as f(a=1)")
-    name = _name(node.func)
+    name = names.get(node.func.id) if isinstance(node.func, ast.Name) else None
+    if name is None:
+        raise Malformed(f"{kind(node.func)} is no name of a tool")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
+        argument = names.get(keyword.arg or "")
+        if argument is None or argument in arguments:
             raise Malformed(f"every argument of {quote(name)} must be named, once")
-        arguments[keyword.arg] = literal(keyword.value)
+        arguments[argument] = literal(keyword.value)
     if node.args:
         raise Malformed(f"the arguments of {quote(name)} must be named, such as a=1")
     return RawCall(name, arguments)
-
-
-def _name(node: ast.expr) -> str:
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=value, attr=attribute):
-            return f"{_name(value)}.{attribute}"
-        case _:
-            raise Malformed(f"{kind(node)} is no name of a tool")

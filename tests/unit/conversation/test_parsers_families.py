@@ -38,6 +38,13 @@ def test_a_family_is_understood(name: str, count: int) -> None:
     assert [(call.name, call.arguments) for call in read.calls] == [(c.name, c.arguments) for c in calls]
 
 
+LFM2 = """{%- set ns.system_prompt = ns.system_prompt + "List of tools: <|tool_list_start|>[" -%}
+{%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}"""
+FUNCTIONARY_31 = """Environment: ipython<|python_tag|>
+start_tag => `<function`
+<function=example_function_name>{"example_name": "example_value"}</function>"""
+
+
 @pytest.mark.parametrize(
     ("model", "parser"),
     [
@@ -45,6 +52,10 @@ def test_a_family_is_understood(name: str, count: int) -> None:
         ("<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
         ("<|tool_call_start|>[f()]<|tool_call_end|>", "pythonic"),
+        (LFM2, "pythonic"),
+        (FUNCTIONARY_31, None),
+        ("{{ '>>>all\\n' + message['content'] }}<|python_tag|>", None),
+        ("<seed:tool_call>\\n<function=f>\\n<parameter=a>1</parameter>", None),
         ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
         ("gpt_oss", "harmony"),
         ("kimi_k2", "kimi"),
