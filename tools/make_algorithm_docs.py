@@ -150,11 +150,13 @@ def _option_cell(entry: Entry) -> str:
 
 
 def presets() -> str:
-    """One row per file of configs/algorithm: its leading comment, cut at `Use:`."""
-    lines = [_row(["preset", "what it is", "when to use it"]), _row(["---"] * 3)]
+    """One row per file of configs/algorithm: its leading comment, cut at `Differs:` and `Use:`."""
+    columns = ["preset", "what it is", "what differs from the published runs", "when to use it"]
+    lines = [_row(columns), _row(["---"] * len(columns))]
     for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml")):
         comment, _, use = preset_comment(path).partition("Use:")
-        lines.append(_row([f"`{path.stem}`", _prose(comment), _prose(use)]))
+        what, _, differs = comment.partition("Differs:")
+        lines.append(_row([f"`{path.stem}`", _prose(what), _prose(differs), _prose(use)]))
     return "\n".join(lines)
 
 

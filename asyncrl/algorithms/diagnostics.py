@@ -3,9 +3,10 @@
     micro-batch ──token_sums──► sums ──(+ over micro-batches and ranks)──► metrics_of
 
 Everything before `metrics_of` is a sum or an extreme over tokens or episodes, so the cut does not matter.
-rho = prox/mu; k1 = -log rho and k3 = rho - 1 - log rho estimate KL(mu, prox). The effective sample size of
-weights is (Σ w)²/(n·Σ w²): 1 when all are equal. That of tokens stays near 1 while that of episodes, whose
-weight is the product of their tokens' rho, collapses.
+rho = prox/mu; k1 = -log rho and k3 = rho - 1 - log rho estimate KL(mu, prox). Weights are what the correction
+makes of rho, 0 where it masks: verl's rollout_is_*, before a normalisation by the batch. The effective sample
+size of weights is (Σ w)²/(n·Σ w²): 1 when all are equal. That of tokens stays near 1 while that of episodes,
+whose weight is the product of their tokens' rho, collapses.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ RATIOS = {
     "actor/pg_clipfrac_lower": ("clipped_lower", "eligible"),
     "actor/ppo_kl": ("drift", "fresh"),
     "actor/entropy": ("entropy", "tokens"),
-    "rollout_corr/rollout_is_mean": ("rho", "fresh"),
-    "rollout_corr/weight_mean": ("weight", "kept"),
+    "rollout_corr/rollout_is_mean": ("weight", "fresh"),
+    "rollout_corr/rho_mean": ("rho", "fresh"),
     "rollout_corr/logprob_diff_mean": ("exact_diff", "exact"),
     "rollout_corr/k3_kl_same_version": ("exact_k3", "exact"),
     "rollout_corr/zero_advantage_frac": ("zero_advantage", "fresh"),
@@ -104,9 +105,9 @@ OVERALL = {
     "chi2": "rollout_corr/chi2_token",
     "masked_frac": "rollout_corr/rollout_rs_masked_fraction",
     "truncated_frac": "rollout_corr/truncated_fraction",
-    "ess": "rollout_corr/rollout_is_eff_sample_size",
-    "seq_ess": "rollout_corr/rollout_is_seq_eff_sample_size",
-    **{f"rho_{name}": f"rollout_corr/rollout_is_{name}" for name in QUANTILES},
+    "ess": "rollout_corr/rho_eff_sample_size",
+    "seq_ess": "rollout_corr/rho_seq_eff_sample_size",
+    **{f"rho_{name}": f"rollout_corr/rho_{name}" for name in QUANTILES},
 }
 
 
@@ -114,6 +115,10 @@ def metrics_of(sums: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a whole batch from its sums. What has nothing to be a share of is left out."""
     metrics = {metric: sums[a] / sums[b] for metric, (a, b) in RATIOS.items() if sums.get(b)}
     metrics |= {metric: sums[name] for metric, name in TOTALS.items() if name in sums}
+    if sums.get("weight2"):
+        metrics["rollout_corr/rollout_is_eff_sample_size"] = sums["weight"] ** 2 / (
+            sums["fresh"] * sums["weight2"]
+        )
     metrics |= {OVERALL[name]: value for name, value in _spread(sums).items() if name in OVERALL}
     for lag in LAG_NAMES:
         prefix = f"lag/{lag}/"
@@ -218,6 +223,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
         "exact_diff": torch.where(exact, (state.prox - state.mu).abs(), 0.0),
         "exact_k3": torch.where(exact, k3, 0.0),
         "weight": weight,
+        "weight2": weight**2,
         "zero_advantage": fresh & (advantage == 0),
         "positive": advantage.clamp(min=0),
         "negative": (-advantage).clamp(min=0),
@@ -242,12 +248,14 @@ def _episodes(state: TokenState, log_ratio: Tensor, bucket: Tensor) -> Tensor:
 
 def _extremes(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     """Maxima by metric; with a leading minus the maximum of the negative."""
-    rho, difference = log_ratio.exp(), (state.prox - state.mu).abs().double()
-    return {
-        "rollout_corr/rollout_is_max": torch.where(state.fresh, rho, NOTHING).max(),
-        "-rollout_corr/rollout_is_min": torch.where(state.fresh, -rho, NOTHING).max(),
-        "rollout_corr/logprob_diff_max": torch.where(state.exact & state.fresh, difference, NOTHING).max(),
-    }
+    rho, weight = log_ratio.exp(), state.correction.weight.double()
+    named = {"rho": rho, "rollout_is": torch.where(_kept(state), weight, 0.0)}
+    extremes = {}
+    for name, values in named.items():
+        extremes[f"rollout_corr/{name}_max"] = torch.where(state.fresh, values, NOTHING).max()
+        extremes[f"-rollout_corr/{name}_min"] = torch.where(state.fresh, -values, NOTHING).max()
+    difference = torch.where(state.exact & state.fresh, (state.prox - state.mu).abs().double(), NOTHING)
+    return {**extremes, "rollout_corr/logprob_diff_max": difference.max()}
 
 
 def _kept(state: TokenState) -> Tensor:

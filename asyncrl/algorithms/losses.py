@@ -125,7 +125,7 @@ class Loss:
 RENAMED = {  # names of what other options of a loss, or another loss, are
     "gpg": "reinforce",
     "aipo": "{cispo_scalerl: {cap: 2}}",
-    "decoupled_ppo": "{ppo: {clip_high: 0.28, dual_clip: 0}}",
+    "decoupled_ppo": "{ppo: {dual_clip: 0}}",
 }
 losses: Registry[Loss] = Registry("loss", Loss, RENAMED)
 

@@ -229,6 +229,9 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Settings without effect."""
     return {
+        "$.algorithm.shaping overlong punishes what mask_truncated keeps out of the loss; leave one out": (
+            config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping
+        ),
         "$.algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),

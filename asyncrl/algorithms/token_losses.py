@@ -39,10 +39,10 @@ def ppo(
 ) -> TokenLoss:
     """L = sg(w)·max(−uA, −A·clip(u, 1−clip_low, 1+clip_high)), where A < 0 at most −dual_clip·A; u = π/prox
     (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729). `dual_clip` is 1 or more, or 0 for none: with a
-    weight that is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298), whose clip_high is 0.28.
+    weight that is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
-    Use: several optimizer steps per batch; staleness 0 as published (`correction={}`), up to 8 with a
-    weight.
+    Use: several optimizer steps per batch, or any number with prox=mu; staleness 0 as published
+    (`correction={}`), up to 8 with a weight.
     """
     value, clipped = clip_surrogate(ratio_of(given.logp - given.prox), given.advantage, clip_low, clip_high)
     if not dual_clip:

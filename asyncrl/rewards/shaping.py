@@ -40,7 +40,7 @@ shapings: Registry[Shaping] = Registry("shaping")
 def overlong(
     given: ShapingInput,
     *,
-    buffer: Annotated[int, Meta(ge=1)],
+    buffer: Annotated[int, Meta(ge=0)] = 0,
     factor: Annotated[float, Meta(ge=0)] = 1.0,
     limit: Annotated[int, Meta(ge=0)] = 0,
 ) -> float:
@@ -48,10 +48,12 @@ def overlong(
 
     Use: where length grows without success; with tools too, since replies are not counted. At any staleness.
     `limit` 0: the most model tokens that an episode can have, min(rollout.max_tokens, max_turns ·
-    max_new_tokens); the prompt counts against max_tokens, so set it where prompts are long.
+    max_new_tokens); the prompt counts against max_tokens, so set it where prompts are long. `buffer` 0: a
+    fifth of the limit, DAPO's 4,096 of 20,480.
     """
-    excess = given.tokens - ((limit or given.limit) - buffer)
-    return min(-excess / buffer * factor, 0.0)
+    limit = limit or given.limit
+    buffer = buffer or max(limit // 5, 1)
+    return min(-(given.tokens - (limit - buffer)) / buffer * factor, 0.0)
 
 
 def select_shapings(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Shaping]:

@@ -1,10 +1,17 @@
-"""What the map of the architecture names is there, and the walk of a trajectory is short."""
+"""What the map of the architecture names is there, and the walk of a trajectory is short; what the page for
+users of verl says of keys and defaults is so."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+from operator import attrgetter
 from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 MAP = (ROOT / "docs" / "architecture.md").read_text()
@@ -33,3 +40,33 @@ def test_files_and_names_of_the_map_exist() -> None:
 def test_a_trajectory_crosses_at_most_thirty_files() -> None:
     walk = MAP.partition("### A trajectory")[2].partition("###")[0]
     assert 15 < len({path for path, _ in NAMED.findall(walk) if path.endswith(".py")}) <= 30
+
+
+VERL = (ROOT / "docs" / "from_verl.md").read_text()
+RUN = parse({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}})
+SECTIONS = tuple(name for name in RUN.__struct_fields__ if isinstance(getattr(RUN, name), msgspec.Struct))
+OURS = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+|total_steps|resume)(?:=([^`]+))?`")
+
+
+def ours(text: str) -> list[tuple[str, str]]:
+    """Keys, and their values where given, of the last column but notes: all that have our sections' names."""
+    return OURS.findall(text)
+
+
+def test_keys_for_users_of_verl_exist() -> None:
+    columns = [row.split(" | ")[1] for row in VERL.splitlines() if row.count(" | ") == 2]
+    keys = {key for column in columns for key, _ in ours(column)}
+    assert len(keys) > 40
+    for key in keys:
+        attrgetter(key)(RUN)  # AttributeError: there is no such key
+
+
+def test_defaults_for_users_of_verl_are_ours() -> None:
+    table = VERL.partition("## Defaults that differ")[2].partition("##")[0]
+    told = [
+        (key, value) for row in table.splitlines() for key, value in ours(row.rpartition(" | ")[2]) if value
+    ]
+    assert len(told) > 15
+    for key, value in told:
+        if key != "kl.where":  # off by default
+            assert json.dumps(attrgetter(key)(RUN)).strip('"') == value, key

@@ -6,7 +6,7 @@ import math
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,16 +48,18 @@ EXPECTED = {
     "reinforce_pp": Parts("reinforce_pp", "ppo", optimizer_steps=2, scale="whiten"),
     "rloo": Parts("rloo", "reinforce"),
 }
+UNFILTERED = {"buffer.filter_zero_variance": False}
 OUTSIDE: dict[str, dict[str, object]] = {
+    **dict.fromkeys(
+        ("aipo", "decoupled_ppo", "gpg", "grpo", "gspo", "m2po", "reinforce_pp", "rloo"), UNFILTERED
+    ),
     "cispo_scalerl": {
         "model.fp32_head": True,
         "buffer.filter_zero_variance": True,
         "buffer.retire_pass_rate": 0.9,
     },
     "dapo": {"buffer.filter_zero_variance": True},
-    "gpg": {"buffer.filter_zero_variance": False},
-    "ppo_critic": {"critic.warmup_steps": 5, "buffer.filter_zero_variance": False},
-    "reinforce_pp": {"buffer.filter_zero_variance": False},
+    "ppo_critic": {"critic.warmup_steps": 5, **UNFILTERED},
 }
 """Keys outside `algorithm` that a preset sets."""
 
@@ -76,8 +78,9 @@ def test_every_preset_is_expected_here() -> None:
 def test_a_preset_says_what_it_is_and_when_to_use_it(preset: str) -> None:
     lines = (PRESETS / f"{preset}.yaml").read_text().splitlines()
     comments = [line for line in lines if line.startswith("# ") and "@package" not in line]
-    use = [line for line in comments if line.startswith("# Use: ")]
-    assert len(use) == 1 and comments[0] != use[0]
+    differs, use = ([line for line in comments if line.startswith(f"# {w}: ")] for w in ("Differs", "Use"))
+    assert len(use) == len(differs) == 1
+    assert 0 < comments.index(differs[0]) < comments.index(use[0])
     assert "staleness" in " ".join(comments[comments.index(use[0]) :])
 
 
@@ -105,9 +108,19 @@ def test_keys_outside_of_the_algorithm(preset: str) -> None:
     assert {key: attrgetter(key)(config) for key in OUTSIDE[preset]} == OUTSIDE[preset]
 
 
+def test_numbers_are_those_of_the_published_runs() -> None:
+    """Of the papers and their code, where these say."""
+    bound: dict[str, Any] = {p: compose(configured(p)).loss.of.keywords for p in EXPECTED}  # type: ignore[attr-defined]
+    assert bound["decoupled_ppo"] == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0}
+    assert bound["dapo"] == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10}
+    assert bound["gspo"] == {"clip_low": 3e-4, "clip_high": 4e-4} and bound["m2po"] == {"tau": 0.04}
+    dapo = configured("dapo").algorithm
+    assert dapo.shaping == {"overlong": {}} and not dapo.mask_truncated
+
+
 def test_keys_of_a_preset_can_be_overridden() -> None:
     config = configured("dapo", "m", "algorithm.loss.ppo.clip_high=0.3", "algorithm.steps_per_batch=4")
-    assert config.algorithm.loss == {"ppo": {"clip_low": 0.2, "clip_high": 0.3}}
+    assert config.algorithm.loss == {"ppo": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10}}
     assert config.algorithm.steps_per_batch == 4
 
 
@@ -149,12 +162,14 @@ def weights(learner: Learner) -> Tensor:
         ("ppo_critic", ("buffer.episodes_per_group=1",)),
         ("rloo", ("buffer.group_policy=partial",)),
         ("icepop", ("algorithm.correction.mask.high=2",)),
-        ("grpo", ("kl.where=loss",)),
+        ("icepop", ("algorithm.advantage=grpo", "algorithm.loss=ppo", "algorithm.steps_per_batch=2")),
+        ("grpo", ("kl.where=loss_unweighted", "kl.estimator=k3", "kl.coef=0.04")),
+        ("rloo", ("kl.where=reward",)),
         ("reinforce_pp", ("kl.where=reward",)),
         ("m2po", ("buffer.max_staleness=64",)),
         ("dapo", ("algorithm.advantage=dr_grpo", "algorithm.normalise=batch_std")),
         ("gspo", ("algorithm.advantage=dr_grpo", "algorithm.normalise=batch_std")),
-        ("dapo", ("algorithm.shaping.overlong.buffer=64",)),
+        ("dapo", ("~algorithm.shaping", "algorithm.mask_truncated=true")),
     ],
 )
 def test_what_the_comments_promise_composes(preset: str, overrides: tuple[str, ...]) -> None:

@@ -39,6 +39,7 @@ def logs(seed: int) -> list[float]:
 RATIO = [math.exp(a - b) for a, b in zip(logs(1), logs(2), strict=True)]
 KEPT = [i for i in range(N) if FRESH[i] and 0.5 <= RATIO[i] <= 5]
 CAPPED = [min(RATIO[i], 2 if ADVANTAGE[i] < 0 else 5) for i in range(N)]
+WEIGHT = [CAPPED[i] if i in KEPT else 0.0 for i in range(N)]
 
 
 def state(keep: list[int] | None = None) -> TokenState:
@@ -126,15 +127,16 @@ def test_of_all_tokens_against_plain_python() -> None:
         "actor/pg_clipfrac_lower": sum(i % 4 == 0 for i in KEPT) / len(KEPT),
         "actor/ppo_kl": 0.25,
         "actor/entropy": 1.0,
-        "rollout_corr/rollout_is_mean": sum(RATIO[i] for i in fresh) / len(fresh),
-        "rollout_corr/weight_mean": sum(CAPPED[i] for i in KEPT) / len(KEPT),
+        "rollout_corr/rollout_is_mean": sum(WEIGHT[i] for i in fresh) / len(fresh),
+        "rollout_corr/rollout_is_eff_sample_size": share([WEIGHT[i] for i in fresh]),
+        "rollout_corr/rho_mean": sum(RATIO[i] for i in fresh) / len(fresh),
         "rollout_corr/kl": whole["kl"],
         "rollout_corr/k3_kl": whole["k3"],
         "rollout_corr/chi2_token": whole["chi2"],
         "rollout_corr/rollout_rs_masked_fraction": whole["masked_frac"],
         "rollout_corr/truncated_fraction": whole["truncated_frac"],
-        "rollout_corr/rollout_is_eff_sample_size": whole["ess"],
-        "rollout_corr/rollout_is_seq_eff_sample_size": whole["seq_ess"],
+        "rollout_corr/rho_eff_sample_size": whole["ess"],
+        "rollout_corr/rho_seq_eff_sample_size": whole["seq_ess"],
         "rollout_corr/logprob_diff_mean": sum(abs(math.log(RATIO[i])) for i in exact) / len(exact),
         "rollout_corr/k3_kl_same_version": spread(exact)["k3"],
         "rollout_corr/logprob_diff_tokens": len(exact),
@@ -160,8 +162,9 @@ def test_sums_and_extremes_against_plain_python() -> None:
         "episode_w2": sum(w * w for w in episodes(fresh)),
     }
     assert {name: seen.sums[name] for name in wanted} == pytest.approx(wanted)
-    assert seen.highest["rollout_corr/rollout_is_max"] == pytest.approx(max(RATIO[i] for i in fresh))
-    assert seen.lowest["rollout_corr/rollout_is_min"] == pytest.approx(min(RATIO[i] for i in fresh))
+    for name, values in (("rho", RATIO), ("rollout_is", WEIGHT)):
+        assert seen.highest[f"rollout_corr/{name}_max"] == pytest.approx(max(values[i] for i in fresh))
+        assert seen.lowest[f"rollout_corr/{name}_min"] == pytest.approx(min(values[i] for i in fresh))
     assert seen.highest["rollout_corr/logprob_diff_max"] == pytest.approx(
         max(abs(math.log(RATIO[i])) for i in fresh if LAG[i] == 0)
     )
@@ -199,7 +202,7 @@ def test_quantiles_are_those_of_numpy_up_to_the_width_of_a_bin(values: list[floa
     metrics = metrics_of(token_sums(replace(given, clipped_lower=None)).sums)
     limited = np.clip(values, -20, 20)
     for name, q in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
-        found = math.log(metrics[f"rollout_corr/rollout_is_{name}"])
+        found = math.log(metrics[f"rollout_corr/rho_{name}"])
         low = np.quantile(limited, q, method="lower")
         high = np.quantile(limited, q, method="higher")
         assert low - 0.26 * abs(low) - 0.002 <= found <= high + 0.26 * abs(high) + 0.002
@@ -218,12 +221,10 @@ def test_where_prox_is_mu_nothing_is_off() -> None:
     metrics = metrics_of(token_sums(replace(given, mu=given.prox, correction=even)).sums)
     for name in ("rollout_corr", *(f"rollout_corr/by_lag/{lag}" for lag in LAG_NAMES)):
         whole = name == "rollout_corr"
-        assert metrics[f"{name}/{'rollout_is_eff_sample_size' if whole else 'ess'}"] == pytest.approx(1)
-        assert metrics[f"{name}/{'rollout_is_seq_eff_sample_size' if whole else 'seq_ess'}"] == pytest.approx(
-            1
-        )
+        assert metrics[f"{name}/{'rho_eff_sample_size' if whole else 'ess'}"] == pytest.approx(1)
+        assert metrics[f"{name}/{'rho_seq_eff_sample_size' if whole else 'seq_ess'}"] == pytest.approx(1)
         assert metrics[f"{name}/{'chi2_token' if whole else 'chi2'}"] == pytest.approx(0)
-        assert metrics[f"{name}/{'rollout_is_p50' if whole else 'rho_p50'}"] == pytest.approx(1, abs=1e-3)
+        assert metrics[f"{name}/rho_p50"] == pytest.approx(1, abs=1e-3)
     assert metrics["rollout_corr/kept_advantage/negative"] == pytest.approx(1)
 
 
@@ -235,15 +236,15 @@ def test_a_fully_masked_batch_has_ratios_but_no_share_of_kept_tokens() -> None:
     assert seen.kept_lags == {} and seen.sums["loss"] == 0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert metrics["rollout_corr/kept_advantage/positive"] == 0
-    assert not {"actor/pg_clipfrac", "rollout_corr/weight_mean", "rollout_corr/residual_drift"} & set(metrics)
+    assert not {"actor/pg_clipfrac", "rollout_corr/residual_drift"} & set(metrics)
 
 
 def test_a_single_token() -> None:
     """Its lag is 11."""
     metrics = metrics_of(token_sums(state([1])).sums)
     assert metrics["rollout_corr/by_lag/9-16/tokens"] == 1
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(RATIO[1])
-    assert metrics["rollout_corr/rollout_is_seq_eff_sample_size"] == pytest.approx(1)
+    assert metrics["rollout_corr/rho_mean"] == pytest.approx(RATIO[1])
+    assert metrics["rollout_corr/rho_seq_eff_sample_size"] == pytest.approx(1)
     assert sum(name.endswith("/tokens") for name in metrics) == 1
 
 

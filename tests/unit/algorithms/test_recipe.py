@@ -86,7 +86,7 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ({"algorithm": {"loss": {"aipo": {"cap": 4}}}}, r"write \{cispo_scalerl: \{cap: 2\}\} instead"),
         (
             {"algorithm": {"loss": "decoupled_ppo"}},
-            r"write \{ppo: \{clip_high: 0\.28, dual_clip: 0\}\} instead",
+            r"write \{ppo: \{dual_clip: 0\}\} instead",
         ),
         ({"algorithm": {"loss": {"ppo": {"dual_clip": 0.5}}, "epochs": 2}}, "1 or more, or 0 for none"),
         ({"algorithm": {"correction": {"mask": {"lo": 1}}}}, r"\$\.algorithm\.correction\.mask"),
@@ -121,6 +121,10 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
         ),
         ({"algorithm": {"loss": "m2po", "prox": "loglinear"}}, "at the start of the batch; use auto"),
         ({"algorithm": {"prox": "loglinear"}}, "pi itself with one optimizer step"),
+        (
+            {"algorithm": {"mask_truncated": True, "shaping": {"overlong": {}}}},
+            "punishes what mask_truncated keeps out of the loss",
+        ),
         ({"algorithm": {"loss": "m2po", "prox": "mu"}}, "at the start of the batch; use auto"),
         ({"algorithm": {"prox": "mu"}}, "'reinforce' has no ratio to prox; use auto"),
         ({"algorithm": {"loss": "cispo_scalerl", "prox": "mu"}}, "has no ratio to prox"),

@@ -22,6 +22,8 @@ def episode(tokens: int, limit: int = 100) -> ShapingInput:
         (100, {"buffer": 20}, -1.0),
         (100, {"buffer": 20, "factor": 0.5}, -0.5),
         (85, {"buffer": 20, "limit": 90}, -0.75),
+        (85, {}, -0.25),  # a fifth of the limit
+        (45, {"limit": 50}, -0.5),
     ],
 )
 def test_overlong_is_a_ramp_over_the_last_tokens(tokens: int, options: dict[str, Any], added: float) -> None:
@@ -39,8 +41,7 @@ def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("named", "complaint"),
     [
-        ({"overlong": {}}, r"\$\.algorithm\.shaping\.overlong: .*buffer"),
-        ({"overlong": {"buffer": 0}}, r"\$\.algorithm\.shaping\.overlong\.buffer: .*>= 1"),
+        ({"overlong": {"buffer": -1}}, r"\$\.algorithm\.shaping\.overlong\.buffer: .*>= 0"),
         ({"overlong": {"buffer": 5, "size": 1}}, "unknown option 'size'; options: buffer, factor, limit"),
         ({"overlnog": {}}, "did you mean overlong"),
         ({"math:pi": {}}, r"\$\.algorithm\.shaping\.math:pi is no function"),

@@ -169,7 +169,7 @@ def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
     ratios = torch.cat([(pi - mu).detach().exp() for pi, mu in (logp(model, e) for e in noisy)])
     capped, m2po = reports["cispo_scalerl"], reports["m2po"]
     assert capped["rollout_corr/truncated_fraction"] == pytest.approx(float((ratios > 2).double().mean()))
-    assert capped["rollout_corr/weight_mean"] == pytest.approx(float(ratios.clamp(max=2).mean()))
+    assert capped["rollout_corr/rollout_is_mean"] == pytest.approx(float(ratios.clamp(max=2).mean()))
     squares = ratios.log().square().sort().values
     kept = int((squares.cumsum(0) / torch.arange(1, len(squares) + 1) < 0.04).sum())
     assert 0 < kept < len(squares) and m2po["trainer/kept_tokens"] == kept

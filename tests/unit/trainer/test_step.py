@@ -77,8 +77,8 @@ def test_loss_and_counts_are_reported(
     assert metrics["staleness/lag/mean"] == pytest.approx(sum(lags) / len(lags))
     assert metrics["staleness/lag/p50"] == lags[(len(lags) - 1) // 2]
     assert metrics["staleness/lag/max"] == 4 and metrics["staleness/lag_taken/max"] == 6
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(sum(r for r, _ in fresh) / len(fresh))
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(max(r for r, _ in fresh))
+    assert metrics["rollout_corr/rho_mean"] == pytest.approx(sum(r for r, _ in fresh) / len(fresh))
+    assert metrics["rollout_corr/rho_max"] == pytest.approx(max(r for r, _ in fresh))
     exact = sum(v == STEP for _, v in fresh)
     assert metrics["rollout_corr/logprob_diff_tokens"] == exact > 0
     same = [rho - 1 - math.log(rho) for rho in (math.exp(p.item() - mu) for p, mu, v in tokens if v == STEP)]
