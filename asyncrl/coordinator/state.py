@@ -94,7 +94,7 @@ class RunState:
     def dismissed(self, peer: bytes, incarnation: str, newest: str) -> bool:
         """Whether a process was started before the `newest` in its place, or by an earlier launch: it is told
         to end."""
-        replaced = launch_of(incarnation) != self.launch or is_older(incarnation, newest)
+        replaced = launch_of(incarnation) not in ("", self.launch) or is_older(incarnation, newest)
         if replaced:
             log.warning("%s was replaced: it is told to end", peer.decode(errors="replace"))
             self.outbox.to_control(peer, Stop("another process has taken its place"))
