@@ -31,6 +31,10 @@ class EngineError(AsyncrlError):
     """An engine refused a request, or broke."""
 
 
+class EngineLostError(EngineError):
+    """No engine took a request in time."""
+
+
 class DeadlineError(AsyncrlError):
     """A named wait ran past its deadline."""
 

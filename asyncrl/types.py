@@ -66,7 +66,10 @@ class FailReason(enum.StrEnum):
     MISALIGNED = "misaligned"  # a prompt did not extend the tokens before it
     PROMPT_TOO_LONG = "prompt_too_long"
     DEADLINE = "deadline"  # the episode's wall-clock limit, before its first turn was done
+    # Losses, which rollout.retries do not count:
     WORKER_LOST = "worker_lost"
+    ENGINE_LOST = "engine_lost"  # no server took the turn in time, or it had weights that were never pushed
+    NOT_REPEATED = "not_repeated"  # recorded turns could not be continued: the episode starts again
 
 
 class DropReason(enum.StrEnum):

@@ -43,7 +43,8 @@ class EpisodeRecord(msgspec.Struct):
     attempt: int = 0
     state: State = State.PENDING
     reason: str = ""
-    failures: int = 0
+    failures: int = 0  # attempts that failed; those that were lost apart
+    losses: int = 0
     worker: str = ""  # incarnation it is assigned to
     assign_seq: int = 0
     oldest: int = -1  # -1: no token yet

@@ -20,7 +20,10 @@ from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, F
 # Failures that another attempt would only repeat.
 FINAL_FAILURES = frozenset({FailReason.PROMPT_TOO_LONG})
 # An engine or worker that went away does not invalidate the turns that are already durable.
-RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_ERROR})
+RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.ENGINE_ERROR})
+# They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
+LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
+MAX_LOSSES = 100
 RUNS = frozenset({State.PENDING, State.RUNNING})
 USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
 
@@ -231,9 +234,11 @@ class ReplayBuffer:
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
         """An attempt ended without a trajectory: issue it again, or give the episode up. Returns what was
         running and is dropped with it."""
-        episode.failures += 1
+        episode.losses += reason in LOSSES
+        episode.failures += reason not in LOSSES
         self.reasons[f"attempt_failed/{reason}"] += 1
-        if reason in FINAL_FAILURES or episode.failures > self.retries:
+        spent = episode.failures > self.retries or episode.losses > MAX_LOSSES
+        if reason in FINAL_FAILURES or spent:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
             running = [e for e in self.members(group) if e.state is State.RUNNING]

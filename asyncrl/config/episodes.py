@@ -64,7 +64,8 @@ class RolloutConfig(Section, frozen=True):
     episode_timeout: Seconds = 600.0
     """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails."""
     retries: Count = 2
-    """Re-issues of an episode that failed for a reason that is not the policy's."""
+    """Re-issues of an episode that failed for a reason that is not the policy's. Lost workers and servers,
+    and stops of the run, do not count."""
 
     @property
     def rows(self) -> int:

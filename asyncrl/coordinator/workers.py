@@ -216,7 +216,7 @@ class WorkerHandler:
             log.error("%s names v%d, which was never pushed", worker.name, message.newest)
             if not self.engines.remote:
                 self.engines.quarantine(worker.peer.decode(), now)
-            self._give_up(worker, episode, FailReason.ENGINE_ERROR, now)
+            self._give_up(worker, episode, FailReason.ENGINE_LOST, now)
             return
         self.state.store.put_frame(episode.uid, message.turn, "generated", _single_frame(frames))
         self.tokens += message.model_tokens

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, one_line
+from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, EngineLostError, ProtocolError, one_line
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler, turns_of
 from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
@@ -33,6 +33,7 @@ class AgentError(AsyncrlError):
 
 
 _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
+    (EngineLostError, FailReason.ENGINE_LOST),
     (EngineError, FailReason.ENGINE_ERROR),
     (RewardError, FailReason.REWARD_ERROR),
     (ToolError, FailReason.TOOL_ERROR),
@@ -86,6 +87,8 @@ class EpisodeRunner:
                 return run.final_record(await player.expire())
         except Exception as error:
             reason = next(reason for kind, reason in _REASONS if isinstance(error, kind))
+            if frames and isinstance(error, ProtocolError):
+                reason = FailReason.NOT_REPEATED
             if reason is FailReason.EPISODE_ERROR:
                 log.warning("episode %s failed", run.name, exc_info=error)
             return Failed(0, run.attempt, reason, one_line(error))

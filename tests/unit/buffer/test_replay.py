@@ -3,13 +3,15 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.buffer.records import State
+from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, land, make, train
+from tests.unit.buffer.machine import admit, land, make, run, train
 
 
 def test_admission_keeps_the_pace() -> None:
@@ -76,6 +78,21 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     buffer.fail(episode, FailReason.WORKER_LOST, 0.0)
     assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
     assert buffer.current("0.0", 0) is None  # the old attempt is fenced
+
+
+@pytest.mark.parametrize("reason", [FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED])
+def test_what_was_lost_uses_up_no_retries(reason: FailReason) -> None:
+    """After three resumes all that had been under way was given up: most of it long episodes."""
+    buffer, _ = make()
+    admit(buffer, 1)
+    episode = buffer.episodes["0.0"]
+    for _ in range(MAX_LOSSES):
+        run(buffer, "0.0")
+        buffer.fail(episode, reason, 0.0)
+    assert (episode.state, episode.failures) == (State.PENDING, 0)
+    run(buffer, "0.0")
+    buffer.fail(episode, reason, 0.0)  # one that takes its worker along each time ends, too
+    assert episode.state is State.FAILED
 
 
 def test_partial_groups_fix_their_siblings_at_the_deadline() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState
@@ -195,7 +196,8 @@ def test_a_lost_worker_may_hold_a_greedy_episode_and_the_group_it_takes_along(tm
     setup.tick()
     worker = setup.handler.workers[A]
     worker.running = dict(reversed(worker.running.items()))  # the greedy one is the first to be given up
-    setup.state.buffer.retries = 0
+    for episode in setup.state.buffer.episodes.values():
+        episode.losses = MAX_LOSSES
     setup.handler.lose(worker, "gone", 0.0)
     flow = setup.state.buffer.flow()
     assert flow.conserved and (flow.failed, flow.dropped) == (1, 2)

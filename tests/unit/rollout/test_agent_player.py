@@ -390,7 +390,7 @@ def test_an_agent_that_does_something_else_starts_again() -> None:
         bench = AgentBench(agent)
         end = bench.play(first.record)
         assert isinstance(end, Failed)
-        assert end.reason is FailReason.EPISODE_ERROR
+        assert end.reason is FailReason.NOT_REPEATED
         assert "repeat" in end.detail
 
 

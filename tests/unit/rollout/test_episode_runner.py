@@ -359,14 +359,14 @@ def test_an_episode_cannot_go_on_past_a_tool_that_forbids_it() -> None:
     rest.tools["look"] = rest.looker(replay="no")
     end = rest.play(recorded(whole)[:2])
     assert isinstance(end, Failed)
-    assert end.reason is FailReason.EPISODE_ERROR
+    assert end.reason is FailReason.NOT_REPEATED
 
 
-def test_unreadable_frames_are_an_episode_error() -> None:
+def test_unreadable_frames_make_the_episode_start_again() -> None:
     for frames in ([b"\xc1", b""], [b""]):
         end = Bench([]).play(frames)
         assert isinstance(end, Failed)
-        assert end.reason is FailReason.EPISODE_ERROR
+        assert end.reason is FailReason.NOT_REPEATED
 
 
 def test_a_turn_record_names_its_versions() -> None:

@@ -136,7 +136,7 @@ def test_an_environment_that_cannot_be_repeated_makes_the_episode_start_again(ot
     whole.play()
     end = Bench(["42"], nothing, other).play(recorded(whole)[:2])
     assert isinstance(end, Failed)
-    assert end.reason is FailReason.EPISODE_ERROR  # which is issued again from the prompt
+    assert end.reason is FailReason.NOT_REPEATED  # which is issued again from the prompt
     assert other.log[-1] == "close"
 
 
