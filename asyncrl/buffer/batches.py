@@ -139,6 +139,14 @@ class Batches:
             and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
         )
 
+    def drop_remainder(self) -> list[EpisodeRecord]:
+        """The data is over: give up the groups that cannot fill a batch any more. Returns what was running."""
+        untaken = sum(group.step < 0 for group in self.buffer.live.values())
+        begun = bool(self.batches.get(self.committed, Batch(self.committed)).micros)
+        if begun or untaken >= self.buffer.config.groups_per_batch:
+            return []
+        return self.buffer.drop_all(DropReason.END_OF_DATA)
+
     @property
     def _capped(self) -> bool:
         """`max_refill` is reached: so many groups were filtered that the batch is trained short."""

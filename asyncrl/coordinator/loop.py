@@ -6,7 +6,8 @@ unblocks: all other processes
 
 Each turn of the loop calls, in order: `Poller.wait`, `_drain` (messages into the state), `_tick` (admission,
 deadlines, assignments), `queue_acks`, `RunState.persist` (one transaction, then the replies). Replies go out
-only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of.
+only after the transaction commits, so a kill -9 cannot undo anything that a peer knows of. Nothing else
+commits: a turn that an error interrupts has not happened.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from asyncrl.buffer.records import Flow
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.coordinator.turn_writer import TurnWriter
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.data.parquet import load_samples
 from asyncrl.errors import AsyncrlError, ProtocolError, one_line
-from asyncrl.observe.files import write_summary
-from asyncrl.observe.summary import summarize
+from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.types import DropReason
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
@@ -72,6 +70,9 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     coordinator = Coordinator(config, endpoints, incarnation)
     try:
         coordinator.loop()
+    except SupersededError as error:
+        log.error("%s: this one leaves", error)
+        return 1
     finally:
         coordinator.close()
     return 1 if coordinator.error else 0
@@ -100,9 +101,11 @@ class Coordinator:
         self.validation = Validation(self.state, self.workers, self.engines, test)
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.phase, self.error, self.outcome = Phase.STARTING, "", ""
+        self.over = False  # CLOSED, and everybody was sent the end
         self.observers: set[bytes] = set()
         self.deadline = time.monotonic() + config.launch.start_timeout
         self._status_at, self._turned_at = 0.0, time.monotonic()
+        self.writer = TurnWriter(self.state, self._keep_contact)
         self._can_save = True  # there are trainer ranks to write a checkpoint
         self._resume(incarnation)
 
@@ -115,30 +118,45 @@ class Coordinator:
             self.workers.reissue_orphans(time.monotonic())
             state.store.put_meta("launch", incarnation)
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
-        state.store.put_meta("coordinator_epoch", str(state.coordinator_epoch))
-        state.persist()
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        """Run until CLOSED. An error ends the run with its reason, after what is known is written."""
+        """Run until the end. An error ends the run with its reason, after what is known is written."""
         poller = Poller(self.control, self.bulk)
-        while self.phase is not Phase.CLOSED:
+        while not self.over:
             poller.wait(TICK)
             self.turn(time.monotonic())
 
     def turn(self, now: float) -> None:
-        """One turn of the loop."""
+        """One turn of the loop. While the store cannot be written, nothing is taken in, acknowledged or
+        admitted; an error undoes the turn and ends the run."""
         try:
+            if not self.writer.write(now):  # what the turn before could not write
+                return
             self.state.waits = []
             self._drain(now)
             self._tick(now, gap=now - self._turned_at - TICK)
+            self._turned_at = now
             self.workers.queue_acks()
-            self.state.persist()
+            if not self.writer.write(now):
+                return
+        except SupersededError:
+            raise  # the run is another coordinator's: neither its summary nor its peers are ours
         except AsyncrlError as error:
             log.exception("the run cannot go on")
             self._fail(one_line(error))
-        self._turned_at = now
+            self.state.rollback()  # that turn never happened
+        if self.phase is Phase.CLOSED:
+            self._finish()
+
+    def _keep_contact(self, wait: str) -> None:
+        """Past the outbox, whose messages may leave only after the commit."""
+        self.state.waits = [wait]
+        for peer in self.observers:
+            self.control.send(peer, self._status())
+        for peer in (*self.workers.workers, *self.engines.keepers):
+            self.control.send(peer, self.state.welcome_message)
 
     def _drain(self, now: float) -> None:
         for hub, handle in ((self.control, self._on_control), (self.bulk, self._on_bulk)):
@@ -220,16 +238,7 @@ class Coordinator:
         while buffer.can_admit(free, self.workers.total_slots):
             free -= len(buffer.admit(self.state.batches.committed, now).members)
         if buffer.data_over and self.config.data.at_end == "drop":
-            self._drop_remainder()
-
-    def _drop_remainder(self) -> None:
-        """The data is over: drop the groups that cannot fill a batch any more."""
-        live = list(self.state.buffer.live.values())
-        untaken = [group for group in live if group.step < 0]
-        room = self.config.buffer.groups_per_batch
-        batch = self.state.batches.batches.get(self.state.batches.committed)
-        if len(untaken) + (len(batch.groups) if batch else 0) < room and (batch is None or not batch.micros):
-            self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
+            self.workers.cancel(self.state.batches.drop_remainder())
 
     def _check_untrained(self, now: float) -> None:
         config, buffer = self.config.buffer, self.state.buffer
@@ -319,26 +328,21 @@ class Coordinator:
         self._end("failed")
 
     def _end(self, outcome: str) -> None:
-        """Write the summary, send all processes the end, close."""
         self.outcome, self.phase = outcome, Phase.CLOSED
-        self.state.persist()
-        now = {"training/step": float(self.state.batches.committed), "time_s": self.reporter.seconds}
-        self.reporter.write(now | self._gauges())
-        flow, conserved = self.reporter.audit()
-        self._write_summary(flow, conserved)
-        self.workers.stop(outcome)
-        self.engines.stop(outcome)
-        self.trainer.stop(outcome)
-        self._to_observers(self._status())
-        self._to_observers(RunEnd(outcome, self.error))
-        self.state.outbox.flush()
 
-    def _write_summary(self, flow: Flow, conserved: bool) -> None:
-        summary = summarize(self.reporter.close(), msgspec.structs.asdict(flow), conserved)
-        summary["outcome"] = self.outcome
-        summary["error"] = self.error
-        summary["reasons"] = dict(self.state.buffer.reasons)
-        write_summary(self.run_dir, summary)
+    def _finish(self) -> None:
+        """Write the summary, send all processes the end."""
+        self.over = True
+        try:
+            self.reporter.write_summary(self.outcome, self.error)
+        except (StoreError, OSError) as error:
+            log.error("no summary: %s", error)
+        self.workers.stop(self.outcome)
+        self.engines.stop(self.outcome)
+        self.trainer.stop(self.outcome)
+        self._to_observers(self._status())
+        self._to_observers(RunEnd(self.outcome, self.error))
+        self.state.outbox.flush()
 
     # -- events of the handlers -----------------------------------------------------------------------
 
@@ -362,10 +366,7 @@ class Coordinator:
 
     def _status(self) -> Status:
         step, total = self.state.batches.committed, self.config.total_steps
-        return Status(self.phase, step, total, self._gauges(), self.reporter.waits())
-
-    def _gauges(self) -> dict[str, float]:
-        return self.reporter.gauges() | {"wire/refused": float(self.control.refused + self.bulk.refused)}
+        return Status(self.phase, step, total, self.reporter.gauges(), self.reporter.waits())
 
     def _to_observers(self, message: WireMessage) -> None:
         for peer in self.observers:

@@ -12,10 +12,11 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, Flow, State
 from asyncrl.buffer.replay import USABLE
 from asyncrl.coordinator.engines import EngineHandler
-from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.observe.files import read_rows
+from asyncrl.observe.files import read_rows, write_summary
+from asyncrl.observe.summary import summarize
 from asyncrl.types import EpisodeEnd, FailReason
 
 
@@ -40,7 +41,8 @@ class Reporter:
         self.finished = self.multi_version = self.tokens = 0  # totals of this process
         earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
-        self._file = (state.run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._file = (state.run_dir / "metrics.jsonl").open("ab", buffering=0)
+        self._unwritten = b""
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
 
@@ -81,8 +83,13 @@ class Reporter:
         return row
 
     def write(self, row: dict[str, float]) -> None:
-        """Append a row to metrics.jsonl."""
-        self._file.write(json.dumps(row) + "\n")
+        """Append a row to metrics.jsonl. On a full disk it waits for the next one: the run does not."""
+        self._unwritten += json.dumps(row).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            log.error("metrics.jsonl: %s; written with the next row", error)
 
     @property
     def seconds(self) -> float:
@@ -112,6 +119,7 @@ class Reporter:
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
                 "data/retired_samples": float(len(state.buffer.retired)),
                 "rollout/turns_checked": float(self.workers.turns),
+                "wire/refused": float(state.outbox.refused),
             }
             | {
                 f"rollout/attempts_failed/{reason}": float(state.buffer.reasons[f"attempt_failed/{reason}"])
@@ -206,7 +214,12 @@ class Reporter:
         counted = self.trainer.checkpoint_trained in (None, flow.trained)
         return flow, flow.conserved and agree and planned and counted
 
-    def close(self) -> list[dict[str, float]]:
-        """All rows of the run, for the summary."""
+    def write_summary(self, outcome: str, error: str) -> None:
+        """The last row, and the summary of the run, which is over. Raises StoreError and OSError."""
+        state = self.state
+        self.write({"training/step": float(state.batches.committed), "time_s": self.seconds} | self.gauges())
         self._file.close()
-        return read_rows(self.state.run_dir)
+        flow, conserved = self.audit()
+        summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(flow), conserved)
+        reasons = dict(state.buffer.reasons)
+        write_summary(state.run_dir, summary | {"outcome": outcome, "error": error, "reasons": reasons})

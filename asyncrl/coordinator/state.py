@@ -18,6 +18,7 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.parquet import load_samples
 from asyncrl.store.runstore import RunStore
+from asyncrl.store.schema import StoreError
 from asyncrl.types import Sample
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.incarnations import is_older, launch_of
@@ -36,11 +37,20 @@ class TransactionalOutbox:
     bulk: Hub
     _queue: list[tuple[Hub, bytes, WireMessage, Sequence[bytes]]] = field(default_factory=list)
 
+    @property
+    def refused(self) -> int:
+        """Messages that came and could not be read."""
+        return self.control.refused + self.bulk.refused
+
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self._queue.append((self.control, peer, message, frames))
 
     def to_bulk(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self._queue.append((self.bulk, peer, message, frames))
+
+    def clear(self) -> None:
+        """Send nothing of this turn: it was undone."""
+        self._queue = []
 
     def flush(self) -> None:
         """Send everything. A peer that misses a message asks for it again, as its protocol says."""
@@ -88,8 +98,11 @@ class RunState:
 
     def welcome(self, peer: bytes) -> None:
         """Answer a hello."""
-        message = Welcome(self.coordinator_epoch, self.trainer_epoch, self.batches.committed)
-        self.outbox.to_control(peer, message)
+        self.outbox.to_control(peer, self.welcome_message)
+
+    @property
+    def welcome_message(self) -> Welcome:
+        return Welcome(self.coordinator_epoch, self.trainer_epoch, self.batches.committed)
 
     def dismissed(self, peer: bytes, incarnation: str, newest: str) -> bool:
         """Whether a process was started before the `newest` in its place, or by an earlier launch: it is told
@@ -101,7 +114,8 @@ class RunState:
         return replaced
 
     def persist(self) -> None:
-        """Write what changed in one transaction, then send the messages of this turn."""
+        """Write what changed in one transaction, then send the messages of this turn. StorePaused: neither
+        has happened; call it again, before anything else changes."""
         groups, episodes = self.buffer.changes()
         self.store.put_groups(groups, self.buffer.live)
         self.store.put_episodes(episodes)
@@ -112,20 +126,24 @@ class RunState:
         self.store.commit()
         self.outbox.flush()
 
+    def rollback(self) -> None:
+        """Forget what was not committed, and read again what is stored, as far as it can be read."""
+        self.outbox.clear()
+        self.store.rollback()
+        self.buffer.changes()
+        self.batches.changes()
+        try:
+            restore(self.config, self.store, self.buffer, self.batches)
+        except StoreError as error:
+            log.error("%s", error)
+
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
     samples, store = load_samples(config.data.train), RunStore(run_dir)
     buffer = _new_buffer(config, len(samples))
     batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")
-    held = store.read.load()
-    for group in held.groups:  # the clock of the process that set the deadline is gone
-        group.deadline = time.monotonic() + config.buffer.group_deadline
-    buffer.restore(held.groups, held.episodes, held.left)
-    buffer.next_group, buffer.cursor = held.next_group, held.cursor
-    buffer.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
-    buffer.committed = held.committed
-    batches.restore(held.batches, held.taken, held.baselines)
+    restore(config, store, buffer, batches)
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
     return RunState(
@@ -137,9 +155,21 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
         versions=VersionLedger(version, ref),
         store=store,
         outbox=outbox,
-        coordinator_epoch=int(store.read.meta("coordinator_epoch", "0")) + 1,
+        coordinator_epoch=store.epoch,
         trainer_epoch=int(store.read.meta("trainer_epoch", "0")),
     )
+
+
+def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
+    """Take over what the store holds."""
+    held = store.read.load()
+    for group in held.groups:  # the clock of the process that set the deadline is gone
+        group.deadline = time.monotonic() + config.buffer.group_deadline
+    buffer.restore(held.groups, held.episodes, held.left)
+    buffer.next_group, buffer.cursor = held.next_group, held.cursor
+    buffer.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
+    buffer.committed = held.committed
+    batches.restore(held.batches, held.taken, held.baselines)
 
 
 def _new_buffer(config: RunConfig, samples: int) -> ReplayBuffer:

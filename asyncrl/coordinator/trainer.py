@@ -72,6 +72,7 @@ class TrainerHandler:
                 state.trainer_epoch += 1
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
+                state.store.sync()  # after a power cut the number must not be given again
             self.ranks = Ranks(message.incarnation, message.ranks)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
             self._check_position(message.step)
@@ -116,7 +117,7 @@ class TrainerHandler:
         expected = batch.plan_hash if batch is not None else recorded
         if message.plan_hash != expected:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
-        if recorded is None:
+        if message.step > state.batches.committed:
             state.batches.commit(message.step)
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
@@ -158,7 +159,6 @@ class TrainerHandler:
             state.store.forget_frames(uid)
         state.store.forget_plans(oldest, len(covered))
         state.store.sync()
-        state.store.remove_unused_segments()
         state.progress(now)
 
     def look_at_checkpoint(self, now: float) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from asyncrl.buffer.batches import Baseline, Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
-from asyncrl.store.schema import open_to_read
+from asyncrl.store.schema import DATABASE, StoreError, open_to_read
 from asyncrl.store.segments import FramePlace, SegmentReader
 from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
+FrameKey = tuple[str, int, str]  # uid, turn, generated | replied
 
 
 class StoredRun(msgspec.Struct):
@@ -33,10 +35,13 @@ class StoredRun(msgspec.Struct):
 
 
 class RunReader:
-    """Queries on a run's database and segments. None keeps a transaction open."""
+    """Queries on a run's database and segments. None keeps a transaction open; all raise StoreError.
+    `unwritten`: payloads that their writer has not committed yet."""
 
-    def __init__(self, db: sqlite3.Connection, segments: SegmentReader) -> None:
-        self._db, self._segments = db, segments
+    def __init__(
+        self, db: sqlite3.Connection, segments: SegmentReader, unwritten: Mapping[FrameKey, bytes] = {}
+    ) -> None:
+        self._db, self._segments, self._unwritten = db, segments, unwritten
 
     @classmethod
     def open(cls, run_dir: Path) -> RunReader:
@@ -48,40 +53,45 @@ class RunReader:
         self._segments.close()
 
     def meta(self, key: str, default: str = "") -> str:
-        row = self._db.execute("SELECT value FROM meta WHERE key=?", (key,)).fetchone()
-        return row[0] if row else default
+        rows = self._rows("SELECT value FROM meta WHERE key=?", key)
+        return rows[0][0] if rows else default
 
     def frames(self, uid: str, turns: int) -> list[bytes]:
         """Generated and replied payloads of the first `turns` turns; b'' where a turn has no replies."""
-        rows = self._db.execute("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", (uid,))
+        rows = self._rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
         places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
         return [
-            self._segments.read(places[turn, kind]) if (turn, kind) in places else b""
+            self._frame((uid, turn, kind), places.get((turn, kind)))
             for turn in range(turns)
             for kind in ("generated", "replied")
         ]
 
+    def _frame(self, key: FrameKey, place: FramePlace | None) -> bytes:
+        if key in self._unwritten:
+            return self._unwritten[key]
+        return self._segments.read(place) if place else b""
+
     def plan_hash(self, step: int) -> str | None:
-        row = self._db.execute("SELECT plan_hash FROM commits WHERE step=?", (step,)).fetchone()
-        return row[0] if row else None
+        rows = self._rows("SELECT plan_hash FROM commits WHERE step=?", step)
+        return rows[0][0] if rows else None
 
     def checkpoints(self) -> list[int]:
         """Steps of all checkpoints ever recorded."""
-        return [step for (step,) in self._db.execute("SELECT step FROM checkpoints ORDER BY step")]
+        return [step for (step,) in self._rows("SELECT step FROM checkpoints ORDER BY step")]
 
     def newest_version(self) -> tuple[PolicyVersion, str]:
         """The newest published version and where it was put; NO_VERSION and "" before there is one."""
-        found = self._db.execute("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1").fetchone()
-        return (PolicyVersion(*found[:2]), found[2]) if found else (NO_VERSION, "")
+        rows = self._rows("SELECT * FROM versions ORDER BY epoch DESC, step DESC LIMIT 1")
+        return (PolicyVersion(*rows[0][:2]), rows[0][2]) if rows else (NO_VERSION, "")
 
     def counts(self) -> dict[State, int]:
         """Episodes by state, counted in the index: the audit compares them with the buffer's."""
-        rows = self._db.execute("SELECT state, count(*) FROM episodes GROUP BY state")
+        rows = self._rows("SELECT state, count(*) FROM episodes GROUP BY state")
         return {State(state): count for state, count in rows}
 
     def committed_plans(self) -> list[Batch]:
         """The plans of committed batches, oldest first, as far as no checkpoint covers them."""
-        committed = {step - 1 for (step,) in self._db.execute("SELECT step FROM commits")}
+        committed = {step - 1 for (step,) in self._rows("SELECT step FROM commits")}
         return [batch for batch in self.plans() if batch.step in committed]
 
     def plans(self) -> list[Batch]:
@@ -112,14 +122,14 @@ class RunReader:
         left = dict(self.counts())
         for episode in episodes:
             left[episode.state] -= 1
-        (committed,) = self._db.execute("SELECT coalesce(max(step), 0) FROM commits").fetchone()
+        ((committed,),) = self._rows("SELECT coalesce(max(step), 0) FROM commits")
         return StoredRun(
             groups=groups,
             episodes=episodes,
             left=left,
             next_group=last[0].id + 1 if last else 0,
             cursor=last[0].position + 1 if last else 0,
-            retired={sample for (sample,) in self._db.execute("SELECT sample FROM retired")},
+            retired={sample for (sample,) in self._rows("SELECT sample FROM retired")},
             batches=batches,
             taken=taken,
             baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},
@@ -127,4 +137,10 @@ class RunReader:
         )
 
     def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
-        return [msgspec.msgpack.decode(record, type=kind) for (record,) in self._db.execute(query, values)]
+        return [msgspec.msgpack.decode(record, type=kind) for (record,) in self._rows(query, *values)]
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"{DATABASE}: {error}") from error

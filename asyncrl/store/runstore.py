@@ -1,40 +1,77 @@
 """The run's journal: one SQLite index (flow, plans, commits, versions) over payload segments.
 
-The coordinator is the only writer. It puts everything that one turn of its loop changed into one transaction,
-and sends messages only after it. Others read the run with `reader.RunReader`, at any time.
+The coordinator is the only writer. What one turn of its loop changes is kept in memory and written by
+`commit`, in one transaction; messages leave after it. Others read the run with `reader.RunReader`, always.
 """
 
 from __future__ import annotations
 
+import logging
 import sqlite3
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord
-from asyncrl.store.reader import RunReader
-from asyncrl.store.schema import StoreError, open_to_write
-from asyncrl.store.segments import SegmentReader, SegmentWriter
+from asyncrl.store.reader import FrameKey, RunReader
+from asyncrl.store.schema import DATABASE, StorePaused, SupersededError, open_to_write, store_error
+from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsync
 from asyncrl.types import PolicyVersion
+
+log = logging.getLogger("asyncrl.store")
+
+RETRY = 0.25  # seconds between two tries to write to a store that is locked or full
+OPEN_DEADLINE = 60.0  # seconds to wait for such a store at the start
+
+Row = tuple[object, ...]
 
 
 class RunStore:
-    """Owner of `run.db` and `segments/` in a run directory. All that is written becomes durable at the next
-    commit(); `read` sees it at once."""
+    """Owner of `run.db` and `segments/` in a run directory. What is put becomes durable at the next commit();
+    `read` sees payloads at once, the rest after it. Opening a store takes it over: from then on an earlier
+    owner can write nothing. `epoch` numbers the owners, from 1."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
         self._db = open_to_write(run_dir)
-        self._db.execute("BEGIN")
         self._segments = SegmentWriter(run_dir / "segments")
         self._written = SegmentReader(run_dir / "segments")
-        self.read = RunReader(self._db, self._written)
+        self._statements: list[tuple[str, list[Row]]] = []  # of this turn, in order
+        self._frames: dict[FrameKey, bytes] = {}  # payloads of this turn
+        self._places: dict[FrameKey, FramePlace] = {}  # of those that are in a segment already
+        self._sync_due = False
+        self.read = RunReader(self._db, self._written, self._frames)
+        self.epoch = self._take_over()
+
+    def _take_over(self) -> int:
+        """Write the next epoch. It survives a power cut, or it would be given twice."""
+        deadline = time.monotonic() + OPEN_DEADLINE
+        while True:
+            try:
+                with self._transaction():
+                    epoch = self._stored_epoch() + 1
+                    values = ("coordinator_epoch", str(epoch))
+                    self._db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", values)
+                self._fsync_index()
+                return epoch
+            except StorePaused as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.error("%s; trying again", error)
+                time.sleep(RETRY)
+
+    def _stored_epoch(self) -> int:
+        return int(self.read.meta("coordinator_epoch", "0"))
 
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
-        """Append the payload of a turn (`kind` generated | replied); a repeat replaces the reference."""
-        self._put("frames", (uid, turn, kind, *self._segments.append(payload)))
+        """The payload of a turn (`kind` generated | replied); a repeat replaces the one before."""
+        self._frames[uid, turn, kind] = payload
+        self._places.pop((uid, turn, kind), None)
 
     def put_groups(self, groups: Collection[GroupRecord], live: dict[int, GroupRecord]) -> None:
         self._put("groups", *((g.id, g.id not in live, msgspec.msgpack.encode(g)) for g in groups))
@@ -62,42 +99,98 @@ class RunStore:
     def put_meta(self, key: str, value: str) -> None:
         self._put("meta", (key, value))
 
-    def _put(self, table: str, *rows: tuple[object, ...]) -> None:
+    def _put(self, table: str, *rows: Row) -> None:
         if rows:
             marks = ",".join("?" * len(rows[0]))
-            self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES({marks})", rows)
-
-    def commit(self) -> None:
-        """Make everything put so far durable (kill -9 safe)."""
-        try:
-            self._db.execute("COMMIT")
-            self._db.execute("BEGIN")
-        except sqlite3.Error as error:
-            raise StoreError(f"run.db: {error}; free disk space and resume the run") from error
-
-    def sync(self) -> None:
-        """Power-loss safe up to here: called when a checkpoint is recorded."""
-        self._segments.sync()
-        self.commit()
-        self._db.execute("COMMIT")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._db.execute("BEGIN")
-
-    def close(self) -> None:
-        self._db.execute("COMMIT")
-        self.read.close()
-        self._segments.close()
+            self._statements.append((f"INSERT OR REPLACE INTO {table} VALUES({marks})", list(rows)))
 
     def forget_frames(self, uid: str) -> None:
         """Delete the payloads of an episode that is over and in no plan."""
-        self._db.execute("DELETE FROM frames WHERE uid=?", (uid,))
+        for key in [key for key in self._frames if key[0] == uid]:
+            del self._frames[key]
+        self._statements.append(("DELETE FROM frames WHERE uid=?", [(uid,)]))
 
     def forget_plans(self, below: int, rows: int) -> None:
         """A checkpoint covers the batches before `below`, which held `rows` trajectories."""
-        self._db.execute("DELETE FROM plans WHERE step<?", (below,))
-        self.put_meta("covered", str(int(self.read.meta("covered", "0")) + rows))
+        self._statements.append(("DELETE FROM plans WHERE step<?", [(below,)]))
+        self._statements.append(("INSERT OR IGNORE INTO meta VALUES('covered', '0')", [()]))
+        self._statements.append(("UPDATE meta SET value=value+? WHERE key='covered'", [(rows,)]))
 
-    def remove_unused_segments(self) -> None:
-        """Delete the segments older than every payload still referred to."""
-        (oldest,) = self._db.execute("SELECT min(segment) FROM frames").fetchone()
-        self._written.remove_before(self._segments.current if oldest is None else oldest)
+    def sync(self) -> None:
+        """Let the next commit be power-loss safe, with all before it. It also deletes the segments that are
+        older than every payload still referred to."""
+        self._sync_due = True
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Make everything put so far durable, in one transaction: kill -9 safe, after `sync` power-loss safe.
+
+        StorePaused: the disk is full, or another process locks the store; nothing was written and nothing is
+        lost: call it again. SupersededError: another coordinator has opened the store. StoreError: damaged.
+        """
+        for key, payload in self._frames.items():
+            if key not in self._places:
+                self._places[key] = self._segments.append(payload)
+        if self._sync_due:
+            self._segments.sync()
+        if self._frames or self._statements:
+            with self._transaction():
+                if (epoch := self._stored_epoch()) != self.epoch:
+                    raise SupersededError(
+                        f"{self._run_dir / DATABASE}: another coordinator (epoch {epoch}) has taken over "
+                        f"from this one (epoch {self.epoch})"
+                    )
+                for statement, rows in self._statements:
+                    self._db.executemany(statement, rows)
+                rows = [(*key, *self._places[key]) for key in self._frames]
+                self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?)", rows)
+            self._clear()
+        if self._sync_due:
+            self._fsync_index()
+            self._compact()
+            self._sync_due = False
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """The only place that begins and commits. What an error interrupts is undone."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise store_error(self._run_dir / DATABASE, error) from error
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    def _fsync_index(self) -> None:
+        """What was committed is on the disk: it is in the write-ahead log until SQLite copies it."""
+        fsync(self._run_dir / f"{DATABASE}-wal")
+        fsync(self._run_dir)
+
+    def _compact(self) -> None:
+        """Shorten the log; delete the segments that are not referred to any more."""
+        try:
+            (busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            (oldest,) = self._db.execute("SELECT min(segment) FROM frames").fetchone()
+        except sqlite3.Error as error:
+            raise store_error(self._run_dir / DATABASE, error) from error
+        if busy:
+            log.warning("%s: a reader keeps a transaction open: its log grows meanwhile", self._run_dir)
+        self._written.remove_before(self._segments.newest if oldest is None else oldest)
+
+    def rollback(self) -> None:
+        """Forget everything put since the last commit."""
+        self._clear()
+        self._sync_due = False
+
+    def _clear(self) -> None:
+        self._statements.clear()
+        self._frames.clear()
+        self._places.clear()
+
+    def close(self) -> None:
+        """Close the files. What is not committed is lost."""
+        self.read.close()
+        self._segments.close()

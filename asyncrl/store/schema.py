@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -32,8 +33,37 @@ CREATE TABLE versions(
 """
 
 
+OPEN_TIMEOUT = 60.0  # seconds that opening waits for another process's lock
+BUSY_TIMEOUT = 250  # milliseconds that a statement waits for one
+
+# May pass: a lock of another process; a full disk or quota.
+_PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
 class StoreError(AsyncrlError):
-    """The run store is damaged, full or cannot be opened."""
+    """The run store is damaged or cannot be opened."""
+
+
+class StorePaused(StoreError):
+    """The run store cannot be written now: the disk is full, or another process locks it."""
+
+
+class SupersededError(StoreError):
+    """Another coordinator has taken the run store over."""
+
+
+def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
+    """What an error of SQLite or of the disk means to the run."""
+    if isinstance(error, OSError):
+        passing, full = error.errno in _FULL, error.errno in _FULL
+    else:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
+        passing, full = code in _PASSING, code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    if not passing:
+        return StoreError(f"{path}: {error}")
+    what = "free disk space" if full else "end the process that locks it (lsof run.db), or let it finish"
+    return StorePaused(f"{path}: {error}; the run waits until it can write: {what}")
 
 
 def open_to_write(run_dir: Path) -> sqlite3.Connection:
@@ -41,14 +71,15 @@ def open_to_write(run_dir: Path) -> sqlite3.Connection:
     when it cannot be opened."""
     path = run_dir / DATABASE
     try:
-        db = sqlite3.connect(path, isolation_level=None)
+        db = sqlite3.connect(path, timeout=OPEN_TIMEOUT, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {TABLES} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         _check(db, path)
+        db.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT}")
     except sqlite3.Error as error:
-        raise StoreError(f"{path}: {error}") from error
+        raise store_error(path, error) from error
     return db
 
 

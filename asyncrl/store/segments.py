@@ -5,6 +5,7 @@ A record is kill-9 safe once it is appended (the kernel has it), and power-loss 
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from asyncrl.store.schema import StoreError
+from asyncrl.store.schema import StoreError, store_error
 
 HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
@@ -26,46 +27,51 @@ class FramePlace(NamedTuple):
 
 
 class SegmentWriter:
-    """Writes records to numbered files of a directory. One writer; a new file after each opening."""
+    """Writes records to numbered files of a directory. One writer; each opening begins a new file."""
 
     def __init__(self, directory: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.segment_bytes = directory, segment_bytes
-        self.current = max((int(path.stem) for path in directory.glob("*.seg")), default=-1)
-        self._file, self._offset = -1, 0
-        self._roll()
+        self._file, self._segment, self._offset = -1, -1, 0
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest file, whoever wrote it; -1: there is none."""
+        return max((int(path.stem) for path in self.directory.glob("*.seg")), default=-1)
 
     def append(self, payload: bytes) -> FramePlace:
-        """Write one record. StoreError when the disk is full; a record that was half written is cut off."""
-        if self._offset >= self.segment_bytes:
-            self._roll()
-        place = FramePlace(self.current, self._offset)
+        """Write one record. StorePaused when the disk is full; a record that was half written is cut off."""
         record = HEADER.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         try:
+            if self._file < 0 or self._offset >= self.segment_bytes:
+                self._roll()
             written = os.write(self._file, record)
             if written != len(record):
-                raise OSError(28, "short write")
+                os.ftruncate(self._file, self._offset)
+                raise OSError(errno.ENOSPC, "short write")
         except OSError as error:
-            os.ftruncate(self._file, self._offset)
-            raise StoreError(
-                f"{self.directory}: cannot write a payload ({error.strerror}); free disk space"
-            ) from error
+            raise store_error(self.directory, error) from error
+        place = FramePlace(self._segment, self._offset)
         self._offset += written
         return place
 
     def sync(self) -> None:
-        os.fsync(self._file)
+        """What was appended survives a power cut."""
+        if self._file >= 0:
+            fsync(segment_path(self.directory, self._segment))
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def _roll(self) -> None:
-        if self._file >= 0:
-            os.fsync(self._file)
-            os.close(self._file)
-        self.current += 1
+        self.sync()
+        self.close()
+        self._segment, self._offset = self.newest + 1, 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
-        self._file, self._offset = os.open(segment_path(self.directory, self.current), flags, 0o644), 0
+        self._file = os.open(segment_path(self.directory, self._segment), flags, 0o644)
+        fsync(self.directory)  # the file's name survives a power cut, too
 
 
 class SegmentReader:
@@ -108,6 +114,18 @@ class SegmentReader:
             except FileNotFoundError:
                 raise StoreError(f"{path} is gone, but a live trajectory is in it") from None
         return self._files[segment]
+
+
+def fsync(path: Path) -> None:
+    """Let a file's data, or a directory's names, survive a power cut. StoreError when that fails."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise store_error(path, error) from error
 
 
 def segment_path(directory: Path, segment: int) -> Path:

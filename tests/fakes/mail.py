@@ -11,6 +11,8 @@ from asyncrl.wire.messages.shared import WireMessage
 class Sent:
     """In place of the sockets: what would have left after the commit."""
 
+    refused = 0
+
     def __init__(self) -> None:
         self.mail: list[tuple[bytes, WireMessage]] = []
 
@@ -20,6 +22,8 @@ class Sent:
     to_bulk = to_control
 
     def flush(self) -> None: ...
+
+    def clear(self) -> None: ...
 
     def take(self, kind: type) -> list[tuple[bytes, Any]]:
         """The messages of a kind since the last call."""

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
+from asyncrl.buffer.records import State
 from asyncrl.config import parse
 from asyncrl.coordinator import loop, state
 from asyncrl.coordinator.loop import Coordinator, Phase
+from asyncrl.errors import ProtocolError
+from asyncrl.observe.files import read_rows, read_summary
+from asyncrl.store.runstore import RunStore
+from asyncrl.store.schema import SupersededError
 from asyncrl.types import Message, Sample
-from asyncrl.wire.messages.observer import ObserverHello
-from asyncrl.wire.messages.shared import Stop, WireMessage
+from asyncrl.wire.messages.observer import ObserverHello, Status
+from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import Commit, Committed, TrainerHello
+from asyncrl.wire.messages.worker_control import WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode
+from tests.unit.buffer.machine import land_group
 
 ROWS = [Sample(row, "s", (Message("user", "?"),), "1") for row in range(50)]
 
@@ -59,6 +70,14 @@ class LoopSetup:
     def turn(self) -> None:
         self.coordinator.turn(self.coordinator._turned_at + 0.05)
 
+    def received(self, peer: bytes, kind: type) -> int:
+        """How many messages of a kind have come to a peer; waits a moment for the first."""
+        socket, count = self.peers[peer], 0
+        while socket.poll(500 if not count else 0):
+            tag = msgspec.msgpack.decode(socket.recv_multipart()[0])["type"]
+            count += tag == kind.__name__
+        return count
+
     def close(self) -> None:
         self.coordinator.close()
         self.context.destroy(linger=0)
@@ -76,7 +95,7 @@ def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
         setup.send(peer, parts)
         setup.turn()
     assert setup.coordinator.phase is Phase.STARTING and not setup.coordinator.error
-    assert setup.coordinator._status().gauges["wire/refused"] == 2
+    assert setup.coordinator.reporter.gauges()["wire/refused"] == 2
 
 
 def test_only_a_launcher_that_said_hello_can_stop_the_run(setup: LoopSetup) -> None:
@@ -85,3 +104,105 @@ def test_only_a_launcher_that_said_hello_can_stop_the_run(setup: LoopSetup) -> N
     setup.say(b"observer/0/x", ObserverHello("x"))
     setup.say(b"observer/0/x", Stop("interrupted"))
     assert setup.coordinator.phase in (Phase.STOPPING, Phase.CLOSED)
+
+
+WORKER, OBSERVER, TRAINER = b"rollout/0/w", b"observer/0/x", b"trainer/0/a"
+
+
+def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None:
+    coordinator = setup.coordinator
+    setup.say(OBSERVER, ObserverHello("x"))
+    setup.say(b"rollout/1/v", WorkerHello(1, "v", slots=8, pid=1))
+    for peer in (OBSERVER, b"rollout/1/v"):
+        assert setup.received(peer, Welcome) == 1
+    issued = coordinator.state.buffer.next_group
+    coordinator.state.store.put_meta("something", "to write")
+    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        setup.say(WORKER, WorkerHello(0, "w", slots=8, pid=1))
+        setup.turn()
+        assert "locked" in coordinator.state.waits[0] and setup.received(OBSERVER, Status) > 0
+        assert setup.received(b"rollout/1/v", Welcome) > 0  # who is known is kept in contact
+        assert WORKER not in coordinator.workers.workers
+        other.execute("ROLLBACK")
+    coordinator.turn(coordinator._turned_at + 60.0)  # a long pause
+    assert setup.received(WORKER, Welcome) == 1
+    assert len(coordinator.workers.workers) == 2 and not coordinator.error, "leases are extended"
+    assert coordinator.state.store.read.meta("something") == "to write"
+    assert coordinator.state.buffer.next_group >= issued
+
+
+def test_a_store_that_stays_locked_ends_the_run_with_the_reason(setup: LoopSetup) -> None:
+    coordinator = setup.coordinator
+    setup.turn()
+    coordinator.state.store.put_meta("something", "to write")
+    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        setup.turn()
+        coordinator.turn(coordinator._turned_at + setup.config.launch.stall_timeout + 1)
+    assert coordinator.over and "locked" in coordinator.error
+    assert read_summary(setup.run_dir)["outcome"] == "failed"
+
+
+def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetup) -> None:
+    setup.turn()
+    with closing(RunStore(setup.run_dir)):
+        setup.coordinator.state.store.put_meta("a", "b")
+        with pytest.raises(SupersededError):
+            setup.turn()
+    assert not read_summary(setup.run_dir) and not setup.coordinator.over
+
+
+def planned(coordinator: Coordinator) -> Commit:
+    """A batch that a trainer has: the commit that it will send."""
+    state = coordinator.state
+    group = state.buffer.admit(0, 0.0)
+    land_group(state.buffer, group.id, 1.0, 0.0)
+    coordinator.trainer.hello(TRAINER, TrainerHello(0, 1, "a", 0, pid=1), coordinator._turned_at)
+    assert state.batches.plan(0, 0, 1) and state.batches.plan(0, 1, 1) == []
+    return Commit(state.trainer_epoch, 1, state.batches.batches[0].plan_hash, {})
+
+
+@pytest.mark.parametrize("error", [OSError(28, "no space left"), ProtocolError("broken")])
+def test_an_error_in_mid_turn_undoes_the_turn(
+    setup: LoopSetup, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """While a commit is handled, after it was put: then it never came, and is sent again."""
+    coordinator = setup.coordinator
+    commit = planned(coordinator)
+    setup.turn()
+
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(coordinator.reporter, "step_row", broken)
+    if isinstance(error, ProtocolError):
+        setup.say(TRAINER, commit)
+        assert coordinator.over and read_summary(setup.run_dir)["conserved"]
+        assert read_summary(setup.run_dir)["flow"]["taken"] == 2
+    else:
+        with pytest.raises(OSError, match="no space"):
+            setup.say(TRAINER, commit)
+    assert setup.received(TRAINER, Committed) == 0
+    coordinator.close()
+    setup.peers.clear()
+    setup.start()
+    assert setup.coordinator.state.batches.committed == 0
+    setup.say(TRAINER, commit)
+    assert setup.coordinator.state.batches.committed == 1
+    assert setup.coordinator.state.store.read.counts() == {State.TRAINED: 2}
+
+
+def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = setup.coordinator.reporter
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "no space left")
+
+    monkeypatch.setattr(reporter, "_file", Full())
+    reporter.write({"a": 1.0})
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "load_samples", lambda path: ROWS)
+    reporter.write({"a": 2.0})
+    assert read_rows(setup.run_dir) == [{"a": 1.0}, {"a": 2.0}]

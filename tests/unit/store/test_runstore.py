@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import ConfigError
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
-from asyncrl.store.schema import SCHEMA_VERSION, check_schema
+from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
 from asyncrl.types import PolicyVersion
+from tests.fakes.power import DurableFiles
 from tests.unit.buffer.machine import admit, land, make, train
 
 CHILD = """
@@ -105,7 +107,6 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     store.commit()
     assert store.read.trained_in_plans() == 4
     assert store.read.frames("0.0", 1) == [b"", b""]
-    store.remove_unused_segments()
 
 
 @pytest.mark.parametrize(("version", "whose"), [(0, "an older"), (SCHEMA_VERSION + 1, "a newer")])
@@ -133,8 +134,125 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     with closing(RunReader.open(tmp_path)) as reader:
         assert reader.counts() == {State.LANDED: 1, State.PENDING: 1}
         assert reader.episode("0.0").result.reward == 1.0
-        store.put_meta("a", "b")
-        assert (store.read.meta("a"), reader.meta("a")) == ("b", "")
+        store.put_frame("0.0", 0, "replied", b"y")
+        assert store.read.frames("0.0", 1) == [b"x", b"y"] and reader.frames("0.0", 1) == [b"x", b""]
         assert reader.frames("0.0", 1) == [b"x", b""]
     assert set(tmp_path.rglob("*.seg")) == files  # a reader begins no segment
     assert len(list((tmp_path / "segments").glob("*.seg"))) == 1
+
+
+def test_only_a_commit_commits(tmp_path: Path) -> None:
+    """An error in mid-turn closes the store; what that turn had put must not be there afterwards."""
+    store = RunStore(tmp_path)
+    store.put_frame("0.0", 0, "generated", b"x")
+    store.put_commit(1, 1, "hash")
+    store.sync()
+    store.close()
+    again = RunStore(tmp_path)
+    assert again.read.plan_hash(1) is None and again.read.frames("0.0", 1) == [b"", b""]
+    again.put_commit(1, 1, "hash")
+    again.rollback()
+    again.commit()
+    assert again.read.plan_hash(1) is None
+
+
+def writes(store: RunStore) -> None:
+    store.put_frame("0.0", 0, "generated", b"x" * 5000)
+    store.forget_plans(1, 4)
+    store.put_commit(1, 1, "hash")
+    store.sync()
+
+
+def assert_written_once(store: RunStore) -> None:
+    store.commit()
+    store.commit()
+    assert store.read.plan_hash(1) == "hash" and store.read.meta("covered") == "4"
+    assert store.read.frames("0.0", 1) == [b"x" * 5000, b""]
+    assert sum(path.stat().st_size for path in store._segments.directory.iterdir()) < 6000
+
+
+def test_a_locked_store_is_written_when_the_lock_is_gone(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    writes(store)
+    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for _ in range(2):
+            with pytest.raises(StorePaused, match=r"locked; the run waits .* end the process that locks it"):
+                store.commit()
+        other.execute("ROLLBACK")
+    assert_written_once(store)
+
+
+def test_a_full_disk_is_written_when_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RunStore(tmp_path)
+    writes(store)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:5]))
+    with pytest.raises(StorePaused, match="free disk space"):
+        store.commit()
+    monkeypatch.undo()
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count={pages}")  # the index cannot grow
+    store.put_meta("a", "b" * 5000)
+    for _ in range(3):
+        with pytest.raises(StorePaused, match=r"full; the run waits .* free disk space"):
+            store.commit()
+    store._db.execute("PRAGMA max_page_count=100000")
+    assert_written_once(store)
+
+
+def test_a_reader_does_not_hold_a_sync_up_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLite copies its log only as far as the reader has read; what is in the log is on the disk, too."""
+    store, files = RunStore(tmp_path), DurableFiles(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as reader, files.recorded():
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM meta").fetchone()
+        writes(store)
+        began = time.monotonic()
+        store.commit()
+        assert time.monotonic() - began < 4  # SQLite itself would wait for five seconds
+    assert "a reader keeps a transaction open" in caplog.text
+    store.close()
+    files.cut_power()
+    assert_written_once(RunStore(tmp_path))
+
+
+def test_an_owner_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
+    old = RunStore(tmp_path)
+    writes(old)
+    new = RunStore(tmp_path)
+    assert (old.epoch, new.epoch) == (1, 2)
+    with pytest.raises(SupersededError, match=r"epoch 2.* has taken over from this one .epoch 1"):
+        old.commit()
+    assert new.read.plan_hash(1) is None
+    writes(new)
+    new.commit()
+    assert new.read.frames("0.0", 1) == [b"x" * 5000, b""]
+
+
+def test_errors_of_the_index_are_errors_of_the_store(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    store._db.execute("DROP TABLE commits")
+    store.put_commit(1, 1, "hash")
+    for broken in (store.commit, lambda: store.read.plan_hash(1)):
+        with pytest.raises(StoreError, match=r"run\.db: no such table"):
+            broken()
+
+
+def test_what_was_synced_survives_a_power_cut_and_no_epoch_is_given_twice(tmp_path: Path) -> None:
+    files = DurableFiles(tmp_path)
+    with files.recorded():
+        store = RunStore(tmp_path)
+        writes(store)
+        store.commit()
+        store.put_frame("0.1", 0, "generated", b"y")
+        store.put_commit(2, 1, "later")
+        store.commit()
+    store.close()
+    files.cut_power()
+    again = RunStore(tmp_path)
+    assert again.epoch == 2
+    assert again.read.plan_hash(2) is None and again.read.frames("0.1", 1) == [b"", b""]
+    assert_written_once(again)
