@@ -140,7 +140,7 @@ class Batches:
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
-        """The data is over: give up the groups that cannot fill a batch any more. Returns what was running."""
+        """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
         untaken = sum(group.step < 0 for group in self.buffer.live.values())
         begun = bool(self.batches.get(self.committed, Batch(self.committed)).micros)
         if begun or untaken >= self.buffer.config.groups_per_batch:

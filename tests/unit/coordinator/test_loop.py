@@ -21,6 +21,7 @@ from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
 from asyncrl.types import Message, Sample
+from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, TrainerHello
@@ -112,14 +113,14 @@ WORKER, OBSERVER, TRAINER = b"rollout/0/w", b"observer/0/x", b"trainer/0/a"
 def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
     setup.say(OBSERVER, ObserverHello("x"))
-    setup.say(b"rollout/1/v", WorkerHello(1, "v", slots=8, pid=1))
+    setup.say(b"rollout/1/v", WorkerHello(1, incarnation_of("launch", 1), slots=8, pid=1))
     for peer in (OBSERVER, b"rollout/1/v"):
         assert setup.received(peer, Welcome) == 1
     issued = coordinator.state.buffer.next_group
     coordinator.state.store.put_meta("something", "to write")
     with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        setup.say(WORKER, WorkerHello(0, "w", slots=8, pid=1))
+        setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
         setup.turn()
         assert "locked" in coordinator.state.waits[0] and setup.received(OBSERVER, Status) > 0
         assert setup.received(b"rollout/1/v", Welcome) > 0  # who is known is kept in contact
@@ -158,7 +159,9 @@ def planned(coordinator: Coordinator) -> Commit:
     state = coordinator.state
     group = state.buffer.admit(0, 0.0)
     land_group(state.buffer, group.id, 1.0, 0.0)
-    coordinator.trainer.hello(TRAINER, TrainerHello(0, 1, "a", 0, pid=1), coordinator._turned_at)
+    coordinator.trainer.hello(
+        TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0, pid=1), coordinator._turned_at
+    )
     assert state.batches.plan(0, 0, 1) and state.batches.plan(0, 1, 1) == []
     return Commit(state.trainer_epoch, 1, state.batches.batches[0].plan_hash, {})
 
