@@ -44,7 +44,7 @@ from asyncrl.wire.messages.trainer import (
 )
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
-from asyncrl.wire.sockets import Endpoints, Hub, Poller
+from asyncrl.wire.sockets import Endpoints, Hub, Poller, bound
 
 TICK = 0.05
 MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
@@ -84,8 +84,9 @@ class Coordinator:
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
-        self.control = Hub(endpoints.control, ToCoordinatorControl)
-        self.bulk = Hub(endpoints.bulk, ToCoordinatorBulk)
+        host = config.launch.host
+        self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl)
+        self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk)
         self.state = load_state(config, self.run_dir, TransactionalOutbox(self.control, self.bulk))
         self.engines = EngineHandler(self.state, time.monotonic())
         self.validation: Validation

@@ -16,7 +16,7 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.data.parquet import load_samples
+from asyncrl.data.parquet import check_same_data, load_samples
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError
 from asyncrl.types import Sample
@@ -141,6 +141,7 @@ class RunState:
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
     samples, store = load_samples(config.data.train), RunStore(run_dir)
+    store.put_meta("data", check_same_data(config.data.train, samples, store.read.meta("data")))
     buffer = _new_buffer(config, len(samples))
     batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")
     restore(config, store, buffer, batches)

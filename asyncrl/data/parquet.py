@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.types import Message, Sample
@@ -26,6 +28,21 @@ def load_samples(path: str | Path) -> list[Sample]:
     names = list(columns)
     rows = zip(*columns.values(), strict=True)
     return [_sample(path, index, dict(zip(names, row, strict=True))) for index, row in enumerate(rows)]
+
+
+def check_same_data(path: str | Path, samples: Sequence[Sample], kept: str) -> str:
+    """The fingerprint of samples in their order, as a run keeps it: its groups name samples by number.
+    ConfigError when it is not the `kept` one, unless that is empty: a new run."""
+    digest = xxhash.xxh3_128()
+    for sample in samples:
+        digest.update(msgspec.msgpack.encode(sample))
+    found = digest.hexdigest()
+    if kept not in ("", found):
+        raise ConfigError(
+            f"$.data.train: {path} holds other samples, or another order, than those that the run was begun "
+            "with; restore the file, or begin a new run with another name=…"
+        )
+    return found
 
 
 def _read(path: Path) -> dict[str, list[Any]]:

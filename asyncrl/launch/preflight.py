@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
+from asyncrl.store.reader import RunReader
+from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, check_sample_tools
 from asyncrl.types import Sample
 
@@ -114,8 +116,9 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
 
 
 def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
-    """The data sets load, hold at least a batch, and name only configured tools. Returns the first sample."""
-    from asyncrl.data import load_samples
+    """The data sets load, hold at least a batch, and name only configured tools; a resumed run finds the
+    samples that it was begun with. Returns the first sample."""
+    from asyncrl.data import check_same_data, load_samples
 
     with _quiet():
         paths = [config.data.train, *([config.data.test] if config.data.test else [])]
@@ -131,7 +134,17 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
             f"{config.data.train}: {count} samples are less than one batch; lower "
             f"buffer.groups_per_batch ({needed}) or add samples"
         )
+    check_same_data(config.data.train, loaded[config.data.train], _kept_data(config))
     return loaded[config.data.train][0]
+
+
+def _kept_data(config: RunConfig) -> str:
+    """The fingerprint of the samples that a run to be continued was begun with; '' for a new one."""
+    database = run_directory(config) / DATABASE
+    if config.resume == "never" or not database.exists() or not database.stat().st_size:
+        return ""
+    with closing(RunReader.open(run_directory(config))) as reader:
+        return reader.meta("data")
 
 
 def check_template(config: RunConfig, tools: Mapping[str, Tool], first: Sample) -> list[str]:

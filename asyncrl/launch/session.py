@@ -143,6 +143,7 @@ class Session:
         match message:
             case Status():
                 self._running = self._running or message.phase != "starting"
+                self._supervisor.step = message.step
                 if message.phase == "stopping" and self._stop_by is None:
                     self._follow_stop(now)
                 self._view.status(

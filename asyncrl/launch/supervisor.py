@@ -1,6 +1,7 @@
 """Keeps the processes of a run alive. One supervisor for local children and Ray actors.
 
-A unit that dies is started again after a back-off, as often as its budget allows: a worker alone, the
+A unit that dies is started again after a back-off, as often as its budget allows (it is whole again when a
+unit has lived for a while and the run has made a step meanwhile): a worker alone, the
 trainer ranks all together (a lost rank leaves the others in a collective), the coordinator on the same
 endpoints. Restarted processes are new peers: they get a new incarnation, later in order. The coordinator
 keeps its incarnation, which names the launch.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from asyncrl.wire.incarnations import incarnation_of
 log = logging.getLogger("asyncrl.launch")
 
 BACKOFF_FIRST, BACKOFF_MAX = 0.5, 8.0
+SOUND_SECONDS = 600.0  # between two deaths of a unit, after which the earlier ones do not count any more
 LEAVE_SECONDS = 5.0  # seconds for the coordinator to follow a process that left in order
 
 
@@ -50,6 +53,7 @@ class SupervisedUnit:
     plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
     restarts: int = 0
+    died: tuple[float, int] = (-math.inf, -1)  # when it died last, and at which step of the run
     retry_at: float | None = None
     left_at: float | None = None  # when a process of it was first seen to have left with 0
 
@@ -87,6 +91,7 @@ class Supervisor:
     ) -> None:
         self.units = [SupervisedUnit(unit) for unit in units]
         self.stopping = False
+        self.step = 0  # of the run, as last reported
         self._spawn, self._run_dir, self._restarts = spawn, run_dir, restarts
         self._rendezvous, self._on_restart = rendezvous, on_restart
         self._launch, self._starts = secrets.token_hex(6), itertools.count(1)
@@ -157,13 +162,16 @@ class Supervisor:
         """A process of the unit died: end the others too, and plan a restart while the budget lasts."""
         for handle in unit.alive:
             handle.kill()
-        how = describe_exit(code)
+        how, said = describe_exit(code), log_tail(log_path(self._run_dir, dead.name), 1) if code > 0 else ""
         if code == BAD_INPUT:
             return RunOutcome(BAD_INPUT, self._tail(dead.name, lines=1))
         if self.stopping:
             if unit.plan.role == COORDINATOR:
                 return RunOutcome(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
             return None
+        (before, step), unit.died = unit.died, (now, self.step)
+        if now - before > SOUND_SECONDS and self.step > step:
+            unit.restarts = 0
         if unit.restarts >= self._restarts:
             spent = f"{dead.name} {how}; its {self._restarts} restarts (launch.restarts) are spent"
             return RunOutcome(FAILED, f"{spent}\n{self._tail(dead.name)}")
@@ -172,7 +180,7 @@ class Supervisor:
         unit.retry_at = now + delay
         self._on_restart(
             f"{dead.name} {how}; {unit.plan.name} is restarted in {delay:g} s "
-            f"({unit.restarts} of {self._restarts})"
+            f"({unit.restarts} of {self._restarts}){said and f': {said}'}"
         )
         return None
 

@@ -32,20 +32,22 @@ MAX_BYTES = 256 << 20  # of a message, header and frames
 MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER = 4096
 SEND_DEADLINE = 30.0
+EVERY_ADDRESS = "0.0.0.0"
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """Where the coordinator listens."""
+    """Where the coordinator is dialled."""
 
     control: str
     bulk: str
 
 
 def choose_endpoints(host: str, port: int) -> Endpoints:
-    """Two ports on `host`: `port` and the next one, or free ones for 0. ConfigError if taken."""
+    """Two ports on `host`: `port` and the next one, or free ones for 0. ConfigError if taken. Nobody can
+    dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
     with socket.socket() as first, socket.socket() as second:
         for sock, number in ((first, port), (second, port + 1 if port else 0)):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,9 +58,22 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
                     f"launch.host={host} launch.port={number}: cannot bind ({error.strerror}); "
                     "end what uses it, or set launch.port=0 for a free port"
                 ) from None
-        return Endpoints(
-            control=f"tcp://{host}:{first.getsockname()[1]}", bulk=f"tcp://{host}:{second.getsockname()[1]}"
-        )
+        dialled = own_address() if host == EVERY_ADDRESS else host
+        control, bulk = (f"tcp://{dialled}:{sock.getsockname()[1]}" for sock in (first, second))
+        return Endpoints(control, bulk)
+
+
+def own_address() -> str:
+    """This machine's address on the default route; a loopback one without any."""
+    try:
+        return local_address("tcp://192.0.2.1:9")  # an address for documentation: nobody has it
+    except OSError:
+        return "127.0.0.1"
+
+
+def bound(endpoint: str, host: str) -> str:
+    """Where the coordinator binds for an endpoint."""
+    return f"tcp://{EVERY_ADDRESS}:{endpoint.rpartition(':')[2]}" if host == EVERY_ADDRESS else endpoint
 
 
 def local_address(endpoint: str) -> str:

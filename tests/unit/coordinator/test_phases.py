@@ -20,7 +20,7 @@ from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.mail import Sent
 
-OBSERVER, WORKER, RANK = b"observer/0/a", b"rollout/0/a", b"trainer/0/t"
+OBSERVER, WORKER, RANK = b"observer/0/a", b"rollout/0/launch.1", b"trainer/0/launch.2"
 
 ROW = {
     "data_source": "d",
@@ -100,7 +100,7 @@ def sent(coordinator: Coordinator, kind: type) -> list[Any]:
 
 def beats(coordinator: Coordinator, until: float, **beat: Any) -> None:
     """A worker's heartbeats, one a second of the test's clock; `tokens` a second, if given."""
-    coordinator._on_control(WORKER, WorkerHello(0, "a", 4, 1), [], 0.0)
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
     rate, fields = beat.pop("tokens", 0), {"assigned": 0, "held": (), "busy_s": 0.0, "idle_s": 0.0}
     for now in range(int(until) + 1):
         message = Heartbeat(now, **fields, tokens=rate * now, **beat)
@@ -129,7 +129,7 @@ def rank(coordinator: Coordinator, now: float) -> None:
     """The only trainer rank reports in, with what was trained."""
     step = coordinator.state.batches.committed
     coordinator.trainer._check_position = lambda step: None  # type: ignore[method-assign]
-    coordinator._on_control(RANK, TrainerHello(0, 1, "t", step, 1), [], now)
+    coordinator._on_control(RANK, TrainerHello(0, 1, "launch.2", step, 1), [], now)
 
 
 def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: Coordinator) -> None:

@@ -14,6 +14,7 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import parse
 from asyncrl.coordinator import state as module
 from asyncrl.coordinator.state import RunState, load_state
+from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import land_group, run, train
@@ -117,3 +118,13 @@ def test_the_coordinator_imports_no_torch() -> None:
     code = "import sys, asyncrl.coordinator.loop; print({'torch', 'transformers'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done
+
+
+def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups name samples by number: others would be trained in their place, or none be found."""
+    state = build(tmp_path)
+    play(state, 1)
+    build(tmp_path)
+    monkeypatch.setattr(module, "load_samples", lambda path: state.samples[::-1])
+    with pytest.raises(ConfigError, match="other samples"):
+        build(tmp_path)

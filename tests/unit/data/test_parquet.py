@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.data import load_samples
+from asyncrl.data import check_same_data, load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 
@@ -93,3 +93,13 @@ def test_missing_malformed_and_empty_files(tmp_path: Path) -> None:
     pq.write_table(empty, tmp_path / "empty.parquet")
     with pytest.raises(ConfigError, match="empty"):
         load_samples(tmp_path / "empty.parquet")
+
+
+def test_a_run_knows_its_samples_and_their_order() -> None:
+    samples = load_samples(DATA / "test.parquet")
+    kept = check_same_data("d", samples, "")
+    assert check_same_data("d", load_samples(DATA / "test.parquet"), kept) == kept
+    swapped = [samples[1], samples[0], *samples[2:]]
+    for other in (swapped, samples[:-1], [*samples, samples[0]], load_samples(DATA / "train.parquet")):
+        with pytest.raises(ConfigError, match=r"\$\.data\.train: d holds other samples"):
+            check_same_data("d", other, kept)

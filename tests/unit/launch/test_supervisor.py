@@ -9,7 +9,7 @@ import pytest
 from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import ProcessSpec
-from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, Supervisor
+from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, SOUND_SECONDS, Supervisor
 from asyncrl.wire.incarnations import is_older
 
 
@@ -126,6 +126,42 @@ def test_the_budget_is_each_units_own_and_its_end_shows_the_log(tmp_path: Path) 
     ending = world.supervisor.tick(2)
     assert ending is not None and ending.code == 1
     assert "launch.restarts" in ending.error and "what went wrong" in ending.error
+
+
+def test_the_budget_is_whole_again_after_a_while_with_a_step(tmp_path: Path) -> None:
+    """Deaths that are far apart, in a run that makes steps, are not a role that cannot live."""
+    world = World(tmp_path, restarts=1)
+    now = 0.0
+    for _ in range(5):
+        world.newest("rollout-0").code = 70
+        assert world.supervisor.tick(now) is None
+        world.supervisor.tick(now + 1)
+        world.supervisor.step += 1
+        now += SOUND_SECONDS + 1
+    assert all("0.5 s (1 of 1)" in note for note in world.notes)
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(0, SOUND_SECONDS + 1), (1, SOUND_SECONDS - 1)])
+def test_time_alone_or_a_step_alone_is_no_new_budget(tmp_path: Path, steps: int, seconds: float) -> None:
+    world = World(tmp_path, restarts=1)
+    world.newest("rollout-0").code = 70
+    assert world.supervisor.tick(0) is None
+    world.supervisor.tick(1)
+    world.supervisor.step += steps
+    world.newest("rollout-0").code = 70
+    ending = world.supervisor.tick(seconds)
+    assert ending is not None and "are spent" in ending.error
+
+
+def test_a_role_that_ended_by_itself_is_quoted(world: World, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("rollout-0", "trainer-0"):
+        (tmp_path / "logs" / f"{name}.log").write_text("starts\nEngineError: no room for the KV cache\n")
+    world.newest("rollout-0").code = 70
+    world.newest("trainer-0").code = -9  # its last line does not say why
+    world.supervisor.tick(0)
+    assert world.notes[0].endswith("(1 of 2): EngineError: no room for the KV cache")
+    assert world.notes[1].endswith("(1 of 2)")
 
 
 def test_the_back_off_grows_up_to_its_limit(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import zmq
 
 from asyncrl.errors import ProtocolError
 from asyncrl.wire import sockets
-from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
+from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl, ToObserver
 from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.trainer import PlanReceived
 from asyncrl.wire.messages.worker_bulk import Replied
-from asyncrl.wire.sockets import Hub, encode
+from asyncrl.wire.sockets import Hub, Link, bound, choose_endpoints, encode, own_address
 
 GOOD = encode(ObserverHello("x"), [])
 
@@ -84,3 +84,16 @@ def test_all_frames_of_a_message_together_are_bounded(monkeypatch: pytest.Monkey
     visitors.send([header, *[b"x" * 400] * 3], [header, b"x" * 400])
     assert visitors.receive() == reply and visitors.hub.refused == 1
     visitors.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_what_peers_dial_is_an_address_of_this_machine(host: str) -> None:
+    endpoints = choose_endpoints(host, 0)
+    assert endpoints.control.startswith(f"tcp://{own_address() if host == '0.0.0.0' else host}:")
+    hub = Hub(bound(endpoints.control, host), ToCoordinatorControl)
+    link = Link(endpoints.control, ToObserver, b"observer/0/x")
+    link.send(ObserverHello("x"))
+    assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello("x"), [])
+    assert (b"0.0.0.0" in hub.socket.getsockopt(zmq.LAST_ENDPOINT)) == (host == "0.0.0.0")
+    link.close()
+    hub.close()
