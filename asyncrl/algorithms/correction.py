@@ -130,8 +130,14 @@ def pooled(values: Tensor, given: CorrectionInput, level: Level) -> tuple[Tensor
     place = given.row
     if level == "turn":
         place = given.row * (int(given.turn.max()) + 1) + given.turn
+    return summed(values, place, given.fresh)
+
+
+def summed(values: Tensor, place: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+    """At each token, the sum of `values` over the fresh tokens of its place, and their number (at least 1);
+    [N] all."""
     # float64: the log-ratios of a long episode cancel.
-    terms = torch.stack([torch.where(given.fresh, values, 0.0).double(), given.fresh.double()])
+    terms = torch.stack([torch.where(fresh, values, 0.0).double(), fresh.double()])
     size = int(place.max()) + 1
     total, count = torch.zeros(2, size, dtype=terms.dtype, device=terms.device).index_add(1, place, terms)
     return total[place].to(values.dtype), count[place].clamp(min=1).to(values.dtype)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.correction import Correction, Level
+from asyncrl.algorithms.correction import Correction, Level, summed
 from asyncrl.registry import Registry, bind
 
 
@@ -49,13 +49,12 @@ class LossInput:
 
     def episode_sum(self, value: Tensor) -> Tensor:
         """[N] at each token, the sum of `value` over the fresh tokens of its episode."""
-        held = torch.where(self.fresh, value, 0.0)
-        sums = held.new_zeros(int(self.row.max()) + 1).index_add(0, self.row, held)
-        return sums[self.row]
+        return summed(value, self.row, self.fresh)[0]
 
     def episode_mean(self, value: Tensor) -> Tensor:
         """[N] likewise, divided by their number; 0 in an episode without any."""
-        return self.episode_sum(value) / self.episode_sum(torch.ones_like(value)).clamp_min(1.0)
+        total, count = summed(value, self.row, self.fresh)
+        return total / count
 
 
 @dataclass(frozen=True)

@@ -92,14 +92,11 @@ def prepared(world: World, examples: Sequence[Example], loss: Loss) -> list[Exam
 def _view(e: Example) -> dict[str, np.ndarray]:
     """An episode's arrays for a BatchTrace; a token without finite log-probs is not fresh, and they are 0."""
     assert e.prox is not None and e.advantage is not None
-    finite = np.isfinite(e.mu) & np.isfinite(e.prox)
-    view = {
-        "advantage": e.advantage,
-        "prox": np.where(finite, e.prox, 0.0),
-        "mu": np.where(finite, e.mu, 0.0),
-        "fresh": e.fresh & finite,
-    }
-    return view if e.reference is None else view | {"reference": e.reference}
+    given = {"prox": e.prox, "mu": e.mu, "reference": e.reference}
+    logs = {name: array for name, array in given.items() if array is not None}
+    finite = np.logical_and.reduce([np.isfinite(array) for array in logs.values()])
+    held = {name: np.where(finite, array, 0.0) for name, array in logs.items()}
+    return {**held, "advantage": e.advantage, "fresh": e.fresh & finite}
 
 
 def deal(groups: Iterable[str], steps: int, key: str) -> dict[str, int]:

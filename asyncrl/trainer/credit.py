@@ -38,10 +38,12 @@ def rescaled(example: Example, change: Callable[[np.ndarray], np.ndarray]) -> Ex
 
 
 def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Example, list[float]]:
-    """With −β·KL on its token rewards (and in its own total), and the penalty of each turn."""
+    """With −β·KL on its token rewards (and in its own total), and the penalty of each turn. A token without
+    finite log-probs has none."""
     assert example.reference is not None
-    mu = np.where(np.isfinite(example.mu), example.mu, example.reference)
-    divergence = kl_tokens(torch.from_numpy(mu), torch.from_numpy(example.reference), estimator)
+    known = np.isfinite(example.mu) & np.isfinite(example.reference)
+    mu, reference = (torch.from_numpy(np.where(known, x, 0.0)) for x in (example.mu, example.reference))
+    divergence = kl_tokens(mu, reference, estimator)
     penalty = -coefficient * divergence.numpy()
     by_turn = np.zeros(max(example.turns, 1))
     np.add.at(by_turn, example.turn, penalty)

@@ -46,9 +46,11 @@ def evaluate(
     """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the batch's optimizer
     steps that were taken."""
     pi = scores.logp.detach()
-    fresh = micro.fresh & torch.isfinite(micro.mu) & torch.isfinite(pi)
+    prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
+    for numbers in (micro.mu, pi, prox, micro.reference):
+        fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
     # A bad number must be gone before exp: weight zero times infinity is not zero.
-    prox = torch.where(fresh, proximal(micro, pi, recipe, progress), 0.0)
+    prox = torch.where(fresh, prox, 0.0)
     mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
     assert micro.advantage is not None
     episode, advantage = micro.episode, micro.advantage

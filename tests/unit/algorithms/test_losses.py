@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -99,3 +100,16 @@ def test_extreme_log_ratios_stay_finite(name: str, dtype: torch.dtype, together:
     )
     token, slope = evaluate(name, given)
     assert torch.isfinite(token.value).all() and torch.isfinite(slope).all()
+
+
+def test_sums_over_long_episodes_do_not_drift_in_float32() -> None:
+    """topr's ratio of 60,000 tokens: log(pi/mu) is −10 at the first and 1e-5 at each other, −9.4 together.
+    Added one by one in float32 each would count 5% too little."""
+    n = 60_000
+    logs = [-10.0] + [1e-5] * n
+    given = loss_input(
+        [0.0] * (n + 1), mu=[-x for x in logs], advantage=[-1.0] * (n + 1), dtype=torch.float32
+    )
+    found, _ = evaluate("topr", given)
+    assert found.ratio is not None
+    assert found.ratio[0].item() == pytest.approx(math.exp(-10 + n * 1e-5), rel=1e-4)

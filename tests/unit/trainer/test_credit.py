@@ -7,8 +7,9 @@ import numpy as np
 
 from asyncrl.algorithms.aggregation import aggregations
 from asyncrl.trainer import world as ranks
+from asyncrl.trainer.barrier import _view
 from asyncrl.trainer.batch import Example, example
-from asyncrl.trainer.credit import Packed, share, share_traces
+from asyncrl.trainer.credit import Packed, penalised, share, share_traces
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -61,3 +62,15 @@ def test_all_ranks_see_all_episodes_exactly_as_one_rank_does(world: World, tmp_p
         for i in range(5)
     ]
     assert alone[0] == episodes
+
+
+def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
+    """No penalty for it, and it is not fresh for a loss that looks at the whole batch."""
+    plain = replace(one(2), advantage=np.ones(4), reference=np.full(4, -1.0))
+    broken = replace(plain, reference=np.array([-1.0, -np.inf, -1.0, np.nan]))
+    found, by_turn = penalised(broken, 0.5, "k1")
+    assert by_turn == [-0.5 * 2 * (1 - THIRD)]
+    assert found.planned.own.reward == THIRD + by_turn[0] and found.rewards[1] == 0
+    view = _view(broken)
+    assert view["fresh"].tolist() == [True, False, True, False]
+    assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0

@@ -77,7 +77,11 @@ ADVANTAGE = [1.0, 1.0, -1.0, -1.0, 1.0]
 
 
 def evaluated(
-    *, prox: list[float] | None = None, progress: float = 0.0, **sections: dict[str, Any]
+    *,
+    prox: list[float] | None = None,
+    reference: Tensor | None = None,
+    progress: float = 0.0,
+    **sections: dict[str, Any],
 ) -> tuple[Evaluated, list[float]]:
     """Of tokens with pi/mu of RATIO and k2 = 1/2 to the reference, and the gradient by log pi. `prox`:
     prox/mu, where it was recomputed."""
@@ -94,7 +98,7 @@ def evaluated(
         weight=torch.ones_like(mu),
         advantage=torch.tensor(ADVANTAGE, dtype=torch.float64),
         prox=None if prox is None else mu + torch.tensor(prox, dtype=torch.float64).log(),
-        reference=mu + torch.tensor(RATIO, dtype=torch.float64).log() - 1,
+        reference=mu + torch.tensor(RATIO, dtype=torch.float64).log() - 1 if reference is None else reference,
     )
     logp = (mu + torch.tensor(RATIO, dtype=torch.float64).log()).requires_grad_()
     scores = Scores(logp, torch.zeros_like(mu))
@@ -154,3 +158,19 @@ def test_around_mu_masks_and_reports_are_of_the_current_policy() -> None:
     assert metrics["rollout_corr/kl"] == metrics["actor/ppo_kl"] == pytest.approx(-drift, rel=1e-12)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.2
     assert metrics["rollout_corr/logprob_diff_tokens"] == 0  # the policy moved since they were scored
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("source", ["prox", "reference"])
+def test_a_token_with_a_bad_number_takes_no_part(source: str, bad: float) -> None:
+    """Whichever model it is of: its gradient is 0, and those of other tokens are finite."""
+    algorithm = {**EPOCHS, "correction": {"ratio": {"level": "sequence"}, "veto": {}}}
+    prox, reference = [1.0] * 5, torch.full((5,), -2.0, dtype=torch.float64)
+    if source == "prox":
+        prox[1] = math.exp(bad)
+    else:
+        reference[1] = bad
+    found, gradient = evaluated(prox=prox, reference=reference, algorithm=algorithm, kl={"where": "loss"})
+    assert gradient[1] == 0 and all(map(math.isfinite, gradient)) and all(gradient[2:])
+    assert found.state.fresh.tolist() == [True, False, True, True, True]
+    assert all(map(math.isfinite, metrics_of(token_sums(found.state).sums).values()))
