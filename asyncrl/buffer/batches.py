@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from asyncrl.buffer.freshness import floor_of, places_of
 from asyncrl.buffer.hold import Places
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -100,7 +101,7 @@ class Batches:
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add the next micro-batch, once it is full or nothing more can enter the batch."""
-        places = self.buffer.places()
+        places = places_of(self.buffer)
         pool, groups = self._pool(batch, places)
         full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
@@ -175,7 +176,7 @@ class Batches:
             if not ready:
                 continue
             if group.step < 0:  # late members of a taken group need no room
-                floor = self.buffer.floor(group)
+                floor = floor_of(self.buffer, group)
                 if not places.may_take(floor):
                     continue
                 places.take(floor)

@@ -1,4 +1,4 @@
-"""The replay buffer: states of episodes and groups, admission, staleness at start, group settlement.
+"""The replay buffer: states of episodes and groups, admission, group settlement.
 
 Pure: no sockets, no clock (`now` is passed in), no payloads. The coordinator stores `changes()` before it
 sends a message about them. The rules are those of docs/staleness.md.
@@ -7,12 +7,11 @@ sends a message about them. The rules are those of docs/staleness.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from asyncrl.buffer.cohorts import Cohorts
-from asyncrl.buffer.hold import Places
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import IN_FLIGHT, NEVER, EpisodeRecord, Flow, GroupRecord, State
+from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
@@ -99,7 +98,7 @@ class ReplayBuffer:
         (16 for 1 and 8) and its members find slots. A group of a committed batch, of which only a late member
         is left, is not counted.
         """
-        live = sum(self._open(group) for group in self.live.values())
+        live = sum(self.is_open(group) for group in self.live.values())
         return (
             live + 1 <= self.max_live
             and self.committed * self.config.groups_per_batch + live < self.total_groups
@@ -136,67 +135,16 @@ class ReplayBuffer:
             self.cursor += 1
         return self.cursor
 
-    # -- starting ------------------------------------------------------------------------------------
-
-    def pending(self) -> Iterator[tuple[int, EpisodeRecord]]:
-        """(version that it must be started on at least, episode), oldest first. The caller may assign each
-        before it asks for the next one.
-
-        Rule 2: it will be within the bound when it is trained. After `rank` older groups that is at step
-        `committed + rank // groups_per_batch` or later, if they are taken in order; `hold` knows better.
-        """
-        rank, places = 0, self.places()
-        for group in self.live.values():
-            floor = self.floor(group)
-            for uid in group.members:
-                if self.episodes[uid].state is State.PENDING:
-                    needed = places.needed(floor) if self._holds else self._usable_from(rank)
-                    yield needed, self.episodes[uid]
-                    places.move(floor, floor := self.floor(group))
-            rank += self._open(group)
+    # -- running -------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
         """Episodes that are to be assigned."""
         return sum(episode.state is State.PENDING for episode in self.episodes.values())
 
-    def _open(self, group: GroupRecord) -> bool:
+    def is_open(self, group: GroupRecord) -> bool:
         """Its batch is not committed yet."""
         return group.step < 0 or group.step >= self.committed
-
-    def _usable_from(self, rank: int = 0) -> int:
-        """The oldest version within the bound in the batch that follows `rank` older groups: with 20 of them
-        and 8 groups per batch in the second after this one."""
-        return self.committed + rank // self.config.groups_per_batch - self.config.max_staleness
-
-    # -- on_stale=hold -------------------------------------------------------------------------------
-
-    @property
-    def _holds(self) -> bool:
-        return self.config.on_stale == "hold"
-
-    def floor(self, group: GroupRecord) -> int:
-        """The oldest version of a token that the group has, or may still get from what runs; NEVER in other
-        modes, which do not wait for it."""
-        members = self.members(group) if self._holds else []
-        return min((e.floor for e in members if not e.state.over), default=NEVER)
-
-    def places(self) -> Places:
-        """Places of the current batch and the next ones, and the groups that need them."""
-        size = self.config.groups_per_batch
-        taken = sum(group.step == self.committed for group in self.live.values())
-        free = 0 if self.closed == self.committed else size - taken  # closed: it may be short
-        floors = (self.floor(group) for group in self.live.values() if group.step < 0)
-        return Places(self.committed, free, size, self.config.max_staleness, floors)
-
-    def drop_overdue(self) -> list[EpisodeRecord]:
-        """Drop untaken groups with a token over the bound: no batch can take them in time. There are none
-        unless a resumed run has a lower bound, or had another rule before. Returns what was running."""
-        first = self._usable_from()
-        overdue = [group for group in self.live.values() if group.step < 0 and self.floor(group) < first]
-        return [episode for group in overdue for episode in self._drop_group(group, DropReason.STALE)]
-
-    # -- running -------------------------------------------------------------------------------------
 
     def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int) -> None:
         episode.state, episode.worker, episode.assign_seq = State.RUNNING, worker, seq
@@ -328,9 +276,10 @@ class ReplayBuffer:
 
     def drop_all(self, reason: DropReason) -> list[EpisodeRecord]:
         """Give up everything that is not taken: the run ends. Returns what was running."""
-        return [e for group in list(self.live.values()) for e in self._drop_group(group, reason)]
+        return [e for group in list(self.live.values()) for e in self.drop_group(group, reason)]
 
-    def _drop_group(self, group: GroupRecord, reason: DropReason) -> list[EpisodeRecord]:
+    def drop_group(self, group: GroupRecord, reason: DropReason) -> list[EpisodeRecord]:
+        """Give up what is not taken of a group. Returns what was running."""
         members = [self.episodes[uid] for uid in group.members]
         running = [episode for episode in members if episode.state is State.RUNNING]
         for episode in members:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.buffer.freshness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.reporting import Reporter
@@ -219,7 +220,7 @@ class Coordinator:
         if self.phase in (Phase.STARTING, Phase.RUNNING):
             self._admit(now)
             state.buffer.tick(now)
-            self.workers.cancel(state.buffer.drop_overdue())
+            self.workers.cancel(drop_overdue(state.buffer))
             self._check_untrained(now)
         if self.phase is not Phase.STOPPING:
             self.engines.tick(now, gap)

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import NEVER, EpisodeRecord
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
@@ -299,7 +300,7 @@ class WorkerHandler:
             state.waits.append("new episodes wait for a server that holds a published version")
             return
         unmet = NEVER
-        for needed, episode in state.buffer.pending():
+        for needed, episode in pending(state.buffer):
             if not open_slots:
                 return
             if needed >= unmet:

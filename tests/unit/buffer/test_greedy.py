@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.freshness import floor_of
 from asyncrl.buffer.records import Flow, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, FailReason, FilterReason
@@ -107,7 +108,7 @@ def test_it_is_not_what_hold_waits_for() -> None:
     buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
         buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0)
-    assert buffer.floor(buffer.live[0]) == 4
+    assert floor_of(buffer, buffer.live[0]) == 4
 
 
 def test_a_partial_group_waits_for_it_beyond_the_deadline() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.buffer.freshness import drop_overdue, pending, places_of
 from asyncrl.buffer.hold import Places
 from asyncrl.buffer.records import NEVER
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
@@ -58,12 +59,12 @@ class HeldRun:
     def go_on(self) -> None:
         while self.buffer.can_admit(100, 100):
             self.buffer.admit(self.buffer.committed, self.now)
-        self.buffer.drop_overdue()
-        for needed, episode in self.buffer.pending():
+        drop_overdue(self.buffer)
+        for needed, episode in pending(self.buffer):
             if fit := [self.held[server] for server in self.usable(needed)]:
                 self.buffer.assign(episode, "w", 1, min(fit))
                 self.turns.append((episode.uid, episode.attempt, int(self.random.lognormvariate(0.5, 1))))
-        assert not self.strict or min(self.buffer.places().left) >= 0, (
+        assert not self.strict or min(places_of(self.buffer).left) >= 0, (
             "more groups are due than there are places"
         )
         self.turns = [turn for turn in self.turns if not self.begun(*turn)]
@@ -182,7 +183,7 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
     land_group(buffer, 2, 1.0, 0.0, version=1)
     batches.micro_tokens = 40
     assert batches.plan(1, 0, 1) == ["2.0", "2.1"]
-    assert {needed for needed, _ in buffer.pending()} == {1}  # group 1: on version 0, both would be due now
+    assert {needed for needed, _ in pending(buffer)} == {1}  # group 1: on version 0, both would be due now
 
 
 def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
@@ -191,9 +192,9 @@ def test_a_batch_that_was_closed_short_has_no_places_left() -> None:
     admit(buffer, 2, step=1)
     land_group(buffer, 0, 1.0, 0.0, version=1)
     assert len(batches.plan(1, 0, 1) or []) == 2
-    assert {needed for needed, _ in buffer.pending()} == {0}  # due in batch 1, while that is open
+    assert {needed for needed, _ in pending(buffer)} == {0}  # due in batch 1, while that is open
     assert batches.plan(1, 1, 1) == []
-    assert {needed for needed, _ in buffer.pending()} == {1}
+    assert {needed for needed, _ in pending(buffer)} == {1}
 
 
 def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) -> bool:

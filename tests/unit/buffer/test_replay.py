@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
@@ -38,7 +39,7 @@ def test_the_version_that_a_start_needs_grows_with_the_groups_before_it() -> Non
     buffer, _ = make(max_staleness=1, target_staleness=1)
     admit(buffer, 4)
     buffer.committed = 3
-    assert [(needed, e.uid) for needed, e in buffer.pending() if e.member == 0] == [
+    assert [(needed, e.uid) for needed, e in pending(buffer) if e.member == 0] == [
         (2, "0.0"),
         (2, "1.0"),
         (3, "2.0"),
@@ -182,7 +183,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
-        for _, episode in islice(self.buffer.pending(), n):
+        for _, episode in islice(pending(self.buffer), n):
             self.buffer.assign(episode, "w", 1, self.batches.committed)
 
     @precondition(lambda self: self.running())
@@ -228,7 +229,7 @@ class FlowMachine(RuleBasedStateMachine):
         assert flow.conserved, flow
         assert flow.trained == sum(self.trained.values())
         assert max(self.trained.values(), default=1) == 1
-        assert sum(self.buffer._open(group) for group in self.buffer.live.values()) <= self.buffer.max_live
+        assert sum(self.buffer.is_open(group) for group in self.buffer.live.values()) <= self.buffer.max_live
         states = {self.buffer.episodes[uid].state for uid in self.trained if uid in self.buffer.episodes}
         assert states <= {State.TRAINED}
         assert not any(e.state is State.READY for e in self.buffer.episodes.values() if e.greedy)

@@ -1,0 +1,59 @@
+"""On which weights an episode may start, and what the coming batches must take (docs/staleness.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.buffer.hold import Places
+from asyncrl.buffer.records import NEVER, EpisodeRecord, GroupRecord, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.types import DropReason
+
+
+def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
+    """(version that it must be started on at least, episode to be assigned), oldest first. The caller may
+    assign each before it asks for the next one.
+
+    Rule 2: it will be within the bound when it is trained. After `rank` older groups that is at step
+    `committed + rank // groups_per_batch` or later, if they are taken in order; `hold` knows better.
+    """
+    rank, places, holds = 0, places_of(buffer), buffer.config.on_stale == "hold"
+    for group in buffer.live.values():
+        floor = floor_of(buffer, group)
+        for uid in group.members:
+            if buffer.episodes[uid].state is State.PENDING:
+                needed = places.needed(floor) if holds else _usable_from(buffer, rank)
+                yield needed, buffer.episodes[uid]
+                places.move(floor, floor := floor_of(buffer, group))
+        rank += buffer.is_open(group)
+
+
+def _usable_from(buffer: ReplayBuffer, rank: int = 0) -> int:
+    """The oldest version within the bound in the batch that follows `rank` older groups: with 20 of them and
+    8 groups per batch in the second after this one."""
+    config = buffer.config
+    return buffer.committed + rank // config.groups_per_batch - config.max_staleness
+
+
+def floor_of(buffer: ReplayBuffer, group: GroupRecord) -> int:
+    """The oldest version of a token that the group has, or may still get from what runs; NEVER unless
+    on_stale=hold, the only mode that waits for it."""
+    members = buffer.members(group) if buffer.config.on_stale == "hold" else []
+    return min((e.floor for e in members if not e.state.over), default=NEVER)
+
+
+def places_of(buffer: ReplayBuffer) -> Places:
+    """Places of the current batch and the next ones, and the groups that need them."""
+    size = buffer.config.groups_per_batch
+    taken = sum(group.step == buffer.committed for group in buffer.live.values())
+    free = 0 if buffer.closed == buffer.committed else size - taken  # closed: it may be short
+    floors = (floor_of(buffer, group) for group in buffer.live.values() if group.step < 0)
+    return Places(buffer.committed, free, size, buffer.config.max_staleness, floors)
+
+
+def drop_overdue(buffer: ReplayBuffer) -> list[EpisodeRecord]:
+    """on_stale=hold: drop untaken groups with a token over the bound, which no batch can take in time. There
+    are none unless a resumed run has a lower bound, or had another rule before. Returns what was running."""
+    first = _usable_from(buffer)
+    overdue = [g for g in buffer.live.values() if g.step < 0 and floor_of(buffer, g) < first]
+    return [episode for group in overdue for episode in buffer.drop_group(group, DropReason.STALE)]
