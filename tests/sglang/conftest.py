@@ -27,6 +27,7 @@ MOST = 2
 # One server per family, each started once: those of a stage, by family or module, run on the servers that the
 # stages before have left. At the end of the second these are qwen3's, which is killed then, and qwen2's.
 STAGES = (
+    ("test_parsers",),
     ("qwen3",),
     ("qwen2", "test_collective", "test_traps"),
     ("test_fatal_traps",),
@@ -88,12 +89,18 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def pool(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def sglang_installed() -> None:
     if not PYTHON.exists():
         missing = f"there is no SGLang in {PYTHON.parents[1]}; `make sglang-cpu` builds it"
         if os.environ.get("CI") or os.environ.get("ASYNCRL_REQUIRE_SGLANG"):
             pytest.fail(missing)
         pytest.skip(missing)
+
+
+@pytest.fixture(scope="session")
+def pool(
+    sglang_installed: None, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pool]:
     pool = Pool(tiny_models, tmp_path_factory.mktemp("servers"))
     yield pool
     pool.stop()
