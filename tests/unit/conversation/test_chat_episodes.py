@@ -44,6 +44,7 @@ PARSERS = {
     "llama3.1": "llama3",
     "glm4.5": "glm",
     "deepseek-v3": "deepseek",
+    "deepseek-v3-0324": "deepseek",
     "deepseek-r1": "deepseek",
     "gpt-oss": "harmony",
     "mistral-v3": "mistral",
@@ -119,7 +120,7 @@ def test_tool_replies_extend_the_row(name: str) -> None:
     assert resume(rules, SAMPLE, episode.opened, episode.turns) == episode
 
 
-@pytest.mark.parametrize("name", ["deepseek-r1", "mistral-v3"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-r1", "mistral-v3"])
 def test_tool_replies_begin_rows_where_the_template_rewrites(name: str) -> None:
     rules = rules_of(name, history="fork")
     episode = with_replies(name, rules, 2)
@@ -127,7 +128,9 @@ def test_tool_replies_begin_rows_where_the_template_rewrites(name: str) -> None:
     check_row(rules, episode)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("qwen2.5", 1), ("deepseek-v3", 1), ("qwen3", 2), ("gpt-oss", 2)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("qwen2.5", 1), ("deepseek-v3-0324", 1), ("qwen3", 2), ("gpt-oss", 2)]
+)
 def test_a_user_begins_a_row_where_old_reasoning_is_dropped(name: str, rows: int) -> None:
     rules = rules_of(name, environment=True, history="fork")
     episode = advance(rules, begin(SAMPLE), Opened((TOOL,)))
@@ -161,7 +164,7 @@ def test_a_prompt_of_another_day_does_not_continue() -> None:
 
 CUT = "I could write <answer>7</answer>, or call"
 CALL = turn_of("deepseek-r1", "Ulm").tool_calls
-CALLING = FAMILIES["deepseek-v3"].writes(Message("assistant", tool_calls=CALL))
+CALLING = FAMILIES["deepseek-v3-0324"].writes(Message("assistant", tool_calls=CALL))
 
 
 def wrote(text: str, stop: StopReason = StopReason.STOP) -> Generation:

@@ -1,0 +1,37 @@
+"""What `make tokenizers` fetched, for tests. They are skipped without it, or fail where it is required."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+FETCHED = Path(os.environ.get("ASYNCRL_TOKENIZERS") or ROOT / ".tokenizers")
+
+
+def missing(what: str) -> NoReturn:
+    """Skips the test; with ASYNCRL_REQUIRE_TOKENIZERS it fails."""
+    why = f"there is no {what} in {FETCHED}; `make tokenizers` fetches it"
+    if os.environ.get("ASYNCRL_REQUIRE_TOKENIZERS"):
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@functools.cache
+def fetched_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Read once, which takes most of a test's time: a second for 200,000 tokens."""
+    folder = FETCHED / name
+    if not folder.is_dir():
+        missing(name)
+    settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+    if (template := folder / "chat_template.jinja").exists():
+        settings["chat_template"] = template.read_text()
+    known = {key: settings.get(key) for key in ("bos_token", "eos_token", "chat_template")}
+    plain = {key: value["content"] if isinstance(value, dict) else value for key, value in known.items()}
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **plain)

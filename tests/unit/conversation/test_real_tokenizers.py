@@ -1,0 +1,220 @@
+"""Random conversations with real tokenizers and templates: prompt, what the model wrote, and deltas are the
+template's own tokens at every turn."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from unicodedata import normalize
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
+from asyncrl.types import Message, ToolCall
+from tests.fakes.families import FAMILIES, TEMPLATES, Family
+from tests.fakes.fetched import FETCHED, fetched_tokenizer, missing
+from tests.unit.conversation.test_chat import TODAY, TOOL
+
+SAID = (
+    *(
+        *TEXTS,
+        "It is 42.",
+        "x",
+        "3.14159265",
+        "a\n\nb\n",
+        "def f(x):\n\treturn x\n",
+        "1.\n2.\n",
+        "...",
+        "```",
+    ),
+    *(
+        "<b>bold</b> &amp; {% raw %}",
+        "don't, won't",
+        "ＡＢＣ",
+        "ﷺ",
+        "𝔘𝔫𝔦",
+        "e\u0301 é",
+        "a\u200bb",
+        "🏳\u200d🌈",
+    ),
+)
+AROUND = ("", "", "", " ", "\n", "\n\n", "  ", "\t", " \n ")  # white space around what others say
+
+
+@dataclass(frozen=True)
+class Real:
+    """`tokenizer` as fetched; `template`: another one than its own."""
+
+    tokenizer: str
+    family: Family
+    template: Path | None = None
+
+
+def _mistral(message: Message) -> str:
+    calls = [
+        f'{{"name": "{c.name}", "arguments": {c.arguments}, "id": "{c.id}"}}' for c in message.tool_calls
+    ]
+    return message.content + (f"[TOOL_CALLS][{', '.join(calls)}]" if calls else "")
+
+
+def _mistral_v13(message: Message) -> str:
+    return message.content + "".join(f"[TOOL_CALLS]{c.name}[ARGS]{c.arguments}" for c in message.tool_calls)
+
+
+MISTRAL = replace(FAMILIES["mistral-v7"], writes=_mistral, bare_calls=False)
+MISTRAL_V13 = replace(MISTRAL, writes=_mistral_v13, appends=("tool", "user"))
+CHATML = replace(FAMILIES["qwen2.5"], writes=lambda message: message.content, appends=("tool", "user"))
+REAL = {
+    "qwen3": Real("qwen3", FAMILIES["qwen3"]),
+    "deepseek-v3": Real("deepseek-v3", FAMILIES["deepseek-v3"]),
+    "gpt-oss": Real("gpt-oss", FAMILIES["gpt-oss"], TEMPLATES / "gpt-oss.jinja"),
+    "llama3.1": Real("llama3.1", FAMILIES["llama3.1"], TEMPLATES / "llama3.1.jinja"),
+    "llama3": Real("llama3.1", FAMILIES["llama3"]),
+    "llama3-opening": Real("llama3.1", FAMILIES["llama3"], TEMPLATES / "llama3.jinja"),
+    "gemma3": Real("gemma3", FAMILIES["gemma3"]),
+    "smollm2": Real("smollm2", CHATML),
+    "mistral-v3": Real("mistral", replace(MISTRAL, bare_calls=True), FETCHED / "mistral/v3.jinja"),
+    "mistral-v7": Real("mistral", MISTRAL, FETCHED / "mistral/v7.jinja"),
+    "mistral-v13": Real("mistral", MISTRAL_V13, FETCHED / "mistral/v13.jinja"),
+}
+
+
+@functools.cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    real = REAL[name]
+    tokenizer = copy.copy(fetched_tokenizer(real.tokenizer))
+    if real.template:
+        tokenizer.chat_template = real.template.read_text()
+    return tokenizer
+
+
+@functools.cache
+def chat_of(name: str) -> Chat:
+    return Chat(tokenizer_of(name), TODAY)
+
+
+class Talk:
+    """A random conversation: who answers what."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.family, self.random = REAL[name].family, Random(f"{name} {seed}")
+        self.silent = not name.startswith("mistral")  # their templates refuse a turn of nothing
+
+    def words(self) -> str:
+        """Of the model: templates strip the white space around them."""
+        return self.random.choice(SAID).strip()
+
+    def foreign(self) -> str:
+        if self.random.random() < 0.1:
+            return ""
+        around = self.random.choice(AROUND), self.random.choice(AROUND)
+        return self.random.choice(SAID).join(around)
+
+    def prompt(self) -> tuple[Message, ...]:
+        rules = (Message("system", self.foreign()),) * (self.random.random() < 0.5)
+        return (*rules, Message("user", self.foreign()))
+
+    def turn(self) -> Message:
+        most = 1 if self.family.one_call else 3
+        calls = tuple(self.call(n) for n in range(self.random.choice((0, 1, 1, most))))
+        quiet = self.family.bare_calls if calls else self.silent and self.random.random() < 0.1
+        content = "" if quiet or (calls and self.random.random() < 0.3) else self.words()
+        thought = self.words() if self.family.thinks and self.random.random() < 0.5 else ""
+        return Message("assistant", content, calls, reasoning=thought)
+
+    def call(self, number: int) -> ToolCall:
+        given = {"city": self.foreign(), "more": self.random.choice((None, 1, -2.5, True, [1, {"a": "b"}]))}
+        given = given if self.random.random() < 0.7 else {}
+        return ToolCall("weather", json.dumps(given, ensure_ascii=False), f"abcdefgh{number}")
+
+    def answer(self, turn: Message) -> tuple[Message, ...]:
+        calls = turn.tool_calls
+        replies = [Message("tool", self.foreign(), tool_call_id=call.id, name=call.name) for call in calls]
+        return tuple(replies) or (Message("user", self.foreign()),)
+
+
+def check(name: str, seed: int) -> None:
+    family, chat, tokenizer, talk = REAL[name].family, chat_of(name), tokenizer_of(name), Talk(name, seed)
+    tools = (TOOL,) * (talk.random.random() < 0.8)
+    said = talk.prompt()
+    row = chat.prompt_ids(said, tools)
+    for _ in range(talk.random.randint(1, 4)):
+        turn = talk.turn()
+        answer = talk.answer(turn)
+        text = family.writes(turn) + family.ends[bool(turn.tool_calls)]
+        written = tuple(tokenizer.encode(text, add_special_tokens=False))
+        assert written[-1] in chat.stop_ids
+        assert same(chat.decode(written), family.writes(turn))
+        said += (turn, *answer)
+        delta = chat.delta_ids(answer, written[-1])
+        whole = chat.prompt_ids(said, tools)
+        assert (delta is None) == (answer[0].role not in family.appends)
+        row = whole if delta is None else row + written + delta
+        assert tokenizer.decode(row) == tokenizer.decode(whole)
+        assert row == whole
+
+
+def same(one: str, other: str) -> bool:
+    """Qwen's tokenizer composes letters."""
+    return normalize("NFC", one) == normalize("NFC", other)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_deltas_are_the_templates_own_tokens(name: str) -> None:
+    for seed in range(60):
+        check(name, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", REAL)
+def test_deltas_are_the_templates_own_tokens_a_thousand_times(name: str) -> None:
+    for seed in range(60, 1000):
+        check(name, seed)
+
+
+STOPS = {
+    "qwen3": ["<|im_end|>"],
+    "deepseek-v3": ["<｜end▁of▁sentence｜>"],
+    "gpt-oss": ["<|return|>", "<|call|>"],
+    "llama3.1": ["<|eot_id|>"],
+    "llama3": ["<|eot_id|>"],
+    "llama3-opening": ["<|eot_id|>"],
+    "gemma3": ["<end_of_turn>"],
+    "smollm2": ["<|im_end|>"],
+    "mistral-v3": ["</s>"],
+    "mistral-v7": ["</s>"],
+    "mistral-v13": ["</s>"],
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_ends_of_turns(name: str) -> None:
+    assert tokenizer_of(name).convert_ids_to_tokens(chat_of(name).stop_ids) == STOPS[name]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_nothing_that_a_template_writes_passes_through_a_reply(name: str) -> None:
+    """As one reply, forged turns have no token that the template's own turns are made of."""
+    chat, tokenizer = chat_of(name), tokenizer_of(name)
+    said = (*Talk(name, 0).prompt(), Message("assistant", "So."), Message("user", "Why?"))
+    added = {n for text, n in tokenizer.get_added_vocab().items() if not text.isspace()}
+    own = added & {*chat.prompt_ids(said, (TOOL,)), *chat.stop_ids}
+    forged = tokenizer.decode(sorted(own))
+    assert own <= {*tokenizer.encode(forged, add_special_tokens=False)}
+    read = chat.shorten(forged, 10_000, "middle")
+    assert not own & {*tokenizer.encode(read, add_special_tokens=False)}
+
+
+def test_a_real_configuration_that_misnames_its_class() -> None:
+    """DeepSeek's says LlamaTokenizerFast, of which transformers makes a tokenizer that loses spaces."""
+    folder = FETCHED / "deepseek-v3"
+    if not folder.is_dir():
+        missing("deepseek-v3")
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0], add_special_tokens=False)) == TEXTS[0]
