@@ -211,6 +211,9 @@ class TurnReply(msgspec.Struct, frozen=True):
     observation: Observation | None = None
 
 
+MAX_REWARD = 1e6  # what is larger is an error: with it, gradients are not finite, and every step is skipped
+
+
 class RewardResult(msgspec.Struct, frozen=True):
     """What a reward function returns for one episode. All numbers are finite.
 
@@ -244,6 +247,15 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     def score(self) -> float:
         """The reward before shaping."""
         return self.reward - self.shaping
+
+    @property
+    def problem(self) -> str:
+        """What makes it unusable: the first number that is not finite or beyond MAX_REWARD. '' if none is."""
+        numbers = {"the reward": self.reward, "its shaping": self.shaping}
+        numbers |= {f"the reward of turn {turn}": value for turn, value in enumerate(self.turn_rewards)}
+        numbers |= {f"component {name!r} of the reward": value for name, value in self.components.items()}
+        wrong = [f"{name} is {value:g}" for name, value in numbers.items() if not abs(value) <= MAX_REWARD]
+        return f"{wrong[0]}; it must be within ±{MAX_REWARD:g}" if wrong else ""
 
 
 class EpisodeStats(msgspec.Struct, frozen=True):

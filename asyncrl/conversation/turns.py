@@ -96,8 +96,7 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done
         rewards = tuple(map(math.fsum, parts))
         total = math.fsum(rewards)
     except (OverflowError, ValueError):  # finite numbers whose sum is not, or infinities
-        total = math.nan
-    if not math.isfinite(total):
         return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
     tokens = sum(len(turn.ids) for turn in turns)
-    return Done(EpisodeResult(total, tokens, rewards, result.components, result.shaping, end))
+    earned = EpisodeResult(total, tokens, rewards, result.components, result.shaping, end)
+    return Fail(FailReason.REWARD_ERROR, earned.problem) if earned.problem else Done(earned)

@@ -48,7 +48,6 @@ from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, bound
 
 TICK = 0.05
-MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
 DRAIN = 256  # messages per socket and turn of the loop
 STATUS_EVERY = 0.5
 FOLLOW = 4.0  # of the stop timeout: for the other processes to end
@@ -221,7 +220,8 @@ class Coordinator:
             self._admit(now)
             state.buffer.tick(now)
             self.workers.cancel(drop_overdue(state.buffer))
-            self._check_untrained(now)
+            if futile := state.futile():
+                self._abort(futile, now)
         if self.phase is not Phase.STOPPING:
             self.engines.tick(now, gap)
             self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
@@ -241,15 +241,6 @@ class Coordinator:
             free -= len(buffer.admit(self.state.batches.committed, now).members)
         if buffer.data_over and self.config.data.at_end == "drop":
             self.workers.cancel(self.state.batches.drop_remainder())
-
-    def _check_untrained(self, now: float) -> None:
-        config, buffer = self.config.buffer, self.state.buffer
-        if buffer.untrained > MAX_UNTRAINED_BATCHES * config.groups_per_batch:
-            self._abort(
-                f"{buffer.untrained} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts",
-                now,
-            )
 
     # -- phases ----------------------------------------------------------------------------------------
 

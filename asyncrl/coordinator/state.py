@@ -25,6 +25,9 @@ from asyncrl.wire.incarnations import is_older, launch_of
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.sockets import Hub
 
+MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrained; then the run ends
+MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
+
 log = logging.getLogger("asyncrl.coordinator")
 
 
@@ -77,6 +80,7 @@ class RunState:
     launch: str = ""  # that this coordinator belongs to
     progress_at: float = field(default_factory=time.monotonic)
     alive_at: float = field(default_factory=time.monotonic)
+    skipped: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
 
     def progress(self, now: float) -> None:
@@ -94,6 +98,21 @@ class RunState:
             return f"nothing has moved for {silence:g} s"
         if now - self.progress_at > progress:
             return f"no episode has landed, and nothing was trained, for {progress:g} s"
+        return ""
+
+    def futile(self) -> str:
+        """Why the run learns nothing and had better end; '' when that is not so."""
+        buffer = self.buffer
+        if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
+            return (
+                f"{buffer.untrained} groups in a row could not be trained; the last one: "
+                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts"
+            )
+        if self.skipped > MAX_SKIPPED_BATCHES:
+            return (
+                f"the last {self.skipped} batches took no optimizer step: their gradients were not finite, "
+                "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
+            )
         return ""
 
     def welcome(self, peer: bytes) -> None:

@@ -121,6 +121,8 @@ class TrainerHandler:
             state.batches.commit(message.step)
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
+            stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
+            state.skipped = 0 if stepped else state.skipped + 1
             self.on_commit(message)
         state.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.

@@ -8,6 +8,7 @@ unblocks: workers (assignments, acks, the clock), through the buffer the trainer
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -167,6 +168,7 @@ class WorkerHandler:
             return
         worker.seq = message.seq
         (self.state.progress if isinstance(message, Finished) else self.state.alive)(now)
+        message = _checked(message)
         if message.attempt.uid.startswith(EVAL):
             self.on_eval(worker, message)
             return
@@ -213,6 +215,9 @@ class WorkerHandler:
             return  # sent again to a restarted coordinator
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
+        if not 0 <= message.oldest <= message.newest:
+            named = f"v{message.oldest} to v{message.newest}"
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} names versions {named}")
         if message.newest > self.state.versions.newest.step:
             log.error("%s names v%d, which was never pushed", worker.name, message.newest)
             if not self.engines.remote:
@@ -356,6 +361,16 @@ def sampling_key(seed: int, uid: str, attempt: int) -> int:
     """Key of the counter RNG: what is sampled depends on (seed, uid, attempt, position) and the weights."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _checked(message: Record) -> Record:
+    """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
+    if not isinstance(message, Finished):
+        return message
+    trouble = message.result.problem
+    if not trouble and not all(map(math.isfinite, (message.stats.seconds, message.stats.tool_s))):
+        trouble = "its seconds are no finite number"
+    return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble) if trouble else message
 
 
 def _single_frame(frames: list[bytes]) -> bytes:

@@ -192,6 +192,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     terminal.print(table)
     for label, key, form in (
         ("steps", "steps", "d"),
+        ("optimizer steps skipped", "skipped_steps", "d"),
         ("seconds", "seconds", ".1f"),
         ("tokens trained", "tokens_trained", ",d"),
         ("tokens/s", "tokens_per_s", ",.0f"),

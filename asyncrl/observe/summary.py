@@ -29,6 +29,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     busy_s = _sum(steps, "timing_s/step")
     return {
         "steps": int(steps[-1]["training/step"]) if steps else 0,
+        "skipped_steps": int(_sum(steps, "actor/skipped_steps")),
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
         "reward_first": _mean(steps[:edge], REWARD),
         "reward_last": _mean(steps[-edge:], REWARD),

@@ -172,6 +172,13 @@ def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> 
     assert len(sent(coordinator, Replace)) == 1
 
 
+def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
+    trained(coordinator, 3)
+    coordinator.state.skipped = 21
+    tick(coordinator, 0.0)
+    assert coordinator.phase is Phase.STOPPING and "took no optimizer step" in coordinator.error
+
+
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
     coordinator.state.buffer.untrained, coordinator.state.buffer.untrained_reason = 10_000, "tool_error"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.batches import Batch, Batches
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
 from asyncrl.coordinator.state import RunState
@@ -168,6 +168,18 @@ def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -
     assert len(setup.commits) == 1 and setup.state.buffer.flow().trained == 4
     with pytest.raises(ProtocolError, match="never issued"):
         setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, "other", {}), 0.0)
+
+
+def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSetup) -> None:
+    """Of several steps a batch, one that was taken is enough."""
+    skipping, stepping = {"actor/skipped_steps": 2.0}, {"actor/skipped_steps": 1.0, "actor/grad_norm": 0.5}
+    counts = []
+    for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
+        setup.state.batches.batches[step - 1] = Batch(step - 1)
+        commit = Commit(setup.state.trainer_epoch, step, Batch(step - 1).plan_hash, metrics)
+        setup.handler.commit(PEERS[0], commit, 0.0)
+        counts.append(setup.state.skipped)
+    assert counts == [1, 2, 0, 0]
 
 
 def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSetup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,36 @@ def test_an_ending_that_does_not_fit_its_turns_is_not_trained(setup: WorkerSetup
     setup.finish(A, 2, first, turns=2)
     assert setup.landed == [] and setup.state_of(first.uid) == (State.PENDING, 1)
     assert setup.state.buffer.episodes[first.uid].turns == 0  # starts again from the prompt
+
+
+@pytest.mark.parametrize(
+    ("result", "seconds", "why"),
+    [
+        (EpisodeResult(math.nan), 1.0, "the reward is nan"),
+        (EpisodeResult(1e300), 1.0, "the reward is 1e+300; it must be within ±1e+06"),
+        (EpisodeResult(0.0, 1, (-1e7, 1e7)), 1.0, "the reward of turn 0 is -1e+07"),
+        (EpisodeResult(0.0, components={"a": math.inf}), 1.0, "component 'a' of the reward is inf"),
+        (EpisodeResult(1.0), math.nan, "its seconds are no finite number"),
+    ],
+)
+def test_numbers_that_cannot_be_trained_fail_the_episode_and_nothing_else(
+    setup: WorkerSetup, caplog: pytest.LogCaptureFixture, result: EpisodeResult, seconds: float, why: str
+) -> None:
+    (_, first), (_, second) = setup.tick()
+    setup.turn(A, 1, first)
+    with caplog.at_level("INFO"):
+        setup.handler.record(A, Finished(2, first, result, EpisodeStats(1, seconds=seconds)), [], 0.0)
+    assert f"reward_error ({why}" in caplog.text
+    setup.turn(A, 3, second)
+    setup.finish(A, 4, second)
+    setup.state.persist()  # SQLite takes NaN for no value
+    assert setup.state_of(first.uid) == (State.PENDING, 1) and [e.uid for e in setup.landed] == [second.uid]
+
+
+def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> None:
+    for seq, ((_, attempt), (oldest, newest)) in enumerate(zip(setup.tick(), [(-3, 0), (1, 0)], strict=True)):
+        setup.handler.record(A, Generated(seq + 1, attempt, 0, 20, 10, oldest, newest), [b"frame"], 0.0)
+        assert setup.state_of(attempt.uid) == (State.PENDING, 1)
 
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:

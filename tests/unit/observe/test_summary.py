@@ -52,6 +52,11 @@ def test_numbers_are_weighted_as_they_should_be() -> None:
     assert summary["policy_version"] == 2 and summary["conserved"] is False
 
 
+def test_skipped_steps_are_counted() -> None:
+    rows = [step(n, actor__skipped_steps=skipped) for n, skipped in enumerate((1.0, 0.0, 2.0))]
+    assert summarize(rows, FLOW, True)["skipped_steps"] == 3
+
+
 def test_rewards_at_the_ends_are_means_over_a_tenth_of_the_steps() -> None:
     rows = [step(n, rollout__score__mean=float(n)) for n in range(1, 21)]
     summary = summarize(rows, FLOW, True)
