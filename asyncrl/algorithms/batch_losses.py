@@ -16,7 +16,8 @@ import torch
 from msgspec import Meta
 
 from asyncrl.algorithms.correction import ratio_of
-from asyncrl.algorithms.losses import BatchTrace, LossInput, TokenLoss, loss
+from asyncrl.algorithms.credit import Trace
+from asyncrl.algorithms.losses import LossInput, TokenLoss, loss
 from asyncrl.algorithms.token_losses import clip_surrogate
 
 ROUNDING = 1e-6  # log-ratios of one policy, computed twice
@@ -24,7 +25,7 @@ Share = Annotated[float, Meta(gt=0, lt=1)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
-def highest_covariance(traces: Sequence[BatchTrace], *, share: float) -> list[np.ndarray]:
+def highest_covariance(traces: Sequence[Trace], *, share: float) -> list[np.ndarray]:
     """1 on the `share` of the batch's fresh tokens (at least one) with the largest (A−Ā)·(log prox − mean),
     else 0.
 
@@ -70,7 +71,7 @@ def kl_cov(given: LossInput, *, share: Share = 2e-4, coef: Positive = 0.1) -> To
     return TokenLoss(given.weighed(value), chosen > 0)
 
 
-def within_second_moment(traces: Sequence[BatchTrace], *, tau: float) -> list[np.ndarray]:
+def within_second_moment(traces: Sequence[Trace], *, tau: float) -> list[np.ndarray]:
     """1 on the fresh tokens that stay when those with the largest (log prox − log μ)² go until the mean of
     the rest is below `tau`, else 0. Tokens equal to the last that goes, go as well."""
     squares = [(trace.prox - trace.mu) ** 2 for trace in traces]
@@ -96,7 +97,7 @@ def m2po(given: LossInput, *, tau: Positive = 0.04) -> TokenLoss:
     return TokenLoss(given.weighed(value), given.fresh & (kept == 0), ratio=ratio.detach())
 
 
-def partition_gap(traces: Sequence[BatchTrace], *, beta: float) -> list[np.ndarray]:
+def partition_gap(traces: Sequence[Trace], *, beta: float) -> list[np.ndarray]:
     """log Ẑ − R/β of each episode, on all its tokens.
 
     log Ẑ is the mean over the group's episodes of log ref − log prox + R/β, sequence sums over fresh tokens;
@@ -105,11 +106,10 @@ def partition_gap(traces: Sequence[BatchTrace], *, beta: float) -> list[np.ndarr
     groups: defaultdict[str, list[float]] = defaultdict(list)
     for trace in traces:
         if trace.fresh.any():
-            assert trace.reference is not None
             gap = math.fsum((trace.reference - trace.prox)[trace.fresh])
-            groups[trace.group].append(gap + trace.reward / beta)
+            groups[trace.group].append(gap + trace.own.reward / beta)
     log_z = {group: math.fsum(found) / len(found) for group, found in groups.items()}
-    return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.reward / beta) for t in traces]
+    return [np.full(len(t.prox), log_z.get(t.group, 0.0) - t.own.reward / beta) for t in traces]
 
 
 @loss("tba", ratio="mu", reference=True, prepare=partition_gap, whole_group=True)
@@ -135,12 +135,12 @@ def _prepared(given: LossInput) -> torch.Tensor:
     return given.prepared
 
 
-def _fresh(traces: Sequence[BatchTrace], values: Sequence[np.ndarray]) -> np.ndarray:
+def _fresh(traces: Sequence[Trace], values: Sequence[np.ndarray]) -> np.ndarray:
     """The values of all fresh tokens of the batch."""
     return np.concatenate([x[trace.fresh] for trace, x in zip(traces, values, strict=True)] or [np.zeros(0)])
 
 
-def _mean(traces: Sequence[BatchTrace], name: str) -> float:
+def _mean(traces: Sequence[Trace], name: str) -> float:
     """Of all fresh tokens, rounded once: no order of the traces changes a bit."""
     values = _fresh(traces, [getattr(trace, name) for trace in traces]).tolist()
     return math.fsum(values) / max(len(values), 1)

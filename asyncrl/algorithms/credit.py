@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,16 +15,26 @@ EPSILON = 1e-6  # added to every std that divides
 Scale = Literal["none", "batch_std", "nonzero", "whiten", "whiten_running"]
 
 
-@dataclass(frozen=True)
-class Trace:
-    """One episode of a whole batch, arrays per model token [T]. `logp`: log pi at the start of the batch;
-    `collision`: Σ π² over the vocabulary there."""
+NONE = np.zeros(0)  # an array that nothing asked for
 
+
+class Trace(NamedTuple):
+    """One episode of a whole batch at its start, arrays per model token [T]. `prox`: log pi there.
+
+    An advantage with `whole_group` sees `rewards` and `collision`, Σ π² over the vocabulary; the `prepare` of
+    a loss sees `advantage`, `mu`, which tokens are `fresh` (may contribute) and, if it asks, `reference`.
+    """
+
+    uid: str
     group: str
     own: EpisodeResult
-    rewards: np.ndarray
-    logp: np.ndarray
-    collision: np.ndarray
+    prox: np.ndarray
+    rewards: np.ndarray = NONE
+    collision: np.ndarray = NONE
+    advantage: np.ndarray = NONE
+    mu: np.ndarray = NONE
+    fresh: np.ndarray = NONE
+    reference: np.ndarray = NONE
 
 
 @dataclass(frozen=True)

@@ -69,19 +69,6 @@ class TokenLoss:
     ratio: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class BatchTrace:
-    """One episode of a whole batch at its start, arrays per model token [T]. `fresh`: may contribute."""
-
-    group: str
-    reward: float
-    advantage: np.ndarray
-    prox: np.ndarray
-    mu: np.ndarray
-    fresh: np.ndarray
-    reference: np.ndarray | None
-
-
 Prepare = Callable[..., list[np.ndarray]]
 
 

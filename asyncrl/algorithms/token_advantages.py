@@ -144,5 +144,5 @@ def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:
 
 def _norm(trace: Trace) -> np.ndarray:
     """[T]: W, which rounding must not turn negative."""
-    step = 1 - 2 * np.exp(trace.logp) + trace.collision
+    step = 1 - 2 * np.exp(trace.prox) + trace.collision
     return np.cumsum(step.clip(min=0.0))

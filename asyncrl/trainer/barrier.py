@@ -8,13 +8,15 @@ compares an episode with the whole batch. `compared` and `prepared` are collecti
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
-from asyncrl.algorithms.losses import BatchTrace, Loss
+from asyncrl.algorithms.credit import Trace
+from asyncrl.algorithms.losses import Loss
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import Recipe
 from asyncrl.trainer.batch import Example
@@ -22,7 +24,6 @@ from asyncrl.trainer.credit import (
     credit,
     penalised,
     rescaled,
-    share,
     share_penalties,
     share_traces,
     with_penalised_siblings,
@@ -48,8 +49,11 @@ def compared(
         pairs = [penalised(e, kl_penalty, recipe.kl_estimator) for e in examples]
         penalties = share_penalties(world, pairs)
         examples = [with_penalised_siblings(e, penalties) for e, _ in pairs]
-    traces = share_traces(world, examples) if recipe.advantage.whole_group else {}
-    examples = [credit(e, recipe, traces.get(e.group, ())) for e in examples]
+    traces = defaultdict[str, list[Trace]](list)
+    if recipe.advantage.whole_group:
+        for trace in share_traces(world, examples, [_scores(e) for e in examples]):
+            traces[trace.group].append(trace)
+    examples = [credit(e, recipe, traces[e.group]) for e in examples]
     tally = MetricSums()
     tally_credit(tally, examples)
     whole = merged(world.gather(tally, MetricSums))
@@ -72,25 +76,19 @@ def prepared(world: World, examples: Sequence[Example], loss: Loss) -> list[Exam
     """The examples with what the loss's `prepare` gives each token in view of the whole batch."""
     if loss.prepare is None:
         return list(examples)
-    everyone = share(world, examples, [_view(e) for e in examples])
-    traces = [
-        BatchTrace(
-            group=packed.group,
-            reward=packed.own.reward,
-            advantage=packed.array("advantage"),
-            prox=packed.array("prox"),
-            mu=packed.array("mu"),
-            fresh=packed.array("fresh").astype(bool),
-            reference=packed.array("reference") if "reference" in packed.arrays else None,
-        )
-        for packed in everyone
-    ]
-    found = dict(zip((packed.uid for packed in everyone), loss.prepare(traces), strict=True))
+    traces = share_traces(world, examples, [_view(e) for e in examples])
+    found = dict(zip((trace.uid for trace in traces), loss.prepare(traces), strict=True))
     return [replace(e, prepared=np.asarray(found[e.planned.uid], dtype=np.float64)) for e in examples]
 
 
+def _scores(e: Example) -> dict[str, np.ndarray]:
+    """An episode's arrays for an advantage that compares traces."""
+    assert e.prox is not None and e.collision is not None
+    return {"rewards": e.rewards, "prox": e.prox, "collision": e.collision}
+
+
 def _view(e: Example) -> dict[str, np.ndarray]:
-    """An episode's arrays for a BatchTrace; a token without finite log-probs is not fresh, and they are 0."""
+    """An episode's arrays for a loss; a token without finite log-probs is not fresh, and they are 0."""
     assert e.prox is not None and e.advantage is not None
     given = {"prox": e.prox, "mu": e.mu, "reference": e.reference}
     logs = {name: array for name, array in given.items() if array is not None}

@@ -5,7 +5,6 @@ rewards ── − β·KL ──► advantage ──► / batch (whitening, std)
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -67,7 +66,7 @@ def _minus_penalties(result: EpisodeResult, by_turn: Sequence[float] | np.ndarra
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """One episode as it travels between ranks. `arrays`: float64."""
+    """One episode as it travels between ranks. `arrays`: float64, but `fresh`."""
 
     uid: str
     group: str
@@ -76,7 +75,11 @@ class Packed(msgspec.Struct, frozen=True):
     arrays: dict[str, bytes]
 
     def array(self, name: str) -> np.ndarray:
-        return np.frombuffer(self.arrays[name])
+        return np.frombuffer(self.arrays[name], dtype=_dtype(name))
+
+
+def _dtype(name: str) -> type:
+    return np.bool_ if name == "fresh" else np.float64
 
 
 def share(
@@ -85,7 +88,7 @@ def share(
     """The episodes of all ranks, by uid: the same list on all of them. A collective."""
     mine = []
     for planned, named in zip((e.planned for e in examples), arrays, strict=True):
-        content = {name: array.astype(np.float64).tobytes() for name, array in named.items()}
+        content = {name: array.astype(_dtype(name)).tobytes() for name, array in named.items()}
         mine.append(Packed(planned.uid, planned.group, planned.own, planned.place, content))
     everyone = [packed for part in world.gather(mine, list[Packed]) for packed in part]
     return sorted(everyone, key=lambda packed: packed.uid)
@@ -97,11 +100,11 @@ def share_penalties(world: World, pairs: Sequence[tuple[Example, Sequence[float]
     return {(packed.group, packed.place): packed.array("by_turn").tolist() for packed in shared}
 
 
-def share_traces(world: World, examples: Sequence[Example]) -> dict[str, list[Trace]]:
-    """Group → the traces of its episodes. A collective."""
-    names = {"rewards": "rewards", "logp": "prox", "collision": "collision"}
-    arrays = [{name: getattr(e, source) for name, source in names.items()} for e in examples]
-    traces: dict[str, list[Trace]] = defaultdict(list)
-    for packed in share(world, examples, arrays):
-        traces[packed.group].append(Trace(packed.group, packed.own, **{n: packed.array(n) for n in names}))
-    return traces
+def share_traces(
+    world: World, examples: Sequence[Example], arrays: Sequence[Mapping[str, np.ndarray]]
+) -> list[Trace]:
+    """The episodes of all ranks with these arrays, as algorithms see them. A collective."""
+    return [
+        Trace(packed.uid, packed.group, packed.own, **{name: packed.array(name) for name in packed.arrays})
+        for packed in share(world, examples, arrays)
+    ]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.advantages import CreditInput, Trace
 from asyncrl.algorithms.correction import Correction, CorrectionInput, correct, select_rules
-from asyncrl.algorithms.losses import BatchTrace, Loss, LossInput
+from asyncrl.algorithms.losses import Loss, LossInput
 from asyncrl.algorithms.recipe import advantages, losses
 from asyncrl.types import EpisodeResult
 
@@ -179,14 +179,16 @@ def _prepared(given: LossInput, loss: Loss, live: Tensor, language: Language) ->
     assert loss.prepare is not None and given.reference is not None
     sizes = live.sum(2)
     rewards = token_rewards(language).sum(1)
-    columns = (given.advantage, given.prox.detach(), given.mu, given.fresh, given.reference)
-    pieces = zip(*(column.split(sizes.flatten().tolist()) for column in columns), strict=True)
+    columns = {name: getattr(given, name) for name in ("advantage", "mu", "fresh", "reference")}
+    columns["prox"] = given.prox.detach()
+    cut = (column.split(sizes.flatten().tolist()) for column in columns.values())
+    pieces = (dict(zip(columns, map(np.asarray, piece), strict=True)) for piece in zip(*cut, strict=True))
     members = groups_of(language, live.shape[1]).members
     found = []
     for group in members.tolist():
         batch = [
-            BatchTrace("g", float(rewards[sequence]), *(column.numpy() for column in next(pieces)))
-            for sequence in group
+            Trace(f"g/{i}", "g", EpisodeResult(float(rewards[sequence])), **next(pieces))
+            for i, sequence in enumerate(group)
         ]
         found += loss.prepare(batch)
     return dataclasses.replace(given, prepared=torch.from_numpy(np.concatenate(found)))
@@ -248,8 +250,9 @@ def trace(language: Language, sequence: int, number: int) -> Trace:
         ),
         components={name: float(part[prefix, tokens][live].sum()) for name, part in PARTS.items()},
     )
-    logp = token_logp(language, PI)[sequence][live]
-    return Trace("g", member, rewards.numpy(), logp.numpy(), (chances**2).sum(-1).numpy())
+    logp = token_logp(language, PI)[sequence][live].numpy()
+    collision = (chances**2).sum(-1).numpy()
+    return Trace(f"g/{number}", "g", member, logp, rewards=rewards.numpy(), collision=collision)
 
 
 def true_gradient(language: Language = FIXED, best_of: int = 1, beta: float = 0.0) -> Tensor:

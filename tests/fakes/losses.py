@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.correction import Correction
+from asyncrl.algorithms.credit import NONE, Trace
 from asyncrl.algorithms.library import losses
-from asyncrl.algorithms.losses import BatchTrace, LossInput, TokenLoss
+from asyncrl.algorithms.losses import LossInput, TokenLoss
+from asyncrl.types import EpisodeResult
 
 
 def real(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -92,14 +94,15 @@ def trace(
     reference: Sequence[float] | None = None,
     group: str = "g",
     reward: float = 0.0,
-) -> BatchTrace:
+) -> Trace:
     count = len(prox)
-    return BatchTrace(
+    return Trace(
+        uid="u",
         group=group,
-        reward=reward,
+        own=EpisodeResult(reward),
         advantage=np.asarray(advantage if advantage is not None else [1.0] * count, dtype=float),
         prox=np.asarray(prox, dtype=float),
         mu=np.asarray(mu if mu is not None else prox, dtype=float),
         fresh=np.asarray([True] * count if fresh is None else fresh, dtype=bool),
-        reference=None if reference is None else np.asarray(reference, dtype=float),
+        reference=NONE if reference is None else np.asarray(reference, dtype=float),
     )

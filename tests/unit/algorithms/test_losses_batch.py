@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.batch_losses import highest_covariance, partition_gap, within_second_moment
-from asyncrl.algorithms.losses import BatchTrace
+from asyncrl.algorithms.credit import Trace
 from tests.fakes.losses import trace
 
 STALE = 99.0  # of a token that is not fresh: it must not be looked at
@@ -82,7 +82,7 @@ def test_the_partition_is_estimated_by_group() -> None:
     assert [x.tolist() for x in said] == [[-0.5, -0.5], [1.5, 1.5], [-0.5], [-0.5]]
 
 
-PREPARES: dict[str, Callable[[Sequence[BatchTrace]], list[np.ndarray]]] = {
+PREPARES: dict[str, Callable[[Sequence[Trace]], list[np.ndarray]]] = {
     "covariance": lambda traces: highest_covariance(traces, share=0.2),
     "second moment": lambda traces: within_second_moment(traces, tau=0.3),
     "partition": lambda traces: partition_gap(traces, beta=0.1),
@@ -93,7 +93,7 @@ PREPARES: dict[str, Callable[[Sequence[BatchTrace]], list[np.ndarray]]] = {
 @given(seed=st.integers(0, 10_000), episodes=st.integers(0, 12))
 @settings(max_examples=30, deadline=None)
 def test_no_order_of_the_batch_matters(
-    prepare: Callable[[Sequence[BatchTrace]], list[np.ndarray]], seed: int, episodes: int
+    prepare: Callable[[Sequence[Trace]], list[np.ndarray]], seed: int, episodes: int
 ) -> None:
     """Bit for bit: ranks hand in their episodes in any order."""
     rng = np.random.default_rng(seed)

@@ -238,7 +238,15 @@ def test_more_turns_than_turn_rewards_are_refused() -> None:
 def trace(number: int, rewards: Sequence[float], pi: Sequence[float], collision: Sequence[float]) -> Trace:
     own = EpisodeResult(sum(rewards))
     with np.errstate(divide="ignore"):
-        return Trace("g", own, np.array(rewards, dtype=np.float64), np.log(pi), np.array(collision))
+        logp = np.log(pi)
+    return Trace(
+        f"g/{number}",
+        "g",
+        own,
+        logp,
+        rewards=np.array(rewards, dtype=np.float64),
+        collision=np.array(collision),
+    )
 
 
 def credit_of(t: Trace, traces: Sequence[Trace]) -> list[float]:

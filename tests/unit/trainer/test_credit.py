@@ -38,7 +38,7 @@ def of(packed: Packed) -> tuple[str, str, int, list[float], list[bool]]:
         packed.group,
         packed.place,
         packed.array("prox").tolist(),
-        packed.array("fresh").astype(bool).tolist(),
+        packed.array("fresh").tolist(),
     )
 
 
@@ -46,11 +46,11 @@ def exchange(world: World, folder: Path) -> tuple[object, object]:
     """Five episodes dealt to the ranks, exchanged in parts."""
     ranks.PART_BYTES = 64
     mine = [one(number) for number in range(world.rank, 5, world.size)]
-    traces = share_traces(world, mine)
-    plain = {
-        group: [(t.own.tokens - 2, t.rewards.tolist(), t.logp.tolist()) for t in some]
-        for group, some in traces.items()
-    }
+    traces = share_traces(world, mine, [told(e) | {"rewards": e.rewards} for e in mine])
+    plain = [
+        (t.uid, t.group, t.own.tokens - 2, t.rewards.tolist(), t.prox.tolist(), t.fresh.tolist())
+        for t in traces
+    ]
     return [of(packed) for packed in share(world, mine, [told(e) for e in mine])], plain
 
 
