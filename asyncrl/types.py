@@ -77,6 +77,7 @@ class DropReason(enum.StrEnum):
 
     STALE = "stale"
     GROUP_SHORT = "group_short"
+    CORRUPT = "corrupt"  # its turns cannot be read any more
     END_OF_DATA = "end_of_data"
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.buffer.freshness import floor_of, places_of
 from asyncrl.buffer.hold import Places
+from asyncrl.buffer.payloads import lose
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, EpisodeResult
@@ -39,20 +40,27 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct):
-    """The plan of one optimizer batch. `micros`: the uids of each micro-batch; `closed`: no more come."""
+    """The plan of one optimizer batch. `micros`: the uids of each micro-batch; `closed`: no more come.
+    `lost`: those whose payload could not be read. They keep their places, so that others keep theirs."""
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
     groups: set[int] = set()
     closed: bool = False
+    lost: set[str] = set()
 
     @property
-    def uids(self) -> list[str]:
+    def planned(self) -> list[str]:
         return [uid for micro in self.micros for uid in micro]
 
     @property
+    def uids(self) -> list[str]:
+        """What is trained."""
+        return [uid for uid in self.planned if uid not in self.lost]
+
+    @property
     def plan_hash(self) -> str:
-        return hashlib.blake2b("\n".join(self.uids).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b("\n".join(self.planned).encode(), digest_size=16).hexdigest()
 
 
 class Batches:
@@ -227,15 +235,21 @@ class Batches:
         self.buffer.committed, self.buffer.refills = step, 0
         return True
 
+    def lose(self, step: int, uid: str) -> None:
+        """The payload of a planned trajectory cannot be read: the plan goes on without it."""
+        self.batches[step].lost.add(uid)
+        self._dirty.add(step)
+        lose(self.buffer, self.taken[uid])
+
     def retain(self, step: int) -> list[str]:
         """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
         gone = [number for number in self.batches if number < step]
-        uids = [uid for number in gone for uid in self.batches.pop(number).uids]
-        for uid in uids:
+        batches = [self.batches.pop(number) for number in gone]
+        for uid in (uid for batch in batches for uid in batch.planned):
             self.taken.pop(uid, None)
         used = {episode.group for episode in self.taken.values()}
         self.baselines = {group: self.baselines[group] for group in used}
-        return uids
+        return [uid for batch in batches for uid in batch.uids]
 
 
 def _rank(index: int, ranks: int) -> int:

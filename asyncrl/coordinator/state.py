@@ -10,16 +10,18 @@ from pathlib import Path
 
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.payloads import cut_back, sound_turns
 from asyncrl.buffer.prompts import Prompts
-from asyncrl.buffer.records import OVER, State
+from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.parquet import check_same_data, load_samples
+from asyncrl.errors import ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError
-from asyncrl.types import Sample
+from asyncrl.types import Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.incarnations import is_older, launch_of
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -29,6 +31,7 @@ MAX_UNTRAINED_BATCHES = 50  # batches' worth of groups in a row that left untrai
 MAX_SKIPPED_BATCHES = 20  # batches in a row that were committed without an optimizer step
 
 log = logging.getLogger("asyncrl.coordinator")
+UNTAKEN = (*IN_FLIGHT, State.READY)
 
 
 @dataclass
@@ -145,6 +148,23 @@ class RunState:
         self.store.commit()
         self.outbox.flush()
 
+    def readable(self, episode: EpisodeRecord) -> list[bytes]:
+        """Its payloads, two per turn, as far as they can be read. An untaken episode that has more turns than
+        that is cut back to them."""
+        turns: list[Turn] = []
+        frames: list[bytes] = []
+        uid, stored = episode.uid, self.store.read.frames(episode.uid, episode.turns)
+        try:
+            for turn, *payloads in sound_turns(uid, stored):
+                turns.append(turn)
+                frames += payloads
+        except (StoreError, ProtocolError) as error:
+            log.error("episode %s: %d of %d turns can be read: %s", uid, len(turns), episode.turns, error)
+            if episode.state in UNTAKEN:
+                cut_back(self.buffer, episode, turns)
+                self.store.forget_frames(uid, len(turns))
+        return frames
+
     def rollback(self) -> None:
         """Forget what was not committed, and read again what is stored, as far as it can be read."""
         self.outbox.clear()
@@ -166,7 +186,7 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
     restore(config, store, buffer, batches)
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
-    return RunState(
+    state = RunState(
         config=config,
         run_dir=run_dir,
         samples=samples,
@@ -178,6 +198,9 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
         coordinator_epoch=store.epoch,
         trainer_epoch=int(store.read.meta("trainer_epoch", "0")),
     )
+    for episode in [e for e in buffer.episodes.values() if e.turns and e.state in UNTAKEN]:
+        state.readable(episode)
+    return state
 
 
 def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:

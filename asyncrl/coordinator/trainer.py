@@ -251,17 +251,20 @@ class TrainerHandler:
             return (plan("end") if batches.over and request.micro == 0 else None), []
         if not uids:
             return plan("step", plan_hash=batches.batches[request.step].plan_hash), []
-        trajectories, frames = self._trajectories(batches.deal(uids, size)[rank])
+        trajectories, frames = self._trajectories(request.step, batches.deal(uids, size)[rank])
         return plan("work", trajectories), frames
 
-    def _trajectories(self, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
-        """Trajectories of a recorded plan, and their turns' payloads."""
+    def _trajectories(self, step: int, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:
+        """Trajectories of a recorded plan, and their turns' payloads; without those that cannot be read."""
         state = self.state
         trajectories: list[PlannedTrajectory] = []
         frames: list[bytes] = []
-        for uid in uids:
+        for uid in (uid for uid in uids if uid not in state.batches.batches[step].lost):
             episode = state.batches.taken[uid]
-            turns = state.store.read.frames(uid, episode.turns)[::2]  # replies are in the next turn's context
+            turns = state.readable(episode)[::2]  # replies are in the next turn's context
+            if len(turns) < episode.turns:
+                state.batches.lose(step, uid)
+                continue
             baseline = state.batches.baselines[episode.group]
             trajectories.append(
                 PlannedTrajectory(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.freshness import pending
+from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import NEVER, EpisodeRecord
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
@@ -190,7 +191,8 @@ class WorkerHandler:
             case Generated():
                 self._generated(worker, episode, message, frames, now)
             case Replied():
-                state.store.put_frame(episode.uid, message.turn, "replied", _single_frame(frames))
+                check_reply(frame := _single_frame(frames))
+                state.store.put_frame(episode.uid, message.turn, "replied", frame)
             case Finished():
                 if message.stats.turns != episode.turns:
                     known = f"{episode.turns} of its turns are durable"
@@ -224,7 +226,12 @@ class WorkerHandler:
                 self.engines.quarantine(worker.peer.decode(), now)
             self._give_up(worker, episode, FailReason.ENGINE_LOST, now)
             return
-        self.state.store.put_frame(episode.uid, message.turn, "generated", _single_frame(frames))
+        turn = decode_turn(frame := _single_frame(frames))
+        check_turn(episode.uid, turn, rows=turn.row)  # its place among the rows is checked when it is taken
+        tokens = len(turn.context) + len(turn.ids)
+        if (turn.index, tokens, len(turn.ids)) != (message.turn, message.tokens, message.model_tokens):
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} is not what its header says")
+        self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         self.tokens += message.model_tokens
         self.turns += 1
         self.state.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
@@ -325,6 +332,7 @@ class WorkerHandler:
             open_slots -= 1
 
     def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
+        frames = self.state.readable(episode)
         self.assign_seq += 1
         self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, oldest)
         worker.running[episode.uid] = (self.assign_seq, now)
@@ -338,7 +346,6 @@ class WorkerHandler:
             key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
             oldest=oldest,
         )
-        frames = self.state.store.read.frames(episode.uid, episode.turns)
         self.state.outbox.to_control(worker.peer, message, frames)
 
     def _named_wait(self, needed: int) -> str:

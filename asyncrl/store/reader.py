@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,15 +56,14 @@ class RunReader:
         rows = self._rows("SELECT value FROM meta WHERE key=?", key)
         return rows[0][0] if rows else default
 
-    def frames(self, uid: str, turns: int) -> list[bytes]:
-        """Generated and replied payloads of the first `turns` turns; b'' where a turn has no replies."""
+    def frames(self, uid: str, turns: int) -> Iterator[bytes]:
+        """Generated and replied payloads of the first `turns` turns; b'' where there is none. StoreError at
+        one that cannot be read."""
         rows = self._rows("SELECT turn, kind, segment, offset FROM frames WHERE uid=?", uid)
         places = {(turn, kind): FramePlace(segment, offset) for turn, kind, segment, offset in rows}
-        return [
-            self._frame((uid, turn, kind), places.get((turn, kind)))
-            for turn in range(turns)
-            for kind in ("generated", "replied")
-        ]
+        for turn in range(turns):
+            for kind in ("generated", "replied"):
+                yield self._frame((uid, turn, kind), places.get((turn, kind)))
 
     def _frame(self, key: FrameKey, place: FramePlace | None) -> bytes:
         if key in self._unwritten:

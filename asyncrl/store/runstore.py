@@ -104,11 +104,11 @@ class RunStore:
             marks = ",".join("?" * len(rows[0]))
             self._statements.append((f"INSERT OR REPLACE INTO {table} VALUES({marks})", list(rows)))
 
-    def forget_frames(self, uid: str) -> None:
-        """Delete the payloads of an episode that is over and in no plan."""
-        for key in [key for key in self._frames if key[0] == uid]:
+    def forget_frames(self, uid: str, turn: int = 0) -> None:
+        """Delete the payloads of an episode, from this turn on."""
+        for key in [key for key in self._frames if key[0] == uid and key[1] >= turn]:
             del self._frames[key]
-        self._statements.append(("DELETE FROM frames WHERE uid=?", [(uid,)]))
+        self._statements.append(("DELETE FROM frames WHERE uid=? AND turn>=?", [(uid, turn)]))
 
     def forget_plans(self, below: int, rows: int) -> None:
         """A checkpoint covers the batches before `below`, which held `rows` trajectories."""

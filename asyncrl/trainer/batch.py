@@ -18,8 +18,8 @@ from torch import Tensor
 
 from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.credit import CreditInput
+from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
-from asyncrl.errors import ProtocolError
 from asyncrl.trainer.model import Selected
 from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -138,21 +138,6 @@ class MicroBatch:
 ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
 
 
-def _check(uid: str, turn: Turn, rows: Sequence[Sequence[int]]) -> None:
-    """Every model token has a log-prob, a version and a token before it that predicts it; its row exists, or
-    is the next new one."""
-    covered = [p for span in turn.spans for p in range(span.start, span.end)]
-    if len(turn.ids) != len(turn.logprobs) or covered != list(range(len(turn.ids))):
-        raise ProtocolError(
-            f"episode {uid} turn {turn.index}: {len(turn.ids)} tokens with {len(turn.logprobs)} log-probs "
-            f"and spans {[(s.start, s.end) for s in turn.spans]}"
-        )
-    if not 0 <= turn.row <= len(rows):
-        raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {len(rows)} rows")
-    if turn.row == len(rows) and turn.ids and not turn.context:
-        raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
-
-
 def example(
     planned: PlannedTrajectory,
     turns: Sequence[Turn],
@@ -170,7 +155,7 @@ def example(
     rows: list[list[int]] = []
     places: list[tuple[int, int]] = []  # row and position of each model token
     for turn in turns:
-        _check(planned.uid, turn, rows)
+        check_turn(planned.uid, turn, len(rows))
         if turn.row == len(rows):
             rows.append([])
         ids = rows[turn.row]

@@ -13,7 +13,7 @@ import pytest
 
 class DurableFiles:
     """Notes each fsync in a directory, `recorded()`. A file comes back as it was at its last one, if its
-    directory was fsynced after it was made; `kept` names files whose data reached the disk by chance."""
+    directory was fsynced after it was made."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -43,11 +43,14 @@ class DurableFiles:
             patch.setattr(os, "fsync", noting)
             yield
 
-    def cut_power(self, kept: str = "") -> None:
-        """Put the directory into the state that is found afterwards."""
-        for path in self.root.glob(kept) if kept else ():
+    def keep(self, pattern: str) -> None:
+        """The data of these files happens to reach the disk now."""
+        for path in self.root.glob(pattern):
             self._note(path)
             self.names[path.parent].add(path.name)
+
+    def cut_power(self) -> None:
+        """Put the directory into the state that is found afterwards."""
         shutil.rmtree(self.root)
         self._restore(self.root)
 

@@ -1,6 +1,7 @@
 """Rollout worker and coordinator, bulk channel: the records of episodes, numbered and acknowledged.
 
-The coordinator reads headers only. Frames hold a `Turn` or a `TurnReply`, decoded by the trainer.
+Frames hold a `Turn` or a `TurnReply`. The coordinator checks that they can be trained and stores them as they
+came; the trainer decodes them.
 """
 
 from __future__ import annotations

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import BufferConfig
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, StopReason, Turn, VersionSpan
 
 
 def make(
@@ -75,3 +77,10 @@ def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
     assert plan == [], "the batch must be complete"
     batches.commit(step + 1)
     return uids
+
+
+def turn_payload(index: int = 0, version: int = 0, **fields: Any) -> bytes:
+    """What a worker sends of a turn of ten tokens after ten of context, as `land` counts them."""
+    spans = (VersionSpan(0, 10, version, version),)
+    turn = Turn(index, (1,) * 10, tuple(range(10)), (-0.5,) * 10, spans, StopReason.STOP)
+    return msgspec.msgpack.encode(msgspec.structs.replace(turn, **fields))

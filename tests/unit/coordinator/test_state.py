@@ -17,7 +17,7 @@ from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
 from tests.fakes.mail import Sent
-from tests.unit.buffer.machine import land_group, run, train
+from tests.unit.buffer.machine import land_group, run, train, turn_payload
 
 GREEDY = Advantage(lambda given: 0.0, greedy=True)
 ROWS = 5
@@ -43,13 +43,20 @@ def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> RunState:
     return load_state(config, run_dir, Sent())  # type: ignore[arg-type]
 
 
+def land_whole(state: RunState, group: int, *rewards: float) -> None:
+    """Land members with their payloads."""
+    for member in range(len(rewards)):
+        state.store.put_frame(f"{group}.{member}", 0, "generated", turn_payload())
+    land_group(state.buffer, group, *rewards)
+
+
 def play(state: RunState, groups: int) -> list[int]:
     """Admit groups; every other one is solved by all of its members. The rows they got."""
     rows = []
     for _ in range(groups):
         group = state.buffer.admit(0, 0.0)
         rows.append(group.sample)
-        land_group(state.buffer, group.id, 1.0, float(group.id % 2 == 0))
+        land_whole(state, group.id, 1.0, float(group.id % 2 == 0))
         state.persist()
     return rows
 
@@ -99,7 +106,7 @@ def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) ->
     state = build(tmp_path, episodes_per_group=3, group_policy="partial", group_deadline=1.0)
     for group in range(2):
         state.buffer.admit(0, 0.0)
-        land_group(state.buffer, group, 1.0, 0.25, *([0.5] if group else []))
+        land_whole(state, group, 1.0, 0.25, *([0.5] if group else []))
     run(state.buffer, "0.2")
     state.buffer.tick(2.0)
     for step in range(2):

@@ -30,7 +30,7 @@ from asyncrl.wire.messages.trainer import (
     WorkPlan,
 )
 from tests.fakes.mail import Sent
-from tests.unit.buffer.machine import admit, land, make
+from tests.unit.buffer.machine import admit, land, make, turn_payload
 
 PEERS = [b"trainer/0/x", b"trainer/1/x"]
 
@@ -77,6 +77,8 @@ def setup(tmp_path: Path) -> TrainerSetup:
     for uid in ("0.0", "0.1", "1.0", "1.1"):
         land(buffer, uid)
     setup = TrainerSetup(tmp_path, buffer, batches)
+    for uid in buffer.episodes:
+        setup.state.store.put_frame(uid, 0, "generated", turn_payload())
     setup.hello()
     return setup
 

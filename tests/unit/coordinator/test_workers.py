@@ -15,13 +15,13 @@ from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, PolicyVersion, Sample
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, PolicyVersion, Sample, VersionSpan
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Heartbeat, WorkerHello
 from tests.fakes.mail import Sent
-from tests.unit.buffer.machine import admit, make
+from tests.unit.buffer.machine import admit, make, turn_payload
 
 A, B = b"rollout/0/a", b"rollout/1/b"
 SAMPLE = Sample(0, "s", (Message("user", "?"),), "1")
@@ -65,7 +65,7 @@ class WorkerSetup:
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
     def turn(self, peer: bytes, seq: int, attempt: Attempt, turn: int = 0) -> None:
-        self.handler.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [b"frame"], 0.0)
+        self.handler.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [turn_payload(turn)], 0.0)
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
         end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
@@ -96,7 +96,7 @@ def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup
         assert setup.acks() == [1]
     setup.finish(A, 2, first)
     assert setup.acks() == [2] and [episode.uid for episode in setup.landed] == [first.uid]
-    assert setup.state.store.read.frames(first.uid, 1) == [b"frame", b""]
+    assert list(setup.state.store.read.frames(first.uid, 1)) == [turn_payload(), b""]
 
 
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:
@@ -178,13 +178,44 @@ def test_numbers_that_cannot_be_trained_fail_the_episode_and_nothing_else(
 
 def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> None:
     for seq, ((_, attempt), (oldest, newest)) in enumerate(zip(setup.tick(), [(-3, 0), (1, 0)], strict=True)):
-        setup.handler.record(A, Generated(seq + 1, attempt, 0, 20, 10, oldest, newest), [b"frame"], 0.0)
+        setup.handler.record(A, Generated(seq + 1, attempt, 0, 20, 10, oldest, newest), [turn_payload()], 0.0)
         assert setup.state_of(attempt.uid) == (State.PENDING, 1)
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        (b"no turn", "cannot be decoded"),
+        (turn_payload()[:-1], "cannot be decoded"),
+        (turn_payload(logprobs=(-0.5,) * 9), "10 tokens with 9 log-probs"),
+        (turn_payload(spans=(VersionSpan(0, 4, 0, 0), VersionSpan(5, 10, 0, 0))), "spans"),
+        (turn_payload(ids=(1,) * 9 + (1 << 31,)), "is no token"),
+        (turn_payload(context=()), "nothing predicts it"),
+        (turn_payload(context=(1,) * 9), "not what its header says"),
+        (turn_payload(index=1), "not what its header says"),
+    ],
+)
+def test_a_turn_that_cannot_be_trained_is_never_taken_in(
+    setup: WorkerSetup, payload: bytes, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would end the trainer at every start, as its plan is repeated."""
+    (_, first), _ = setup.tick()
+    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 0), [payload], 0.0)
+    assert error in caplog.text
+    assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
+    assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
+
+
+def test_replies_that_cannot_be_read_are_never_taken_in(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    setup.handler.record(A, Replied(2, first, 0), [b"no reply"], 0.0)
+    assert setup.state_of(first.uid) == (State.PENDING, 1)
 
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 99), [b"frame"], 0.0)
+    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 99), [turn_payload()], 0.0)
     assert A.decode() in setup.engines.quarantined and setup.handler.free_slots == 0
     assert setup.state_of(first.uid)[0] is State.PENDING
 

@@ -66,8 +66,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert snapshot.baselines == batches.baselines and snapshot.baselines.keys() == {0, 1}
     assert {e.uid for e in snapshot.taken} == {"0.0", "0.1", "1.0", "1.1"}
     assert snapshot.left[State.TRAINED] == 4
-    assert held.read.frames("2.0", 1) == [b"2.0", b""]
-    assert held.read.frames("0.0", 1) == [b"0.0", b""]  # a kept plan's payloads are kept
+    assert list(held.read.frames("2.0", 1)) == [b"2.0", b""]
+    assert list(held.read.frames("0.0", 1)) == [b"0.0", b""]  # a kept plan's payloads are kept
     assert held.read.trained_in_plans() == 4
     assert held.read.newest_version() == ((1, 1), "somewhere")
     restored, _ = make()
@@ -82,7 +82,7 @@ def test_uncommitted_writes_are_not_there(tmp_path: Path) -> None:
     store.commit()
     store.put_frame("0.0", 1, "generated", b"lost")
     again = RunStore(tmp_path)  # a second process would see this
-    assert again.read.frames("0.0", 2) == [b"kept", b"", b"", b""]
+    assert list(again.read.frames("0.0", 2)) == [b"kept", b"", b"", b""]
 
 
 def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
             os.kill(child.pid, signal.SIGKILL)
     child.wait(10)
     store = RunStore(tmp_path)
-    frames = store.read.frames("0.0", acknowledged + 1)[::2]
+    frames = list(store.read.frames("0.0", acknowledged + 1))[::2]
     assert frames == [b"payload %d" % turn for turn in range(acknowledged + 1)]
 
 
@@ -106,7 +106,7 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     store.forget_plans(1, 4)
     store.commit()
     assert store.read.trained_in_plans() == 4
-    assert store.read.frames("0.0", 1) == [b"", b""]
+    assert list(store.read.frames("0.0", 1)) == [b"", b""]
 
 
 @pytest.mark.parametrize(("version", "whose"), [(0, "an older"), (SCHEMA_VERSION + 1, "a newer")])
@@ -135,8 +135,8 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
         assert reader.counts() == {State.LANDED: 1, State.PENDING: 1}
         assert reader.episode("0.0").result.reward == 1.0
         store.put_frame("0.0", 0, "replied", b"y")
-        assert store.read.frames("0.0", 1) == [b"x", b"y"] and reader.frames("0.0", 1) == [b"x", b""]
-        assert reader.frames("0.0", 1) == [b"x", b""]
+        assert list(store.read.frames("0.0", 1)) == [b"x", b"y"]
+        assert list(reader.frames("0.0", 1)) == [b"x", b""]
     assert set(tmp_path.rglob("*.seg")) == files  # a reader begins no segment
     assert len(list((tmp_path / "segments").glob("*.seg"))) == 1
 
@@ -149,7 +149,7 @@ def test_only_a_commit_commits(tmp_path: Path) -> None:
     store.sync()
     store.close()
     again = RunStore(tmp_path)
-    assert again.read.plan_hash(1) is None and again.read.frames("0.0", 1) == [b"", b""]
+    assert again.read.plan_hash(1) is None and list(again.read.frames("0.0", 1)) == [b"", b""]
     again.put_commit(1, 1, "hash")
     again.rollback()
     again.commit()
@@ -167,7 +167,7 @@ def assert_written_once(store: RunStore) -> None:
     store.commit()
     store.commit()
     assert store.read.plan_hash(1) == "hash" and store.read.meta("covered") == "4"
-    assert store.read.frames("0.0", 1) == [b"x" * 5000, b""]
+    assert list(store.read.frames("0.0", 1)) == [b"x" * 5000, b""]
     assert sum(path.stat().st_size for path in store._segments.directory.iterdir()) < 6000
 
 
@@ -229,7 +229,7 @@ def test_an_owner_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
     assert new.read.plan_hash(1) is None
     writes(new)
     new.commit()
-    assert new.read.frames("0.0", 1) == [b"x" * 5000, b""]
+    assert list(new.read.frames("0.0", 1)) == [b"x" * 5000, b""]
 
 
 def test_errors_of_the_index_are_errors_of_the_store(tmp_path: Path) -> None:
@@ -254,5 +254,5 @@ def test_what_was_synced_survives_a_power_cut_and_no_epoch_is_given_twice(tmp_pa
     files.cut_power()
     again = RunStore(tmp_path)
     assert again.epoch == 2
-    assert again.read.plan_hash(2) is None and again.read.frames("0.1", 1) == [b"", b""]
+    assert again.read.plan_hash(2) is None and list(again.read.frames("0.1", 1)) == [b"", b""]
     assert_written_once(again)

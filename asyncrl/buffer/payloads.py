@@ -1,0 +1,100 @@
+"""The payloads of turns: what training takes for granted of them, and what becomes of an episode without.
+
+They are checked when they come, before they are acknowledged; when a run is loaded, as a power cut or a bad
+sector may have taken some; and when they are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.errors import ProtocolError
+from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, Turn, TurnReply
+
+_turn = msgspec.msgpack.Decoder(Turn)
+_reply = msgspec.msgpack.Decoder(TurnReply)
+_MOST = 1 << 31  # token ids are int32
+
+
+def decode_turn(payload: bytes) -> Turn:
+    """ProtocolError when it is no turn."""
+    try:
+        return _turn.decode(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a turn that cannot be decoded: {error}") from None
+
+
+def check_reply(payload: bytes) -> None:
+    """ProtocolError when it is not what answers a turn."""
+    try:
+        _reply.decode(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"replies that cannot be decoded: {error}") from None
+
+
+def check_turn(uid: str, turn: Turn, rows: int) -> None:
+    """Every model token has a log-prob, a version and a token before it that predicts it; its row is one of
+    the `rows` before, or the next new one. ProtocolError when not."""
+    ends = [0, *(span.end for span in turn.spans)]
+    starts = [span.start for span in turn.spans]
+    whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(turn.ids)
+    if len(turn.ids) != len(turn.logprobs) or not whole:
+        raise ProtocolError(
+            f"episode {uid} turn {turn.index}: {len(turn.ids)} tokens with {len(turn.logprobs)} log-probs "
+            f"and spans {[(s.start, s.end) for s in turn.spans]}"
+        )
+    for ids in (turn.context, turn.ids):
+        if ids and not 0 <= min(ids) <= max(ids) < _MOST:
+            raise ProtocolError(f"episode {uid} turn {turn.index}: {min(ids)} or {max(ids)} is no token")
+    if not 0 <= turn.row <= rows:
+        raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
+    if turn.row == rows and turn.ids and not turn.context:
+        raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
+
+
+def sound_turns(uid: str, frames: Iterable[bytes]) -> Iterable[tuple[Turn, bytes, bytes]]:
+    """(turn, its payload, that of its replies) for each two of `frames`. ProtocolError at a bad one."""
+    pairs, rows = iter(frames), 0
+    for index, (payload, replied) in enumerate(zip(pairs, pairs, strict=True)):
+        turn = decode_turn(payload)
+        check_turn(uid, turn, rows)
+        if turn.index != index:
+            raise ProtocolError(f"episode {uid}: turn {turn.index} in the place of turn {index}")
+        if replied:
+            check_reply(replied)
+        rows = max(rows, turn.row + 1)
+        yield turn, payload, replied
+
+
+def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]) -> None:
+    """Only these turns of an untaken episode can be read: it goes on from there, as a new attempt. One that
+    is ready is dropped by name, as its result is a part of its group's baseline."""
+    if episode.state is State.READY:
+        buffer.drop(episode, DropReason.CORRUPT)
+        return
+    episode.restart()
+    for turn in turns:
+        versions = [span.version for span in turn.spans]
+        oldest, newest = min(versions, default=0), max(versions, default=0)
+        buffer.turn(episode, len(turn.context) + len(turn.ids), len(turn.ids), oldest, newest)
+    episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
+    episode.attempt += 1
+    episode.state, episode.worker = State.PENDING, ""
+    buffer.touch(episode)
+
+
+def lose(buffer: ReplayBuffer, episode: EpisodeRecord) -> None:
+    """The payload of an episode in a plan cannot be read: it is dropped by name, and the plan goes on without
+    it. It may have been trained once, by steps that a restarted trainer repeats."""
+    if episode.uid in buffer.episodes:
+        buffer.drop(episode, DropReason.CORRUPT)
+        return
+    buffer.left.subtract([episode.state])
+    buffer.left.update([State.DROPPED])
+    episode.state, episode.reason = State.DROPPED, DropReason.CORRUPT
+    buffer.reasons[f"{episode.state}/{episode.reason}"] += 1
+    buffer.touch(episode)

@@ -1,0 +1,174 @@
+"""Payloads that a power cut or a bad sector took: episodes go on from what is left, or are dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.records import State
+from asyncrl.coordinator.state import RunState
+from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.types import EpisodeResult, EpisodeStats
+from asyncrl.wire.messages.trainer import Commit, PlanRequest, TrainerHello, WorkPlan
+from tests.fakes.mail import Sent
+from tests.fakes.power import DurableFiles
+from tests.unit.buffer.machine import admit, run, turn_payload
+from tests.unit.coordinator import test_state
+from tests.unit.coordinator.test_state import build
+
+samples = test_state.samples  # the fixture
+PEER = b"trainer/0/x"
+
+
+def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
+    """Turns of an episode, and its end."""
+    episode = state.buffer.episodes[uid]
+    if episode.state is State.PENDING:
+        run(state.buffer, uid)
+    for _ in range(turns):
+        state.store.put_frame(uid, episode.turns, "generated", turn_payload(episode.turns, episode.turns))
+        state.buffer.turn(episode, 20, 10, episode.turns, episode.turns)
+    if end:
+        result, stats = EpisodeResult(1.0, 10 * episode.turns), EpisodeStats(episode.turns)
+        state.buffer.finish(episode, result, stats, 0.0)
+
+
+class Power(DurableFiles):
+    """A run whose machine loses power."""
+
+    def cut(self, state: RunState, kept: str) -> RunState:
+        self.keep(kept)
+        state.store.close()
+        self.cut_power()
+        return build(self.root)
+
+
+def synced(state: RunState) -> None:
+    state.store.sync()
+    state.persist()
+
+
+def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None:
+    """SQLite's index did, by one of its own checkpoints; of the segment only what a sync had written."""
+    power = Power(tmp_path)
+    with power.recorded():
+        state = build(tmp_path)
+        admit(state.buffer, 4)
+        play(state, "0.0", 2), play(state, "1.0", 1), play(state, "2.0", 3, end=True)
+        synced(state)
+        play(state, "0.0", 2), play(state, "0.1", 1), play(state, "1.0", 1, end=True)
+        play(state, "2.1", 1, end=True), play(state, "3.0", 1, end=True)
+        state.persist()
+    again = power.cut(state, kept="run.db*")
+    flow, found = again.buffer.flow(), again.buffer.episodes
+    assert flow.conserved and flow.issued == 8
+    uids = ("0.0", "0.1", "1.0", "3.0")
+    cut = {uid: (found[uid].state, found[uid].turns, found[uid].attempt) for uid in uids}
+    assert cut == {
+        "0.0": (State.PENDING, 2, 1),  # running: two turns of four are left
+        "0.1": (State.PENDING, 0, 1),  # its only turn is gone
+        "1.0": (State.PENDING, 1, 1),  # it had landed
+        "3.0": (State.PENDING, 0, 1),
+    }
+    assert (found["0.0"].tokens, found["0.0"].oldest, found["0.0"].newest) == (40, 0, 1)
+    assert found["2.0"].state is State.READY and again.buffer.counts()[State.DROPPED] == 1  # 2.1
+    assert again.buffer.reasons == {"dropped/corrupt": 1}
+    play(again, "0.0", 1)
+    again.persist()
+    assert list(again.store.read.frames("0.0", 3)) == [
+        part for turn in range(3) for part in (turn_payload(turn, turn), b"")
+    ]
+    assert again.store.read.counts() == {k: v for k, v in again.buffer.counts().items() if v}
+
+
+@pytest.mark.parametrize("damage", ["sector", "file"])
+def test_a_bad_sector_costs_what_is_in_it(tmp_path: Path, damage: str) -> None:
+    state = build(tmp_path)
+    admit(state.buffer, 1)
+    play(state, "0.0", 3), play(state, "0.1", 1)
+    state.persist()
+    state.store.close()
+    (segment,) = (tmp_path / "segments").iterdir()
+    if damage == "file":  # its name was not yet on the disk
+        segment.unlink()
+    else:
+        data = bytearray(segment.read_bytes())
+        size = len(data) // 4
+        data[size + 30] ^= 1  # in the second turn of 0.0
+        segment.write_bytes(data)
+    again = build(tmp_path)
+    left = {uid: episode.turns for uid, episode in again.buffer.episodes.items()}
+    assert left == ({"0.0": 0, "0.1": 0} if damage == "file" else {"0.0": 1, "0.1": 1})
+    assert again.buffer.flow().conserved
+
+
+class Training:
+    """A trainer's requests to a state."""
+
+    def __init__(self, state: RunState, incarnation: str, step: int = 0) -> None:
+        self.state, self.sent = state, Sent()
+        state.outbox = self.sent  # type: ignore[assignment]
+        self.handler = TrainerHandler(state, lambda commit: None)
+        self.handler.hello(PEER, TrainerHello(0, 1, incarnation, step, pid=1), 0.0)
+
+    def plan(self, micro: int, step: int = 0) -> WorkPlan:
+        self.handler.plan_requested(PEER, PlanRequest(self.state.trainer_epoch, step, micro, 0))
+        self.handler.serve()
+        ((_, plan),) = self.sent.take(WorkPlan)
+        return plan
+
+    def train(self) -> list[str]:
+        """Batch 0; what was in it."""
+        uids = [planned.uid for planned in self.plan(0).trajectories]
+        commit = Commit(self.state.trainer_epoch, 1, self.plan(1).plan_hash, {})
+        self.handler.commit(PEER, commit, 0.0)
+        self.state.persist()
+        return uids
+
+
+def damage(state: RunState, uid: str) -> None:
+    """From now on the first turn of an episode cannot be read."""
+    state.store.put_frame(uid, 0, "generated", b"no turn")
+    state.persist()
+
+
+def audit(state: RunState) -> None:
+    flow = state.buffer.flow()
+    assert flow.conserved and state.store.read.trained_in_plans() == flow.trained
+    assert state.store.read.counts() == {k: v for k, v in state.buffer.counts().items() if v}
+
+
+def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
+    """Also the same plan again, for another trainer and from another coordinator."""
+    state = build(tmp_path, episodes_per_group=3)
+    admit(state.buffer, 1)
+    for uid in ("0.0", "0.1", "0.2"):
+        play(state, uid, 1, end=True)
+    state.persist()
+    damage(state, "0.1")
+    for incarnation in ("a", "b"):
+        plan = Training(state, incarnation).plan(0)
+        assert [planned.uid for planned in plan.trajectories] == ["0.0", "0.2"]
+        assert len(plan.trajectories[0].siblings) == 3  # the baseline stays as it was
+        state.persist()
+    state.store.close()
+    again = build(tmp_path, episodes_per_group=3)
+    assert Training(again, "c").train() == ["0.0", "0.2"]
+    flow = again.buffer.flow()
+    assert (flow.trained, flow.dropped, flow.taken) == (2, 1, 0)
+    audit(again)
+
+
+def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
+    state = build(tmp_path)
+    admit(state.buffer, 1)
+    for uid in ("0.0", "0.1"):
+        play(state, uid, 1, end=True)
+    assert Training(state, "a").train() == ["0.0", "0.1"]
+    damage(state, "0.1")
+    assert Training(state, "b").train() == ["0.0"]  # it resumed from a checkpoint before that batch
+    assert state.buffer.flow().trained == 1 and state.buffer.reasons["dropped/corrupt"] == 1
+    audit(state)
+    state.batches.retain(1)
+    assert not state.batches.taken
