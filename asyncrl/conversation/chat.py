@@ -19,6 +19,7 @@ from typing import Any, Literal
 from asyncrl.conversation.chat_probe import TemplateProbe
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
 from asyncrl.conversation.commands import Cut
+from asyncrl.conversation.pieces import PieceEncoder
 from asyncrl.conversation.shorten import CHARACTERS, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
@@ -51,6 +52,7 @@ class Chat:
         controls = _controls(tokenizer)
         self._probe = TemplateProbe(self._render, controls)
         written = self._probe.written(str(tokenizer.chat_template))
+        self._encode = PieceEncoder(tokenizer, written)
         self._control = _any_of({*filter(_no_word, written), *_special(tokenizer)})
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         stops = [*(controls[token] for token in self._probe.stops()), *eos, *ends]
@@ -103,6 +105,11 @@ class Chat:
         ConfigError if not. Returns warnings about what works, but perhaps not as expected."""
         roles = tuple(dict.fromkeys(roles))
         warnings = [_rewriting(history, role, why) for role in roles if (why := self._rewrites((role,)))]
+        warnings += [
+            f"the chat template reads {name}, which the tokenizer lacks: name it in tokenizer_config.json"
+            for name in ("bos_token", "eos_token")
+            if name in str(self._tokenizer.chat_template) and not getattr(self._tokenizer, name, "-")
+        ]
         if "tool" not in roles:
             return warnings
         if self._render.shape.user_replies:
@@ -123,9 +130,6 @@ class Chat:
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """With the end of the turn in front, so that the rest is tokenised as in the whole conversation."""
         return self._encode(self._probe.end(messages).token + self._probe.rest(messages))
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _controls(tokenizer: Tokenizer) -> dict[str, int]:

@@ -304,6 +304,14 @@ def test_warnings_before_a_run(name: str, warned: list[str]) -> None:
     assert all(part in line for part, line in zip(warned, found, strict=True))
 
 
+def test_a_token_that_the_template_reads_and_the_tokenizer_lacks() -> None:
+    """It would be left out without a word."""
+    tokenizer = tokenizer_of.__wrapped__("qwen2.5")
+    tokenizer.chat_template = "{{ bos_token }}" + str(tokenizer.chat_template)
+    (warning,) = Chat(tokenizer).check("append", ["user"])
+    assert "reads bos_token, which the tokenizer lacks" in warning
+
+
 def test_arguments_that_are_no_json_are_refused() -> None:
     wrong = Message("assistant", "", (ToolCall("weather", "{", "call_0"),))
     with pytest.raises(ConfigError, match=r"refuses the roles \(user, assistant\): JSONDecodeError"):

@@ -158,6 +158,7 @@ def check(name: str, seed: int) -> None:
         row = whole if delta is None else row + written + delta
         assert tokenizer.decode(row) == tokenizer.decode(whole)
         assert row == whole
+    assert row == tuple(tokenizer.encode(chat._render(said, tools), add_special_tokens=False))
 
 
 def same(one: str, other: str) -> bool:
