@@ -53,7 +53,7 @@ class EngineHandler:
         self.keepers: dict[bytes, KeeperRecord] = {}
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.quarantined: set[str] = set()  # engines whose weights are not what they should be
-        self._eval_server: str | None = None
+        self._eval_servers: set[str] = set()  # set aside for validation
         self._sent: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
 
     # -- engines of both kinds -----------------------------------------------------------------------
@@ -65,8 +65,7 @@ class EngineHandler:
     def leave(self, engine: str) -> None:
         self.state.versions.leave(engine)
         self.quarantined.discard(engine)
-        if self._eval_server == engine:
-            self._eval_server = None
+        self._eval_servers.discard(engine)
 
     def quarantine(self, engine: str, now: float) -> None:
         """No more work for it until it has loaded the latest version anew."""
@@ -140,7 +139,7 @@ class EngineHandler:
         if not self.remote:
             return True
         keeper = self.keepers.get(engine.encode())
-        pinned = engine == self._eval_server and engine not in self.quarantined
+        pinned = engine in self._eval_servers and engine not in self.quarantined
         return keeper is not None and bool(keeper.hello.url) and not pinned
 
     # -- keepers -------------------------------------------------------------------------------------
@@ -223,7 +222,7 @@ class EngineHandler:
             incarnation=keeper.hello.incarnation,
             version=self.state.versions.engines[keeper.engine].acked,
             healthy=healthy,
-            lane="eval" if keeper.engine == self._eval_server else "train",
+            lane="eval" if keeper.engine in self._eval_servers else "train",
         )
 
     def gauges(self, uses: Iterable[EngineUse]) -> dict[str, float]:
@@ -249,28 +248,27 @@ class EngineHandler:
             and keeper.beat.healthy
             and keeper.engine not in self.quarantined
             and self.state.versions.engines[keeper.engine].acked != NO_VERSION
-            and (lane is None or (lane == "eval") == (keeper.engine == self._eval_server))
+            and (lane is None or (lane == "eval") == (keeper.engine in self._eval_servers))
         ]
 
     # -- validation ----------------------------------------------------------------------------------
 
-    def pin(self, version: PolicyVersion) -> bool:
-        """True when validation may sample: one server is set aside for it, with `version` or newer, and keeps
-        what it has. With a single server nothing is pinned: training goes on, on the same weights."""
-        if self._eval_server is None:
-            if sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
-                return self.ready
-            held = self.state.versions.engines
-            fit = [
-                keeper
-                for keeper in self._serving("train")
-                if held[keeper.engine].acked >= max(version, held[keeper.engine].pushed)
-            ]
-            if fit:
-                self._eval_server = fit[0].engine
-                log.info("%s is set aside for validation", fit[0].name)
-        return self._eval_server is not None
+    def pin(self, version: PolicyVersion, all_servers: bool) -> bool:
+        """True when validation may sample: one server with `version` or newer is set aside for it, or all,
+        and keeps what it has. With a single one nothing is pinned: training goes on, on the same weights."""
+        if not self._eval_servers and sum(bool(keeper.hello.url) for keeper in self.keepers.values()) < 2:
+            return self.ready
+        held = self.state.versions.engines
+        fit = [
+            keeper
+            for keeper in self._serving("train")
+            if held[keeper.engine].acked >= max(version, held[keeper.engine].pushed)
+        ]
+        for keeper in fit if all_servers else fit[: not self._eval_servers]:
+            self._eval_servers.add(keeper.engine)
+            log.info("%s is set aside for validation", keeper.name)
+        return bool(self._eval_servers)
 
     def release(self) -> None:
-        """Validation is over: the server gets the latest version and training requests again."""
-        self._eval_server = None
+        """Validation is over: its servers get the latest version and training requests again."""
+        self._eval_servers.clear()

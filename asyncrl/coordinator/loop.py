@@ -362,6 +362,9 @@ class Coordinator:
         return Status(self.phase, step, total, self.reporter.gauges(), self.reporter.waits())
 
     def _to_observers(self, message: WireMessage) -> None:
+        """One that has left is forgotten; if it was only away, it says hello again."""
+        self.observers -= self.state.outbox.unreachable
+        self.state.outbox.unreachable.clear()
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 

@@ -42,6 +42,7 @@ class TransactionalOutbox:
     control: Hub
     bulk: Hub
     _queue: list[tuple[Hub, bytes, WireMessage, Sequence[bytes]]] = field(default_factory=list)
+    unreachable: set[bytes] = field(default_factory=set)  # peers that a message did not reach
 
     @property
     def refused(self) -> int:
@@ -63,6 +64,7 @@ class TransactionalOutbox:
         queue, self._queue = self._queue, []
         for hub, peer, message, frames in queue:
             if not hub.send(peer, message, frames):
+                self.unreachable.add(peer)
                 log.warning("%s not delivered to %s", type(message).__name__, peer.decode(errors="replace"))
 
 

@@ -90,7 +90,7 @@ class Validation:
             self._end(session)
             return
         for worker in self.workers.workers.values():
-            if not self._ready(session, worker, now):
+            if not self._ready(session, worker, exclusive, now):
                 continue
             share = 1.0 if exclusive else MID_RUN_SHARE
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
@@ -143,11 +143,11 @@ class Validation:
         if not self.engines.remote:
             self._held.enter_context(disk.lock_version(ref))
 
-    def _ready(self, session: ValidationSession, worker: WorkerRecord, now: float) -> bool:
+    def _ready(self, session: ValidationSession, worker: WorkerRecord, exclusive: bool, now: float) -> bool:
         """The worker can sample the version. Its own engine is sent it; again after a refusal or a long
         silence."""
         if self.engines.remote:
-            ready = self.engines.pin(session.ref.version)
+            ready = self.engines.pin(session.ref.version, all_servers=exclusive)
             self.engines.send_table(self.workers.workers, now)  # ahead of the episodes
             return ready
         if worker.eval_version == session.ref.version:

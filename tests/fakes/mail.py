@@ -15,6 +15,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.mail: list[tuple[bytes, WireMessage]] = []
+        self.unreachable: set[bytes] = set()
 
     def to_control(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         self.mail.append((peer, message))

@@ -209,7 +209,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
 
 def test_validation_pins_one_server_of_two(setup: EngineSetup) -> None:
     ref = setup.serve(4)
-    assert setup.handler.pin(ref.version)
+    assert setup.handler.pin(ref.version, False)
     assert sorted(lane for _, _, lane in setup.table()) == ["eval", "train"]
     newer = setup.publish(5)
     (peer,) = setup.pushed(1.0)
@@ -221,27 +221,42 @@ def test_validation_pins_one_server_of_two(setup: EngineSetup) -> None:
     assert list(setup.pushed(3.0).values()) == [5]
 
 
+def test_when_training_is_over_validation_has_all_servers(setup: EngineSetup) -> None:
+    setup.serve(4)
+    ref = setup.publish(5)
+    (peer,) = setup.pushed(1.0)
+    setup.ack(peer, ref)
+    assert setup.handler.pin(ref.version, True)
+    assert sorted(setup.table()) == [(4, True, "train"), (5, True, "eval")]
+    (late,) = setup.pushed(2.0)
+    setup.ack(late, ref)
+    assert setup.handler.pin(ref.version, True)
+    assert setup.table() == [(5, True, "eval")] * 2
+    setup.handler.release()
+    assert setup.table() == [(5, True, "train")] * 2
+
+
 def test_validation_waits_for_its_version(setup: EngineSetup) -> None:
     setup.serve(4)
     ref = setup.publish(5)
-    assert not setup.handler.pin(ref.version)
+    assert not setup.handler.pin(ref.version, False)
     (peer,) = setup.pushed(1.0)
     setup.ack(peer, ref)
-    assert setup.handler.pin(ref.version)
+    assert setup.handler.pin(ref.version, False)
 
 
 def test_a_single_server_is_not_pinned(setup: EngineSetup) -> None:
     ref = setup.serve(4)
     setup.handler.beat(A, HEALTHY, 9.0)
     setup.handler.tick(10.1, 0.0)  # B is lost
-    assert setup.handler.pin(ref.version)
+    assert setup.handler.pin(ref.version, False)
     assert {lane for _, _, lane in setup.table()} == {"train"}
 
 
 def test_one_of_two_that_is_away_for_a_moment_does_not_leave_validation_unpinned(setup: EngineSetup) -> None:
     ref = setup.serve(4)
     setup.handler.beat(B, KeeperBeat(healthy=False, starting=False), 0.0)
-    assert setup.handler.pin(ref.version)
+    assert setup.handler.pin(ref.version, False)
     assert setup.table() == [(4, True, "eval"), (4, False, "train")]
 
 
@@ -249,8 +264,9 @@ def test_a_server_that_is_being_loaded_is_not_set_aside(setup: EngineSetup) -> N
     old = setup.serve(4)
     setup.publish(5)
     (loading,) = setup.pushed(1.0)
-    assert setup.handler.pin(old.version)
-    assert setup.handler._eval_server not in (None, loading.decode())
+    assert setup.handler.pin(old.version, False)
+    (set_aside,) = setup.handler._eval_servers
+    assert set_aside != loading.decode()
 
 
 def test_a_server_that_reloads_after_a_failure_still_holds_the_others_off(setup: EngineSetup) -> None:
@@ -286,11 +302,11 @@ def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(s
 
 def test_a_server_of_validation_that_dies_is_replaced_by_another(setup: EngineSetup) -> None:
     ref = setup.serve(4)
-    assert setup.handler.pin(ref.version)
-    leased = next(peer for peer in (A, B) if setup.handler.keepers[peer].engine == setup.handler._eval_server)
+    assert setup.handler.pin(ref.version, False)
+    leased = next(peer for peer in (A, B) if peer.decode() in setup.handler._eval_servers)
     other = B if leased == A else A
     setup.handler.beat(other, HEALTHY, 9.0)
     setup.handler.tick(10.1, 0.0)
     assert list(setup.handler.keepers) == [other]
-    assert setup.handler.pin(ref.version)  # the only one left: shared with training
+    assert setup.handler.pin(ref.version, False)  # the only one left: shared with training
     assert setup.table() == [(4, True, "train")]

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.loop import Coordinator, Phase
-from asyncrl.wire.messages.observer import ObserverHello, Replace
+from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
@@ -170,6 +170,15 @@ def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> 
     assert sent(coordinator, Replace) == [] and coordinator.phase is Phase.RUNNING
     tick(coordinator, 900.0 + SILENCE + 1)
     assert len(sent(coordinator, Replace)) == 1
+
+
+def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> None:
+    coordinator.state.outbox.unreachable.add(OBSERVER)
+    tick(coordinator, 1.0)
+    assert coordinator.observers == set() and sent(coordinator, Status) == []
+    coordinator._on_control(OBSERVER, ObserverHello("a"), [], now=2.0)
+    tick(coordinator, 2.0)
+    assert len(sent(coordinator, Status)) == 1
 
 
 def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:

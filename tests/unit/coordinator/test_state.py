@@ -13,9 +13,10 @@ from asyncrl.algorithms.advantages import Advantage
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import parse
 from asyncrl.coordinator import state as module
-from asyncrl.coordinator.state import RunState, load_state
+from asyncrl.coordinator.state import RunState, TransactionalOutbox, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message, Sample
+from asyncrl.wire.messages.shared import Stop
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import land_group, run, train, turn_payload
 
@@ -48,6 +49,18 @@ def land_whole(state: RunState, group: int, *rewards: float) -> None:
     for member in range(len(rewards)):
         state.store.put_frame(f"{group}.{member}", 0, "generated", turn_payload())
     land_group(state.buffer, group, *rewards)
+
+
+def test_a_peer_that_a_message_does_not_reach_is_named() -> None:
+    class DeadHub:
+        def send(self, *_: Any) -> bool:
+            return False
+
+    hub: Any = DeadHub()
+    outbox = TransactionalOutbox(hub, hub)
+    outbox.to_control(b"gone", Stop(""))
+    outbox.flush()
+    assert outbox.unreachable == {b"gone"}
 
 
 def play(state: RunState, groups: int) -> list[int]:
