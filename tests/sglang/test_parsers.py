@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ def generated(name: str) -> Iterator[SharedTurn]:
         )
 
 
+AFTER = "\n\nThat is all."
 BARE = ("llama3", "pythonic", "harmony")  # a turn that calls says nothing else, or in a message of its own
 
 THOUGHTS = {
@@ -140,8 +141,17 @@ def thoughts() -> list[SharedTurn]:
     ]
 
 
+def cut(turn: SharedTurn) -> Iterator[SharedTurn]:
+    """The turn, ended somewhere."""
+    dice = random.Random(turn.text)
+    for end in dice.sample(range(len(turn.text)), 3):
+        yield replace(turn, case=f"{turn.case}, cut at {end}", text=turn.text[:end])
+
+
 GENERATED = [turn for name in DETECTORS for turn in generated(name)]
-TURNS = [*corpus(), *GENERATED, *thoughts()]
+CUT = [(turn, part) for turn in GENERATED for part in cut(turn)]
+MORE = [(turn, replace(turn, text=f"{turn.text}{AFTER}")) for turn in GENERATED if turn.format not in BARE]
+TURNS = [*corpus(), *GENERATED, *thoughts(), *(turn for _, turn in (*CUT, *MORE))]
 Answer = tuple[str, list[tuple[str, Any]], str]
 
 
@@ -169,6 +179,29 @@ def test_generated_turns_are_read_alike(name: str, theirs: dict[SharedTurn, Answ
     for turn in GENERATED:
         if turn.format == name:
             assert ours(turn) == theirs[turn], turn
+
+
+def test_words_after_calls_are_content(theirs: dict[SharedTurn, Answer]) -> None:
+    """Most of SGLang's detectors drop them."""
+    for turn, more in MORE:
+        thought, calls, before = ours(turn)
+        assert ours(more)[:2] == theirs[more][:2] == (thought, calls), more
+        assert ours(more)[2].split() == [*before.split(), *AFTER.split()], more
+        assert theirs[more][2].split() in (before.split(), [*before.split(), *AFTER.split()]), more
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_of_a_turn_that_is_cut_its_whole_calls_are_carried_out(
+    name: str, theirs: dict[SharedTurn, Answer]
+) -> None:
+    """SGLang's for gpt-oss loses one without its last token. Its for Hermes and Qwen3-Coder lose whole ones,
+    and carry out one that is not closed."""
+    for turn, part in CUT:
+        if turn.format == name:
+            made, found = ours(part)[1], theirs[part][1]
+            assert made == ours(turn)[1][: len(made)], part
+            last = name == "harmony" and found == made[:-1]
+            assert name in ("hermes", "qwen3_coder") or last or found == made, part
 
 
 def test_thoughts_that_the_prompt_opened_are_read_alike(theirs: dict[SharedTurn, Answer]) -> None:
