@@ -77,6 +77,7 @@ class Session:
         self._stop_by: float | None = None
         self._asked = False  # the coordinator was asked to stop, or stops by itself
         self._save = True  # the trainer can still write a checkpoint
+        self._reason = ""  # for the coordinator to stop
         self._end: RunEnd | None = None
 
     def run(self) -> RunOutcome:
@@ -124,7 +125,7 @@ class Session:
         """Handle the messages of `seconds`. Hello is repeated: a restarted coordinator does not know us."""
         now = time.monotonic()
         if now >= self._hello_at:
-            self._link.send(ObserverHello(self._incarnation))
+            self._greet()
             self._hello_at = now + HELLO_EVERY
         try:
             received = self._link.receive(seconds)
@@ -134,6 +135,12 @@ class Session:
                 received = self._link.receive(0.0)
         except ProtocolError as error:
             self._view.note(one_line(error))
+
+    def _greet(self) -> None:
+        """Hello, and the stop that was asked for: a coordinator that was just restarted knows neither."""
+        self._link.send(ObserverHello(self._incarnation))
+        if self._reason:
+            self._link.send(Stop(self._reason, self._save))
 
     def _handle(self, message: Any) -> None:
         now = time.monotonic()
@@ -171,8 +178,8 @@ class Session:
             self._save = not self._supervisor.lost(TRAINER)
             how = WITH_CHECKPOINT.format(self._config.stop_timeout) if self._save else ""
             self._view.note(f"{reason}: stopping{how} (Ctrl-C again kills at once)")
-            self._link.send(ObserverHello(self._incarnation))  # a coordinator just restarted may not know us
-            self._link.send(Stop(reason, self._save))
+            self._reason = reason
+            self._greet()
 
     def _follow_stop(self, now: float) -> None:
         """The coordinator stops the run by itself, as nothing moves in it any more."""
@@ -189,7 +196,8 @@ class Session:
         if self._asked and self._save and (lost := self._supervisor.lost(TRAINER)):
             self._save = False
             self._view.note(f"no checkpoint: {lost}")
-            self._link.send(Stop(lost, save=False))
+            self._reason = lost
+            self._greet()
 
     def _final_outcome(self, ended: RunOutcome) -> RunOutcome:
         """The coordinator has ended: its outcome counts, unless we had decided on another one before."""

@@ -78,7 +78,7 @@ class SupervisedUnit:
 
 class Supervisor:
     """Call `tick` often; it returns the RunOutcome once. `stopping`: the run is being ended, so nothing is
-    restarted."""
+    restarted, but for a coordinator that was about to be."""
 
     def __init__(
         self,
@@ -187,7 +187,8 @@ class Supervisor:
     def _retry(self, unit: SupervisedUnit, now: float) -> None:
         """Start again once the back-off is over and all processes of the last start have ended."""
         assert unit.retry_at is not None
-        if now >= unit.retry_at and not unit.alive and not self.stopping:
+        wanted = not self.stopping or unit.plan.role == COORDINATOR  # a stop needs the coordinator
+        if now >= unit.retry_at and not unit.alive and wanted:
             self._start(unit)
 
     def _tail(self, name: str, lines: int = 12) -> str:

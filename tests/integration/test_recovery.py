@@ -33,6 +33,53 @@ def test_killing_a_rank_ends_them_all_and_the_run_goes_on(tmp_path: Path) -> Non
     once(run.path, 8)
 
 
+@pytest.mark.long
+def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """It is stopped, and silent."""
+    limits = ("launch.stall_timeout=5", "launch.start_timeout=30", "weights.deadline=5")
+    with Run(tmp_path, "total_steps=8", "data.test=''", *limits) as run:
+        run.until_step(4)
+        run.children()["trainer-0"].suspend()
+        run.completed(8)
+        assert "the trainer processes are replaced" in run.text()
+    once(run.path, 8)
+
+
+@pytest.mark.long
+def test_a_stop_waits_for_a_trainer_that_is_slow(tmp_path: Path) -> None:
+    """As in a micro-batch of a real model: here it does not run for 10 s and more."""
+    waits = "waits: a checkpoint after the micro-batch under way, for at most"
+    with Run(tmp_path, "total_steps=1000", "trainer.checkpoint_every=0", "data.test=''") as run:
+        run.until_step(4)
+        trainer = run.children()["trainer-0"]
+        trainer.suspend()
+        run.process.send_signal(signal.SIGHUP)
+        run.until(lambda: run.text().count(waits) >= 3, "three status lines, 5 s apart")
+        trainer.resume()
+        assert run.wait() == 130, f"{run.text()}\n{run.logs()}"
+        assert "with a checkpoint: at most 600 s" in run.text()
+    stopped = run.summary()
+    assert stopped["outcome"] == "stopped" and stopped["conserved"]
+    assert [manifest.step for manifest in manifests(run.path)] == [stopped["steps"]]
+
+
+@pytest.mark.long
+def test_a_run_goes_on_while_no_checkpoint_can_be_written(tmp_path: Path) -> None:
+    """The directory is a file, for a while; killed then, the run goes on from its start."""
+    blocked = tmp_path / "run" / "checkpoints"
+    blocked.parent.mkdir()
+    blocked.touch()
+    with Run(tmp_path, "total_steps=12", "trainer.checkpoint_every=1", "data.test=''") as run:
+        run.until_step(4)
+        assert "not saved: checkpoint" in (run.path / "logs" / "trainer-0.log").read_text()
+        run.kill("trainer-0")
+        run.until_step(8)
+        blocked.unlink()
+        run.completed(12)
+        assert run.text().count("is restarted") == 1
+    once(run.path, 12)
+
+
 def test_killing_the_coordinator_at_the_end_repeats_the_last_validation(tmp_path: Path) -> None:
     with Run(tmp_path, "total_steps=3", "validation.samples=200") as run:
         run.until(lambda: "phase: evaluating" in run.text(), "final validation")

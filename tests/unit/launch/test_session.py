@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import LaunchConfig
+from asyncrl.launch import session
 from asyncrl.launch.placement import RolePlace, Unit
 from asyncrl.launch.process import ProcessSpec
 from asyncrl.launch.session import Session
@@ -153,6 +154,36 @@ def test_an_interrupt_before_the_run_began_waits_for_nobody(play: Play, number: 
 
     assert play.run(part).code == 130
     assert {process.code for process in play.processes.values()} == {-15}
+
+
+def test_a_coordinator_that_was_being_restarted_is_asked_to_stop_as_well(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing for a while, and knows nobody: hello and stop are repeated."""
+    monkeypatch.setattr(session, "HELLO_EVERY", 0.05)
+
+    def part() -> None:
+        peer, _ = play.hear(ObserverHello)
+        play.hub.send(peer, Status("running", 1, 9, {}, ()))
+        play.hub.send(peer, StepReport(1, {}))
+        play.wait_for_step()
+        signal.raise_signal(signal.SIGINT)
+        play.hear(Stop)
+        play.hear(ObserverHello)
+        play.hear(Stop)
+        play.processes["rollout-0"].code = play.processes["coordinator-0"].code = 0
+
+    assert play.run(part) == RunOutcome(130)
+
+
+def test_nohup_is_respected(play: Play) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with play.session._catch_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_stop_says_how_long_it_may_take_and_what_became_of_it(play: Play) -> None:

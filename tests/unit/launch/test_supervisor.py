@@ -194,6 +194,15 @@ def test_nobody_is_restarted_while_stopping(world: World) -> None:
     assert ending is not None and ending.code == 1 and "while stopping" in ending.error
 
 
+def test_a_coordinator_that_was_about_to_be_restarted_is_so_for_a_stop(world: World) -> None:
+    dead = world.newest("coordinator-0")
+    dead.code = 70
+    world.supervisor.tick(0)
+    world.supervisor.stopping = True
+    world.supervisor.tick(10)
+    assert world.newest("coordinator-0") is not dead
+
+
 def test_exits_are_described() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(-99) == "was killed by signal 99"
