@@ -261,6 +261,37 @@ def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path
     assert learner.step == 1
 
 
+def test_a_clip_around_mu_in_a_stream(world: World, model_path: str, model: Any) -> None:
+    """One step, no barrier: u = pi/mu is not 1 for stale data, and the clip acts."""
+    algorithm = {"loss": {"ppo": {"dual_clip": 0}}, "prox": "mu"}
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm), world)
+    noisy = Recorder(model, seed=7, noise=0.3).groups(4, 3, [0])
+    loss, cut = torch.zeros((), dtype=torch.float64), 0
+    for e in noisy:
+        pi, mu = logp(model, e)
+        a, u = torch.full_like(mu, centred(e)), (pi - mu).exp()
+        ppo = torch.maximum(-u * a, -u.clamp(0.8, 1.2) * a)
+        loss, cut = loss + ppo.sum(), cut + int((ppo > -u * a).sum())
+    wanted = gradients(model, loss / tokens_of(noisy))
+    assert cut and not learner.waits
+    assert difference(final_gradients(learner, random_cut(noisy, 1, 3, seed=0)), wanted) < TOLERANCE
+
+
+def test_on_policy_a_clip_around_mu_is_that_around_prox(world: World, model_path: str, model: Any) -> None:
+    """Four steps, without the forward that computes prox."""
+    algorithm = {"loss": "ppo", "steps_per_batch": 2, "epochs": 2, "correction": {}}
+    same = Recorder(model, seed=7).groups(4, 3, [0])
+    found = []
+    for around in ("mu", "recompute"):
+        options = {"algorithm": {**algorithm, "prox": around}, "buffer": {"max_staleness": 0}}
+        learner = make_learner(tiny_config(model_path, **options), world)
+        learner.optimizer = torch.optim.SGD(learner.policy.parameters(), lr=0.5)
+        metrics = run_batch(learner, random_cut(same, 1, 3, seed=1))
+        found.append(full_state(learner.policy))
+        assert metrics["actor/pg_clipfrac"] > 0
+    assert difference(*found) < TOLERANCE
+
+
 def test_groups_are_dealt_anew_in_every_epoch_and_evenly() -> None:
     groups = {str(i) for i in range(9)}
     cuts = [deal(groups, 4, f"0/0/{epoch}") for epoch in range(5)]
