@@ -113,13 +113,18 @@ def load_parser(spec: str, where: str = "$.rollout.parser") -> Parser:
 
 def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = "") -> Parsed:
     """A turn, read. Without `tools` nothing is a call: text that looks like one is content. Where the end of
-    the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that."""
+    the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that. Where
+    it closes one, a closing tag in the turn is content."""
     think = parser.think if isinstance(parser, CallFormat) else THINK
-    if prompt.rstrip().endswith(think.open) and not text.lstrip().startswith(think.open):
+    prompt, thinks = prompt.rstrip(), text.lstrip().startswith(think.open)
+    if prompt.endswith(think.open) and not thinks:
         text = think.open + text
-    if not tools and isinstance(parser, CallFormat):
-        reasoning, rest = split_reasoning(text, think)
-        return Parsed(rest.strip(), reasoning=reasoning)
+    if isinstance(parser, CallFormat):
+        if prompt.endswith(think.close) and not thinks:
+            text = think.open + think.close + text
+        if not tools:
+            reasoning, rest = split_reasoning(text, think)
+            return Parsed(rest.strip(), reasoning=reasoning)
     parsed = parser(text, tools)
     if not tools and (parsed.calls or parsed.errors):
         return Parsed(text, reasoning=parsed.reasoning)

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.conversation.parsers import Parsed, Parser, hermes, load_parser, parsers
+from asyncrl.conversation.parsers import Parsed, Parser, hermes, load_parser, parse_turn, parsers
 from asyncrl.conversation.parsers.base import MAX_CALLS
 from asyncrl.errors import ConfigError
 from tests.unit.conversation.call_writers import WRITERS, can_write, values
@@ -72,6 +72,29 @@ def test_a_parser_of_the_user_takes_the_tools(tmp_path: Path) -> None:
         ConfigError, match=r"\$\.rollout\.parser: .* is no parser; \(text, tools\) is expected"
     ):
         load_parser(f"{tmp_path}/mine.py:old")
+
+
+@pytest.mark.parametrize("tools", [(), ("",)])
+def test_the_end_of_the_prompt_says_whether_the_turn_begins_in_a_thought(tools: tuple[str, ...]) -> None:
+    opened, closed, other = "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n", "assistant\n"
+    for text, prompt, reasoning, content in (
+        ("It is </think> so.", opened, "It is", "so."),
+        ("It is", opened, "It is", ""),
+        ("<think>It is</think> so.", opened, "It is", "so."),
+        ("A </think> closes.", closed, "", "A </think> closes."),
+        ("<think>It is</think> so.", closed, "It is", "so."),
+        ("It is</think> so.", other, "It is", "so."),
+        ("It is", other, "", "It is"),
+    ):
+        assert parse_turn(hermes, text, tools, prompt) == Parsed(content, reasoning=reasoning), (text, prompt)
+
+
+def test_a_parser_of_the_user_sees_the_thought_that_the_prompt_opened() -> None:
+    def read(text: str, tools: tuple[str, ...]) -> Parsed:
+        return Parsed(text)
+
+    assert parse_turn(read, "Hm.", (), "<think>\n").content == "<think>Hm."
+    assert parse_turn(read, "Hm.", (), "</think>\n\n").content == "Hm."
 
 
 # -- what a format's writer writes is read back --------------------------------------------------------
