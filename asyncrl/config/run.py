@@ -115,8 +115,8 @@ class LaunchConfig(Section, frozen=True):
     stop_timeout: Seconds = 600.0
     """Deadline of a graceful stop: the micro-batch under way and a checkpoint. A second Ctrl-C ends it."""
     stall_timeout: Seconds = 300.0
-    """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled: trainer
-    ranks that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
+    """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
+    processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

@@ -369,16 +369,19 @@ class Coordinator:
             self.state.outbox.to_control(peer, message)
 
     def _watch(self, now: float) -> None:
-        """In a run that has stalled, trainer ranks that hang are replaced; else it ends, with a checkpoint.
-        Either way it is said who waits for what."""
+        """In a run that has stalled, a role whose processes are silent is replaced; else it ends, with a
+        checkpoint. Either way it is said who waits for what."""
         stalled = self.state.stalled(now)
         if not stalled or self.phase in (Phase.STOPPING, Phase.CLOSED):  # a stop has its own deadline
             return
         why = f"{stalled}: {'; '.join(self.reporter.waits()) or 'no wait is known'}"
-        if self.phase in (Phase.RUNNING, Phase.DRAINING) and self.trainer.hangs(now):
-            log.error("the trainer is replaced: %s", why)
-            self._to_observers(Replace("trainer", why))
-            self.state.progress(now)  # the next one is given the same time
+        training = self.phase in (Phase.RUNNING, Phase.DRAINING)
+        silent = "trainer" if training and self.trainer.hangs(now) else ""
+        silent = silent or ("rollout" if not self.workers.workers else "")
+        if silent:
+            log.error("the %s processes are replaced: %s", silent, why)
+            self._to_observers(Replace(silent, why))
+            self.state.progress(now)  # the next ones are given the same time
         else:
             self._abort(why, now)
 

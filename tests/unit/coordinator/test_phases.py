@@ -136,6 +136,7 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     trained(coordinator, 3)
     rank(coordinator, 0.0)
     now = SILENCE + 1
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], now)
     coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
     tick(coordinator, now)
     assert coordinator.phase is Phase.STOPPING
@@ -157,6 +158,18 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
         (replace,) = sent(coordinator, Replace)
         assert replace.role == "trainer" and "nothing has moved" in replace.reason
         assert coordinator.phase is Phase.RUNNING
+
+
+def test_workers_that_are_all_silent_are_replaced(coordinator: Coordinator) -> None:
+    """Each blocked for ever by somebody's code, say: their leases are over."""
+    trained(coordinator, 3)
+    rank(coordinator, 0.0)
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
+    for now in (SILENCE - 1, SILENCE + 1):
+        coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
+        tick(coordinator, now)
+    (replace,) = sent(coordinator, Replace)
+    assert replace.role == "rollout" and coordinator.phase is Phase.RUNNING
 
 
 def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> None:

@@ -159,6 +159,7 @@ def test_closing_gives_back_what_was_streamed_and_who_waits_for_room(monkeypatch
         script.streams(event([5], 1), then=asyncio.Event())
         first, second = [asyncio.create_task(engine.generate(ask((1,), 9, session))) for session in "st"]
         await streamed.wait()
+        assert engine.use.tokens == 1  # while the turn is under way: a sign of life
         await engine.close()
         for task, ids in ((first, (5,)), (second, ())):
             with pytest.raises(EngineLost, match="no longer used") as lost:

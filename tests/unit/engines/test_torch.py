@@ -96,7 +96,9 @@ def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
             with pytest.raises(EngineError, match=reason):
                 await engine.generate(bad)
         first = asyncio.create_task(engine.generate(ask((1, 2))))
+        before = engine.tokens
         await generated(engine, engine._batcher.generated + 1)
+        assert before < engine.tokens < before + 12  # the turn is under way: a sign of life
         with pytest.raises(EngineError, match="still running"):
             await engine.generate(ask((1, 2)))
         assert len((await first).ids) == 12
