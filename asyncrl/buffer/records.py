@@ -52,6 +52,7 @@ class EpisodeRecord(msgspec.Struct):
     bound: int = -1  # version that it was started on, at least
     turns: int = 0  # durable turns
     tokens: int = 0  # of all rows
+    seconds: float = 0.0  # that its durable turns took
     result: EpisodeResult = EpisodeResult(0.0)  # of the attempt that landed
     stats: EpisodeStats = EpisodeStats(0)
     step: int = -1
@@ -72,6 +73,7 @@ class EpisodeRecord(msgspec.Struct):
         """Forget the turns: the next attempt starts from the prompt."""
         self.oldest = self.newest = -1
         self.turns = self.tokens = 0
+        self.seconds = 0.0
 
 
 class GroupRecord(msgspec.Struct):

@@ -158,9 +158,18 @@ class ReplayBuffer:
             return None
         return episode
 
-    def turn(self, episode: EpisodeRecord, tokens: int, model_tokens: int, oldest: int, newest: int) -> None:
-        """A turn became durable."""
+    def turn(
+        self,
+        episode: EpisodeRecord,
+        tokens: int,
+        model_tokens: int,
+        oldest: int,
+        newest: int,
+        seconds: float = 0.0,
+    ) -> None:
+        """A turn became durable, `seconds` after the episode began."""
         episode.turns += 1
+        episode.seconds = max(episode.seconds, seconds)
         episode.tokens += tokens
         if model_tokens:
             episode.oldest = oldest if episode.oldest < 0 else min(episode.oldest, oldest)

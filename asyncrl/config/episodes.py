@@ -62,7 +62,8 @@ class RolloutConfig(Section, frozen=True):
     reward_timeout: Seconds = 60.0
     """Deadline of one reward call; afterwards the episode fails with `reward_error`."""
     episode_timeout: Seconds = 600.0
-    """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails."""
+    """Wall-clock limit of one episode. Then it ends and is scored; without a finished turn it fails. What is
+    continued after a loss has what was left."""
     retries: Count = 2
     """Re-issues of an episode that failed for a reason that is not the policy's. Lost workers and servers,
     and stops of the run, do not count."""

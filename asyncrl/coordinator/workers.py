@@ -217,9 +217,9 @@ class WorkerHandler:
             return  # sent again to a restarted coordinator
         if message.turn > episode.turns:
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
-        if not 0 <= message.oldest <= message.newest:
-            named = f"v{message.oldest} to v{message.newest}"
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} names versions {named}")
+        if not (0 <= message.oldest <= message.newest and 0 <= message.seconds < math.inf):
+            named = f"v{message.oldest} to v{message.newest}, after {message.seconds:g} s"
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} of {named}")
         if message.newest > self.state.versions.newest.step:
             log.error("%s names v%d, which was never pushed", worker.name, message.newest)
             if not self.engines.remote:
@@ -234,7 +234,9 @@ class WorkerHandler:
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         self.tokens += message.model_tokens
         self.turns += 1
-        self.state.buffer.turn(episode, message.tokens, message.model_tokens, message.oldest, message.newest)
+        self.state.buffer.turn(
+            episode, message.tokens, message.model_tokens, message.oldest, message.newest, message.seconds
+        )
 
     # -- losing --------------------------------------------------------------------------------------
 
@@ -345,6 +347,7 @@ class WorkerHandler:
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
             key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
             oldest=oldest,
+            seconds=episode.seconds,
         )
         self.state.outbox.to_control(worker.peer, message, frames)
 

@@ -106,7 +106,10 @@ class AgentHost:
         """The turn that answered this request in an earlier attempt, once all turns before it were added."""
         while (turn := self._branches.recorded_turn(place)) is not None:
             if turn.index == len(self._branches.turns):
-                return self._add(place, turn)
+                added = self._add(place, turn)
+                if not self._branches.replaying:
+                    self._run.caught_up()
+                return added
             await self._changed.wait()
         return None
 

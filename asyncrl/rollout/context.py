@@ -74,7 +74,8 @@ class EpisodeRun:
     context: EpisodeContext
     assign: Assign
     sampler: Sampler
-    started: float
+    started: float  # loop time; moved back by what earlier attempts took
+    limit: asyncio.Timeout | None = None  # of the episode's time
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
 
@@ -99,6 +100,18 @@ class EpisodeRun:
         was started on, also when a server comes back with older weights."""
         return max(self.assign.oldest, self.context.oldest())
 
+    @property
+    def seconds(self) -> float:
+        """What the episode has taken, earlier attempts included."""
+        return asyncio.get_running_loop().time() - self.started
+
+    def caught_up(self) -> None:
+        """The recorded turns have been repeated, which costs the episode nothing: what is left of its time
+        begins now."""
+        self.started = asyncio.get_running_loop().time() - self.assign.seconds
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(self.started + self.context.rules.config.episode_timeout)
+
     def release(self) -> None:
         """The engines may forget the episode."""
         for session in self._sessions | {self.name}:
@@ -106,7 +119,7 @@ class EpisodeRun:
 
     async def post_turn(self, turn: Turn) -> None:
         """Post a turn. Its replies are posted later."""
-        self._durable = await self.post(*generated(self.attempt, turn))
+        self._durable = await self.post(*generated(self.attempt, turn, self.seconds))
 
     async def until_durable(self) -> None:
         """Wait until the newest turn would survive a crash, as its receiver may have side effects. The wait
@@ -184,15 +197,15 @@ class EpisodeRun:
                 tool_calls=outcome.tool_calls,
                 rows=len(rows),
                 longest_row=max(map(len, rows)),
-                seconds=asyncio.get_running_loop().time() - self.started,
+                seconds=self.seconds,
                 tool_s=outcome.tool_s,
             ),
             text=self.transcript(outcome.turns) if self.assign.lane == "eval" else "",
         )
 
 
-def generated(attempt: Attempt, turn: Turn) -> tuple[Generated, bytes]:
-    """The record of a turn, and its frame: the turn without its replies."""
+def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:
+    """The record of a turn, `seconds` after the episode began, and its frame, the turn without replies."""
     versions = [span.version for span in turn.spans]
     record = Generated(
         seq=0,
@@ -202,6 +215,7 @@ def generated(attempt: Attempt, turn: Turn) -> tuple[Generated, bytes]:
         model_tokens=len(turn.ids),
         oldest=min(versions),
         newest=max(versions),
+        seconds=seconds,
     )
     return record, _encode(msgspec.structs.replace(turn, replies=(), observation=None))
 

@@ -76,7 +76,7 @@ class EpisodeRunner:
             await asyncio.shield(asyncio.ensure_future(player.close()))
 
     async def _attempt(self, run: EpisodeRun, player: Player, frames: Sequence[bytes]) -> Finished | Failed:
-        limit = asyncio.timeout(self.context.rules.config.episode_timeout)
+        limit = run.limit = asyncio.timeout(self.context.rules.config.episode_timeout)
         try:
             try:
                 async with limit, run.sampler.episode():

@@ -55,6 +55,8 @@ class TurnPlayer:
         episode = machine.resume(self._rules, self.run.assign.sample, opened, recorded)
         await self._rebuild(episode, recorded)
         self.episode = episode
+        if recorded:
+            self.run.caught_up()
         while not episode.over:
             event = await self._answer(episode)
             before, episode = episode, machine.advance(self._rules, episode, event)

@@ -93,7 +93,7 @@ class AgentBench:
         shared = Agents(self.agent, Gateway(self.context.rules.chat.decode))
         await shared.start()
         service = asyncio.create_task(self.outbox.run())
-        assign = Assign(1, Attempt("u", 1), sample(), "train", temperature=1.0, key=99)
+        assign = Assign(1, Attempt("u", 1), sample(), "train", temperature=1.0, key=99, seconds=5.0)
         try:
             async with asyncio.timeout(SECONDS):
                 runner = EpisodeRunner(self.context, shared.player)

@@ -20,6 +20,7 @@ class Generated(WireMessage, frozen=True):
     model_tokens: int
     oldest: int  # lowest version of a span
     newest: int
+    seconds: float = 0.0  # that the episode has taken up to here, earlier attempts included
 
 
 class Replied(WireMessage, frozen=True):

@@ -53,7 +53,7 @@ class Heartbeat(WireMessage, frozen=True):
 
 class Assign(WireMessage, frozen=True):
     """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from. None of
-    its turns may start on weights older than version `oldest`."""
+    its turns may start on weights older than version `oldest`. `seconds`: that these turns took."""
 
     seq: int
     attempt: Attempt
@@ -62,6 +62,7 @@ class Assign(WireMessage, frozen=True):
     temperature: float  # 0 is greedy
     key: int
     oldest: int = 0
+    seconds: float = 0.0
 
 
 class Cancel(WireMessage, frozen=True):

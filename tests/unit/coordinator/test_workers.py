@@ -124,6 +124,19 @@ def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerS
     assert list(setup.handler.workers) == [b"rollout/0/l.11"]
 
 
+def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 0, seconds=7.5), [turn_payload()], 0.0)
+    setup.join(B, index=1)
+    setup.handler.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=11.0)
+    setup.handler.tick(11.0, 0.0)
+    taken = {message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B}
+    assert taken == {first.uid: 7.5, "0.1": 0.0}
+    again = setup.state.buffer.episodes[first.uid]
+    setup.handler.record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 11.0)
+    assert (again.attempt, again.turns, again.seconds) == (2, 0, 0.0)  # starts again from the prompt
+
+
 def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) -> None:
     setup.tick()
     setup.handler.tick(now=60.0, gap=59.0)

@@ -45,7 +45,7 @@ class Bench:
     ) -> None:
         self.turns, self.sent, self.frames = list(turns), [], []
         self.calls: list[str] = []
-        self.auto_ack = True
+        self.auto_ack, self.taken = True, 0.0
         self.waits, self.oldest = Waits(), 0
         self.engine = ScriptedEngine(self.script)
         self.lane = LocalSampler(
@@ -99,7 +99,7 @@ class Bench:
         return self.last
 
     def assign(self, lane: str = "train") -> Assign:
-        return Assign(1, ATTEMPT, sample(), lane, temperature=0.7, key=99)
+        return Assign(1, ATTEMPT, sample(), lane, temperature=0.7, key=99, seconds=self.taken)
 
 
 def look(what: str) -> str:
@@ -332,6 +332,17 @@ def test_tools_of_a_durable_turn_without_replies_run_again() -> None:
     rest.play([recorded(whole)[0], b""])
     assert rest.calls == ["left"]
     assert [type(record) for record in rest.sent] == [Replied, Generated, Finished]
+
+
+def test_an_episode_goes_on_with_what_is_left_of_its_time() -> None:
+    whole = Bench([look("left"), "42"])
+    whole.play()
+    rest = Bench(["42"], reward=lambda **_: 0.5)
+    rest.taken = 60.0  # all of it
+    rest.engine.gate.clear()
+    done = rest.play(recorded(whole)[:2])
+    assert isinstance(done, Finished) and done.result.end is EpisodeEnd.TIMEOUT
+    assert done.stats.turns == 1 and done.stats.seconds >= 60.0
 
 
 def test_a_finished_but_unscored_episode_is_scored() -> None:
