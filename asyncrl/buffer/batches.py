@@ -241,10 +241,18 @@ class Batches:
         self._dirty.add(step)
         lose(self.buffer, self.taken[uid])
 
+    def skip_to(self, step: int) -> None:
+        """Batches up to `step` were committed, as others know. Their plans are not needed any more."""
+        self._forget([number for number in self.batches if self.committed <= number < step])
+        self.buffer.committed, self.buffer.refills = step, 0
+
     def retain(self, step: int) -> list[str]:
         """A checkpoint covers the first `step` batches: forget their plans. Returns their uids."""
-        gone = [number for number in self.batches if number < step]
+        return self._forget([number for number in self.batches if number < step])
+
+    def _forget(self, gone: list[int]) -> list[str]:
         batches = [self.batches.pop(number) for number in gone]
+        self._dirty -= set(gone)
         for uid in (uid for batch in batches for uid in batch.planned):
             self.taken.pop(uid, None)
         used = {episode.group for episode in self.taken.values()}

@@ -41,8 +41,9 @@ class Cohorts:
         self._excluded: set[int] = set()
 
     def exclude(self, step: int) -> None:
-        """Something of this cohort happened before this process began."""
+        """Not everything of this cohort is known."""
         self._excluded.add(step)
+        self._cohorts.pop(step, None)
 
     def issued(self, step: int) -> None:
         if step not in self._excluded:

@@ -167,6 +167,11 @@ class RunState:
                 self.store.forget_frames(uid, len(turns))
         return frames
 
+    def salvage(self) -> None:
+        """After a start, before anything is planned: a power cut or a bad sector may have taken payloads."""
+        for episode in [e for e in self.buffer.episodes.values() if e.turns and e.state in UNTAKEN]:
+            self.readable(episode)
+
     def rollback(self) -> None:
         """Forget what was not committed, and read again what is stored, as far as it can be read."""
         self.outbox.clear()
@@ -188,7 +193,7 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
     restore(config, store, buffer, batches)
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None
-    state = RunState(
+    return RunState(
         config=config,
         run_dir=run_dir,
         samples=samples,
@@ -200,9 +205,6 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
         coordinator_epoch=store.epoch,
         trainer_epoch=int(store.read.meta("trainer_epoch", "0")),
     )
-    for episode in [e for e in buffer.episodes.values() if e.turns and e.state in UNTAKEN]:
-        state.readable(episode)
-    return state
 
 
 def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:

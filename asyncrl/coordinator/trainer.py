@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.files import bytes_under
@@ -73,8 +74,13 @@ class TrainerHandler:
                 state.store.put_meta("trainer_epoch", str(state.trainer_epoch))
                 state.store.put_meta("trainer_incarnation", message.incarnation)
                 state.store.sync()  # after a power cut the number must not be given again
-            self.ranks = Ranks(message.incarnation, message.ranks)
+            started, self.ranks = not self.ranks.size, Ranks(message.incarnation, message.ranks)
             log.info("trainer epoch %d begins at step %d", state.trainer_epoch, message.step)
+            if message.step > state.batches.committed:
+                recover(state, message.step, now)
+                self.checkpoint_step = message.step
+            if started:  # after `recover`: what is trained needs no payload
+                state.salvage()
             self._check_position(message.step)
             state.alive(now)  # a hello that is only repeated is no sign of life
         self.ranks.control[message.rank], self.ranks.heard[message.rank] = peer, now
@@ -82,8 +88,7 @@ class TrainerHandler:
 
     def _check_position(self, step: int) -> None:
         kept = self.state.batches.batches
-        missing = [n for n in range(step, self.state.batches.committed) if n not in kept]
-        if step > self.state.batches.committed or missing:
+        if any(number not in kept for number in range(step, self.state.batches.committed)):
             raise ProtocolError(
                 f"the trainer's checkpoint is of step {step}, but the run store holds the plans of steps "
                 f"{min(kept, default=self.state.batches.committed)} to {self.state.batches.committed}: "
@@ -159,7 +164,7 @@ class TrainerHandler:
         covered = state.batches.retain(oldest)
         for uid in covered:
             state.store.forget_frames(uid)
-        state.store.forget_plans(oldest, len(covered))
+        state.store.forget_plans(range(oldest), len(covered))
         state.store.sync()
         state.progress(now)
 

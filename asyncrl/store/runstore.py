@@ -110,9 +110,9 @@ class RunStore:
             del self._frames[key]
         self._statements.append(("DELETE FROM frames WHERE uid=? AND turn>=?", [(uid, turn)]))
 
-    def forget_plans(self, below: int, rows: int) -> None:
-        """A checkpoint covers the batches before `below`, which held `rows` trajectories."""
-        self._statements.append(("DELETE FROM plans WHERE step<?", [(below,)]))
+    def forget_plans(self, steps: range, rows: int) -> None:
+        """A checkpoint covers these batches, which held `rows` trajectories."""
+        self._statements.append(("DELETE FROM plans WHERE step>=? AND step<?", [(steps.start, steps.stop)]))
         self._statements.append(("INSERT OR IGNORE INTO meta VALUES('covered', '0')", [()]))
         self._statements.append(("UPDATE meta SET value=value+? WHERE key='covered'", [(rows,)]))
 

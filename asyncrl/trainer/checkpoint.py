@@ -26,31 +26,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim import Optimizer
 
-from asyncrl.errors import AsyncrlError, one_line, reason
+from asyncrl.errors import one_line, reason
+from asyncrl.store.manifests import MANIFEST, CheckpointError, CheckpointManifest, read_manifest
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.step import Learner
 
 logger = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
 STATE = "state"
-
-
-class CheckpointError(AsyncrlError):
-    """A checkpoint is missing, damaged, or of another model."""
-
-
-class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds. `trained`: uids trained since the checkpoint of step `parent` (-1: since
-    the start), in order; `trained_total`: their number along the lineage. `state`: the learner's numbers
-    beside its models. `files`: path → (bytes, xxh3). Both are filled in when it is written."""
-
-    step: int
-    trainer_epoch: int
-    parent: int = -1
-    trained: tuple[str, ...] = ()
-    trained_total: int = 0
-    state: dict[str, float] = {}
-    files: dict[str, tuple[int, str]] = {}
 
 
 def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf: bool = True) -> Path:
@@ -136,14 +118,6 @@ def prune(directory: Path, keep: int) -> list[Path]:
     for path in doomed:
         shutil.rmtree(path, ignore_errors=True)
     return doomed
-
-
-def read_manifest(path: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint directory, or CheckpointError."""
-    try:
-        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
 
 
 def verify(path: Path, pulse: Callable[[], None] = lambda: None) -> str:

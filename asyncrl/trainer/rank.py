@@ -26,6 +26,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
+from asyncrl.store.manifests import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.step import Learner
@@ -307,7 +308,7 @@ class TrainerRank:
             try:
                 with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
                     checkpoint.save(self.checkpoints, self.learner, self._manifest())
-            except checkpoint.CheckpointError as error:
+            except CheckpointError as error:
                 log.error("not saved: %s", error)
                 self.unsaved = f"not saved: {error}"
                 return False
@@ -318,8 +319,8 @@ class TrainerRank:
             self.control.send(self._checkpointed())
         return True
 
-    def _manifest(self) -> checkpoint.CheckpointManifest:
-        return checkpoint.CheckpointManifest(
+    def _manifest(self) -> CheckpointManifest:
+        return CheckpointManifest(
             step=self.learner.step,
             trainer_epoch=self.trainer_epoch,
             parent=self.parent,

@@ -19,8 +19,8 @@ import psutil
 
 from asyncrl.launch.local import role_processes
 from asyncrl.observe.files import read_rows, read_summary
+from asyncrl.store.manifests import CheckpointManifest
 from asyncrl.store.reader import RunReader
-from asyncrl.trainer.checkpoint import CheckpointManifest
 from asyncrl.weights.disk import weights_directory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl.store.manifests import CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
@@ -67,7 +68,7 @@ def work(world: World, place: Path) -> dict[str, Any]:
     path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
     learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
     curve = train(learner, batches[:SAVED_AT])
-    manifest = checkpoint.CheckpointManifest(step=SAVED_AT, trainer_epoch=0)
+    manifest = CheckpointManifest(step=SAVED_AT, trainer_epoch=0)
     checkpoint.save(place / "checkpoints", learner, manifest, hf=False)
     curve += train(learner, batches[SAVED_AT:])
     return {"curve": curve, "weights": full_state(learner.policy)}

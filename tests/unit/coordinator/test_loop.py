@@ -27,7 +27,7 @@ from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, TrainerHello
 from asyncrl.wire.messages.worker_control import WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode
-from tests.unit.buffer.machine import land_group
+from tests.unit.buffer.machine import land_group, turn_payload
 
 ROWS = [Sample(row, "s", (Message("user", "?"),), "1") for row in range(50)]
 
@@ -158,6 +158,8 @@ def planned(coordinator: Coordinator) -> Commit:
     """A batch that a trainer has: the commit that it will send."""
     state = coordinator.state
     group = state.buffer.admit(0, 0.0)
+    for uid in group.members:
+        state.store.put_frame(uid, 0, "generated", turn_payload())
     land_group(state.buffer, group.id, 1.0, 0.0)
     coordinator.trainer.hello(
         TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0, pid=1), coordinator._turned_at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,14 @@ def play(state: RunState, uid: str, turns: int, end: bool = False) -> None:
         state.buffer.finish(episode, result, stats, 0.0)
 
 
+def started(run_dir: Path, step: int = 0, **buffer: Any) -> RunState:
+    """The next coordinator, with a trainer at `step`."""
+    state = build(run_dir, **buffer)
+    Training(state, "next", step)
+    state.persist()
+    return state
+
+
 class Power(DurableFiles):
     """A run whose machine loses power."""
 
@@ -41,7 +50,7 @@ class Power(DurableFiles):
         self.keep(kept)
         state.store.close()
         self.cut_power()
-        return build(self.root)
+        return started(self.root)
 
 
 def synced(state: RunState) -> None:
@@ -97,7 +106,7 @@ def test_a_bad_sector_costs_what_is_in_it(tmp_path: Path, damage: str) -> None:
         size = len(data) // 4
         data[size + 30] ^= 1  # in the second turn of 0.0
         segment.write_bytes(data)
-    again = build(tmp_path)
+    again = started(tmp_path)
     left = {uid: episode.turns for uid, episode in again.buffer.episodes.items()}
     assert left == ({"0.0": 0, "0.1": 0} if damage == "file" else {"0.0": 1, "0.1": 1})
     assert again.buffer.flow().conserved

@@ -103,7 +103,7 @@ def test_covered_plans_and_their_payloads_go(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     store.put_frame("0.0", 0, "generated", b"x")
     store.forget_frames("0.0")
-    store.forget_plans(1, 4)
+    store.forget_plans(range(1), 4)
     store.commit()
     assert store.read.trained_in_plans() == 4
     assert list(store.read.frames("0.0", 1)) == [b"", b""]
@@ -158,7 +158,7 @@ def test_only_a_commit_commits(tmp_path: Path) -> None:
 
 def writes(store: RunStore) -> None:
     store.put_frame("0.0", 0, "generated", b"x" * 5000)
-    store.forget_plans(1, 4)
+    store.forget_plans(range(1), 4)
     store.put_commit(1, 1, "hash")
     store.sync()
 

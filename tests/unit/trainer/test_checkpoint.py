@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.store.manifests import CheckpointError, CheckpointManifest, read_manifest
 from asyncrl.trainer import checkpoint
-from asyncrl.trainer.checkpoint import CheckpointError, CheckpointManifest
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -129,7 +129,7 @@ def test_hashing_a_checkpoint_gives_signs_of_life(learner: Learner, directory: P
     signs: list[int] = []
     learner.pulse = lambda: signs.append(1)
     path = checkpoint.save(directory, learner, manifest(1), hf=False)
-    assert len(signs) >= 2 * len(checkpoint.read_manifest(path).files)
+    assert len(signs) >= 2 * len(read_manifest(path).files)
 
 
 def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_step_reached_again_is_replaced(learner: Learner, directory: Path) -> 
     checkpoint.save(directory, learner, manifest(1), hf=False)
     again = CheckpointManifest(step=1, trainer_epoch=3)
     path = checkpoint.save(directory, learner, again, hf=False)
-    assert checkpoint.read_manifest(path).trainer_epoch == 3
+    assert read_manifest(path).trainer_epoch == 3
     assert [p.name for p in directory.iterdir()] == ["step-1"]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config import parse
+from asyncrl.store.manifests import CheckpointError, CheckpointManifest
 from asyncrl.trainer import rank as module
-from asyncrl.trainer.checkpoint import CheckpointError, CheckpointManifest
 from asyncrl.trainer.rank import BEAT_EVERY, SAVE_AGAIN, Stopped, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage

@@ -1,0 +1,71 @@
+"""Commits that a power cut took from the store come from the checkpoints' manifests.
+
+A checkpoint is fsynced before the coordinator hears of it, and only then is the store. In between, the store
+may lose all since the checkpoint before: commits, plans, even that groups were issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncrl.buffer.records import State
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.coordinator.state import RunState, log
+from asyncrl.errors import ProtocolError
+from asyncrl.store.manifests import CheckpointError, lineage
+from asyncrl.types import DropReason
+
+
+def recover(state: RunState, step: int, now: float) -> None:
+    """The trainer has resumed from the checkpoint of `step`, beyond what the store has committed.
+    ProtocolError when the manifests since then are not there, or do not fit what the store holds."""
+    known, directory = state.batches.committed, state.run_dir / "checkpoints"
+    refusal = (
+        f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
+        "store are not of one run; restore both from the same copy"
+    )
+    try:
+        manifests = lineage(directory, step, known)
+    except CheckpointError as error:
+        raise ProtocolError(f"{refusal} ({error})") from error
+    state.buffer.cohorts.exclude(known)
+    trained = [uid for manifest in manifests for uid in manifest.trained]
+    before = state.buffer.counts()[State.TRAINED]
+    _set_trained(state.buffer, trained, step, now)
+    rows = state.buffer.counts()[State.TRAINED] - before
+    if before + rows != manifests[-1].trained_total:
+        raise ProtocolError(f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows})")
+    state.batches.skip_to(step)
+    state.store.forget_plans(range(known, step), rows)
+    state.store.put_commit(step, manifests[-1].trainer_epoch, "")
+    state.store.put_checkpoint(step, manifests[-1].trainer_epoch, str(directory / f"step-{step}"))
+    state.store.sync()
+    log.warning(
+        "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",
+        known + 1,
+        step,
+        rows,
+    )
+
+
+def _set_trained(buffer: ReplayBuffer, uids: Iterable[str], step: int, now: float) -> None:
+    """These are trained, whatever the store knew of them; what else it held of their groups is dropped."""
+    groups: set[int] = set()
+    for uid in uids:
+        number = int(uid.partition(".")[0])
+        while number >= buffer.next_group:  # issued after what is left of the store
+            buffer.admit(buffer.committed, now)
+        episode = buffer.episodes.get(uid)
+        if episode is not None and not episode.state.over:
+            groups.add(number)
+            buffer.take(episode, step - 1)
+            buffer.live[number].settled = True
+    left = set(uids)
+    for group in [buffer.live[number] for number in groups]:
+        members = [buffer.episodes[uid] for uid in group.members]
+        for episode in members:
+            if not episode.state.over and episode.uid not in left:
+                buffer.drop(episode, DropReason.CORRUPT)
+        for episode in members:
+            if not episode.state.over:
+                buffer.trained(episode)
