@@ -45,23 +45,9 @@ def evaluate(
 ) -> Evaluated:
     """Loss and diagnostics. `value`: the critic's, with gradient; `progress`: share of the batch's optimizer
     steps that were taken."""
-    pi = scores.logp.detach()
-    prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
-    for numbers in (micro.mu, pi, prox, micro.reference):
-        fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
-    # A bad number must be gone before exp: weight zero times infinity is not zero.
-    prox = torch.where(fresh, prox, 0.0)
-    mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
-    assert micro.advantage is not None
-    episode, advantage = micro.episode, micro.advantage
-    current = logp.detach() - mu
-    log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
-    given = CorrectionInput(log_ratio, current, advantage, episode, micro.turn, fresh)
-    correction = correct(recipe.rules, given)
-    reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
-    token = recipe.loss.of(
-        LossInput(logp, prox, mu, advantage, episode, fresh, correction, reference, micro.prepared)
-    )
+    given = loss_input(micro, scores, recipe, progress)
+    fresh, correction, logp, reference = given.fresh, given.correction, given.logp, given.reference
+    token = recipe.loss.of(given)
     weight = torch.where(fresh, micro.weight, 0.0)
     policy = torch.where(fresh, weight * token.value, 0.0)
     total, terms = policy.sum(), Terms()
@@ -90,12 +76,12 @@ def evaluate(
         terms["critic/vf_clipfrac"] = ((clipped & fresh).sum(), fresh.sum())
     bypass = recipe.prox == "mu"  # reports are of pi/mu then
     state = TokenState(
-        prox=logp.detach() if bypass else prox,
-        mu=mu,
-        drift=prox - logp.detach(),
+        prox=logp.detach() if bypass else given.prox,
+        mu=given.mu,
+        drift=given.prox - logp.detach(),
         entropy=scores.entropy.detach(),
         loss=policy.detach(),
-        advantage=advantage,
+        advantage=given.advantage,
         weight=micro.weight,
         clipped_lower=token.clipped_lower,
         ruled_out=correction.masked,
@@ -105,10 +91,28 @@ def evaluate(
         in_bound=micro.fresh,
         fresh=fresh,
         exact=micro.exact & (progress == 0) if bypass else micro.exact,
-        row=episode,
+        row=micro.episode,
         lag=micro.lag,
     )
     return Evaluated(total, state, terms)
+
+
+def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: float) -> LossInput:
+    """What the loss is a function of. A token with a bad number, of whichever model, is not fresh."""
+    pi = scores.logp.detach()
+    prox, fresh = proximal(micro, pi, recipe, progress), micro.fresh
+    for numbers in (micro.mu, pi, prox, micro.reference):
+        fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
+    # It must be gone before exp: weight zero times infinity is not zero.
+    prox = torch.where(fresh, prox, 0.0)
+    mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
+    reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
+    assert micro.advantage is not None
+    advantage, episode, current = micro.advantage, micro.episode, logp.detach() - mu
+    log_ratio = prox - mu if recipe.loss.ratio == "prox" else current
+    seen = CorrectionInput(log_ratio, current, advantage, episode, micro.turn, fresh)
+    correction = correct(recipe.rules, seen)
+    return LossInput(logp, prox, mu, advantage, episode, fresh, correction, reference, micro.prepared)
 
 
 def with_own_ratio(correction: Correction, token: TokenLoss) -> Correction:
