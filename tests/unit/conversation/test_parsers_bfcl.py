@@ -11,7 +11,7 @@ from tests.fakes.bfcl import Calls, Question, questions
 from tests.fakes.families import FAMILIES, tokenizer_of
 from tests.unit.conversation.call_writers import WRITERS
 
-TEMPLATES = ("deepseek-v3", "glm4.5", "llama3.1", "mistral-v3", "mistral-v7", "qwen2.5", "qwen3")
+TEMPLATES = ("deepseek-v3-0324", "glm4.5", "llama3.1", "mistral-v3", "mistral-v7", "qwen2.5", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def rendered(name: str, calls: Calls) -> str:
         for n, (tool, arguments) in enumerate(calls)
     ]
     turn = {"role": "assistant", "tool_calls": made}
-    if name == "deepseek-v3":  # its template shows calls beside null alone, and arguments that are text
+    if name == "deepseek-v3-0324":  # arguments are text
         turn["content"] = None
         for call in made:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
