@@ -249,14 +249,13 @@ class Coordinator:
             case Phase.STARTING if self.state.versions.ref and self.workers.workers and self.engines.ready:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
-                if self.state.batches.committed == 0:
-                    self.validation.begin(0, self.config.validation.samples, True, now)
+                self.validation.resume(now, over=self._training_over())
             case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.config.weights.deadline)
             case Phase.DRAINING if self._drained(now) and not self.validation.busy:
                 step = self.state.batches.committed
-                self.validation.begin(step, self.config.validation.samples, True, now)
+                self.validation.begin(step, True, now)
                 self._enter(Phase.EVALUATING, now)
             case Phase.EVALUATING if not self.validation.busy:
                 self._report_validations()
@@ -345,7 +344,7 @@ class Coordinator:
         self._to_observers(StepReport(message.step, row))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:
-            self.validation.begin(message.step, self.config.validation.samples, False, time.monotonic())
+            self.validation.begin(message.step, False, time.monotonic())
 
     def _report_validations(self) -> None:
         for step, metrics in self.validation.results:

@@ -15,6 +15,8 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import msgspec
+
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord, sampling_key
@@ -28,6 +30,17 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel
 MODES = ("sampled", "greedy")
 MID_RUN_SHARE = 0.5  # of a worker's slots
 TRANSCRIPTS = 8  # samples whose episodes are saved as text
+
+
+NOTHING = "null"  # is under way, but something has been
+
+
+class SessionStart(msgspec.Struct, frozen=True):
+    """What is kept in the store of a session under way. `final`: at the start or the end of training."""
+
+    step: int
+    final: bool
+    ref: WeightsRef
 
 
 @dataclass
@@ -57,24 +70,45 @@ class Validation:
         self.results: list[tuple[int, dict[str, float]]] = []
         self._held = ExitStack()
 
-    def begin(self, step: int, count: int, final: bool, now: float) -> bool:
+    def begin(self, step: int, final: bool, now: float) -> bool:
         """Start validating the latest published version; False when there is none, or nothing to do."""
-        count = min(count, len(self.samples))
+        ref, count = self.state.versions.ref, self._count
         if self.session is not None and count:
             log.warning(
                 "validation of step %d left out: that of step %d is not over", step, self.session.step
             )
-        if self.session is not None or self.state.versions.ref is None or count == 0:
+        if self.session is not None or ref is None or count == 0:
             return False
-        queue = [f"{EVAL}{step}/{mode}/{row}" for row in range(count) for mode in MODES]
-        queue.reverse()
+        return self._start(SessionStart(step, final, ref), now)
+
+    def resume(self, now: float, over: bool) -> None:
+        """Begin again what was under way when the coordinator ended, or the first validation of a new run.
+        `over`: training has ended, and the last validation is still to come."""
+        stored = self.state.store.read.meta("validation")
+        start = msgspec.json.decode(stored, type=SessionStart | None) if stored else None
+        committed = self.state.batches.committed
+        if not stored and committed == 0:
+            self.begin(0, True, now)
+        elif start is not None and not (over and start.step == committed):
+            log.warning("the validation of step %d was cut short: it begins again", start.step)
+            if not self._start(start, now):
+                self.begin(committed, start.final, now)
+
+    @property
+    def _count(self) -> int:
+        return min(self.state.config.validation.samples, len(self.samples))
+
+    def _start(self, start: SessionStart, now: float) -> bool:
         try:
-            self._hold(self.state.versions.ref)
+            self._hold(start.ref)
         except WeightsError as error:
-            log.warning("no validation of step %d: its weights are gone (%s)", step, error)
+            log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
             return False
-        deadline = now + self.state.config.rollout.episode_timeout * (2 if final else 1)
-        self.session = ValidationSession(step, self.state.versions.ref, queue, deadline)
+        queue = [f"{EVAL}{start.step}/{mode}/{row}" for row in range(self._count) for mode in MODES]
+        queue.reverse()
+        deadline = now + self.state.config.rollout.episode_timeout * (2 if start.final else 1)
+        self.session = ValidationSession(start.step, start.ref, queue, deadline)
+        self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
         return True
 
     def tick(self, now: float, exclusive: bool) -> None:
@@ -196,6 +230,7 @@ class Validation:
 
     def _end(self, session: ValidationSession) -> None:
         self.session = None
+        self.state.store.put_meta("validation", NOTHING)
         for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
             session.queue.remove(uid)
             session.failed.append(uid)

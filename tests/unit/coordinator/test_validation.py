@@ -20,7 +20,7 @@ def test_a_version_and_what_it_builds_upon_is_kept_until_the_session_ends(tmp_pa
     setup = WorkerSetup(tmp_path)
     validation = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
     setup.state.versions.ref = training.ref(1)
-    assert validation.begin(step=1, count=1, final=False, now=0.0)
+    assert validation.begin(step=1, final=False, now=0.0)
     training.publish(6)  # the fifth is whole again, the ninth, too
     disk.prune(training.directory, keep=1)
     training.check(training.ref(1))
@@ -37,7 +37,7 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     training.publish(5)
     setup.state.versions.ref = training.ref(0)
     disk.prune(training.directory, keep=1)
-    assert not validation.begin(step=1, count=1, final=False, now=0.0)
+    assert not validation.begin(step=1, final=False, now=0.0)
     assert not validation.busy
 
 
@@ -50,7 +50,7 @@ def validating(run_dir: Path) -> tuple[WorkerSetup, WorkerRecord, Validation]:
     (worker,) = setup.handler.workers.values()
     worker.eval_version = training.ref(0).version
     validation = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
-    assert validation.begin(step=1, count=1, final=False, now=0.0)
+    assert validation.begin(step=1, final=False, now=0.0)
     return setup, worker, validation
 
 
@@ -85,3 +85,43 @@ def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path:
     validation.tick(validation.session.deadline + 1, exclusive=True)
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/greedy/mean@1"] == 0.0 and metrics["val-aux/failed"] == 2.0
+
+
+def test_a_session_that_a_restart_cut_short_begins_again(tmp_path: Path) -> None:
+    setup, _, before = validating(tmp_path)
+    setup.state.persist()
+    ref = setup.state.versions.ref
+    setup.state.versions.ref = None  # a newer one by now, or not known yet
+    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after.resume(0.0, over=False)
+    assert after.session is not None and before.session is not None
+    assert (after.session.step, after.session.ref, after.session.queue) == (1, ref, before.session.queue)
+    after.tick(after.session.deadline + 1, exclusive=True)  # ended, however
+    setup.state.persist()
+    again = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    again.resume(0.0, over=False)
+    assert not again.busy
+
+
+def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path) -> None:
+    training, setup = Training(tmp_path / "weights"), WorkerSetup(tmp_path)
+    training.publish(5)
+    setup.state.versions.ref = training.ref(0)
+    before = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    assert before.begin(step=1, final=False, now=0.0)
+    setup.state.persist()
+    before._held.close()  # as when its process ends
+    disk.prune(training.directory, keep=1)
+    setup.state.versions.ref, setup.state.buffer.committed = training.ref(4), 5
+    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after.resume(0.0, over=False)
+    assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
+
+
+def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> None:
+    setup, _, _ = validating(tmp_path)
+    setup.state.persist()
+    setup.state.buffer.committed = 1
+    after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    after.resume(0.0, over=True)
+    assert not after.busy
