@@ -100,9 +100,11 @@ class RunState:
         """Why the run counts as stalled; '' when it does not."""
         silence, progress = self.config.silence_limit, self.config.progress_limit
         if now - self.alive_at > silence:
-            return f"nothing has moved for {silence:g} s"
+            return f"nothing has moved for {silence:g} s (launch.stall_timeout, and the longest silent wait)"
         if now - self.progress_at > progress:
-            return f"no episode has landed, and nothing was trained, for {progress:g} s"
+            return (
+                f"no episode has landed, and nothing was trained, for {progress:g} s (all deadlines of one)"
+            )
         return ""
 
     def futile(self) -> str:

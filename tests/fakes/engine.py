@@ -34,14 +34,11 @@ class ScriptedEngine:
         self.released: list[str] = []
         self.cancelled: list[str] = []
         self.closed = False
+        self.tokens = 0
 
     @property
     def version(self) -> int:
         return self._version
-
-    @property
-    def tokens(self) -> int:
-        return len(self.requests)
 
     async def generate(self, request: Request) -> Generation:
         self.requests.append(request)
@@ -50,7 +47,9 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.session)
             raise
-        return generation(self.script(request), self._version)
+        turn = generation(self.script(request), self._version)
+        self.tokens += len(turn.ids)
+        return turn
 
     def abort(self, session: str) -> None: ...
 

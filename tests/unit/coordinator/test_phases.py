@@ -143,7 +143,7 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, "step-3", 0), [], now)
     tick(coordinator, now)
     assert coordinator.outcome == "failed"
-    assert "nothing has moved for 420 s: " in coordinator.error
+    assert "nothing has moved for 420 s (launch.stall_timeout" in coordinator.error
     assert "trainer 0: trajectories of step 3" in coordinator.error
 
 
