@@ -271,8 +271,8 @@ class Validation:
         }
 
     def _save(self, session: ValidationSession) -> None:
-        directory = self.state.run_dir / "validation"
-        directory.mkdir(exist_ok=True)
+        """The transcripts. A full disk costs no more than them."""
+        path = self.state.run_dir / "validation" / f"step-{session.step}.jsonl"
         kept = list(session.scores.items())[: 2 * TRANSCRIPTS]
         lines = [
             json.dumps(
@@ -286,4 +286,8 @@ class Validation:
             )
             for uid, done in kept
         ]
-        (directory / f"step-{session.step}.jsonl").write_text("\n".join(lines) + "\n")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("\n".join(lines) + "\n")
+        except OSError as error:
+            log.error("no transcripts of the validation of step %d: %s", session.step, error)

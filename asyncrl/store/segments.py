@@ -48,7 +48,7 @@ class SegmentWriter:
             written = os.write(self._file, record)
             if written != len(record):
                 os.ftruncate(self._file, self._offset)
-                raise OSError(errno.ENOSPC, "short write")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise store_error(self.directory, error) from error
         place = FramePlace(self._segment, self._offset)

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import ConfigError
+from asyncrl.store import runstore
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
@@ -230,6 +231,21 @@ def test_an_owner_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
     writes(new)
     new.commit()
     assert list(new.read.frames("0.0", 1)) == [b"x" * 5000, b""]
+
+
+def test_a_store_that_is_locked_is_opened_when_the_lock_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted coordinator must not use up its restarts meanwhile."""
+    RunStore(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with monkeypatch.context() as patch:
+            patch.setattr(runstore, "OPEN_DEADLINE", -1.0)
+            with pytest.raises(StorePaused, match="locked"):
+                RunStore(tmp_path)
+        monkeypatch.setattr(runstore.time, "sleep", lambda seconds: other.execute("ROLLBACK"))
+        assert RunStore(tmp_path).epoch == 2
 
 
 def test_errors_of_the_index_are_errors_of_the_store(tmp_path: Path) -> None:
