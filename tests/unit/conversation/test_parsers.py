@@ -145,6 +145,17 @@ TAGS = [
 pieces = st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=12).map("".join)
 
 
+def tool_f(kind: str | None) -> str:
+    """The schema of a tool `f` whose argument `a` is of one type."""
+    properties = {"a": {"type": kind} if kind else {}}
+    return json.dumps({"function": {"name": "f", "parameters": {"properties": properties}}})
+
+
+shown = st.sampled_from([None, "string", "integer", "boolean", "array", "object", "null"]).map(
+    lambda kind: (tool_f(kind),)
+)
+
+
 def cut_somewhere(texts: list[str]) -> st.SearchStrategy[str]:
     """Cases of the corpus, cut, repeated, joined."""
     part = st.sampled_from(texts).flatmap(lambda text: st.integers(0, len(text)).map(lambda end: text[:end]))
@@ -155,7 +166,10 @@ def cut_somewhere(texts: list[str]) -> st.SearchStrategy[str]:
 @few
 @given(data=st.data())
 def test_any_text_is_read_without_raising(name: str, data: st.DataObject) -> None:
-    parsed = parsers.get(name)(data.draw(pieces | cut_somewhere(TEXTS[name])))
+    text, tools = data.draw(pieces | cut_somewhere(TEXTS[name])), data.draw(shown)
+    parsed = parse_turn(
+        parsers.get(name), text, tools, data.draw(st.sampled_from(["", "<think>", "</think>"]))
+    )
     for call in parsed.calls:
         assert call.name and call.id
         assert isinstance(json.loads(call.arguments.encode(), parse_constant=pytest.fail), dict)
