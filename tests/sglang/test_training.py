@@ -1,4 +1,4 @@
-"""Whole runs of `asyncrl train` on real servers: they learn, servers die, are attached to or refused.
+"""Whole runs of `asyncrl train` on real servers: they learn, servers die, and are refused.
 
 Between them the runs take all ways in which weights reach a server: whole files, deltas, broadcasts."""
 
@@ -36,9 +36,19 @@ def server_of(run: Run, engine: str) -> psutil.Process:
     return run.children()[engine].children()[0]
 
 
-def test_rewards_rise_on_two_servers(tmp_path: Path) -> None:
+def test_rewards_rise_on_two_attached_servers_with_keys(
+    tmp_path: Path, sglang_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ("--api-key", "sesame", "--admin-api-key", "open", "--max-total-tokens=32768")
+    servers = [sglang_server(DEMO, *keys, wait=False) for _ in range(2)]
+    for server in servers:
+        server.wait_ready()
+    urls = [server.url for server in servers]
+    monkeypatch.setenv("KEY", "sesame")
+    monkeypatch.setenv("ADMIN", "open")
+    attach = ("engine=sglang", f"engine.urls={urls}", "engine.api_key_env=KEY", "engine.admin_key_env=ADMIN")
     more = ("total_steps=16", "validation.samples=64", "weights.full_every=16", "weights.mode=retract")
-    with Run(tmp_path, *SGLANG, *more) as run:
+    with Run(tmp_path, *attach, *more, "rollout.slots=32") as run:
         run.wait(DEADLINE)
         summary = run.completed(16)
         print(f"several versions: {summary['trajectories_multi_version']:.1%}")
@@ -53,6 +63,26 @@ def test_rewards_rise_on_two_servers(tmp_path: Path) -> None:
         assert last["async/engines"] == 2
         assert all(last[f"engine/{index}/tokens"] > 0 for index in range(2))
         assert all(last[f"engine/{index}/version"] == 16 for index in range(2))
+    assert all(server.ready() for server in servers), "the servers are not ours to end"
+    assert_refused(tmp_path, urls[0], monkeypatch)
+
+
+def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong keys and another model are found before a run starts. (Exit codes: tests/integration.)"""
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    sizes = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
+    monkeypatch.setenv("WRONG", "open barley")
+    for api, admin, model, complaint in (
+        ("KEY", "WRONG", DEMO, "key"),
+        ("WRONG", "ADMIN", DEMO, "key"),
+        ("KEY", "ADMIN", other, "vocab_size"),
+    ):
+        engine = {"name": "sglang", "urls": [url], "api_key_env": api, "admin_key_env": admin}
+        required = {"name": "x", "model": {"path": str(model)}, "data": {"train": "t.parquet"}}
+        required["rollout"] = {"max_tokens": 256, "max_new_tokens": 48}
+        with pytest.raises(ConfigError, match=complaint):
+            check_urls(parse(required | {"engine": engine}))
 
 
 def test_servers_keepers_and_the_coordinator_die_in_mid_run(tmp_path: Path) -> None:
@@ -78,38 +108,6 @@ def test_servers_keepers_and_the_coordinator_die_in_mid_run(tmp_path: Path) -> N
         restarted = [line for line in run.text().splitlines() if "is restarted" in line]
         assert any("engine-0 was killed" in line for line in restarted)
         assert any("engine-1 ended" in line for line in restarted)
-
-
-def test_a_run_attaches_to_a_server_with_keys(
-    tmp_path: Path, sglang_server: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = sglang_server(DEMO, "--api-key", "sesame", "--admin-api-key", "open", "--max-total-tokens=32768")
-    attach = ("engine=sglang", f"engine.urls=[{server.url}]", "engine.api_key_env=KEY", "rollout.slots=32")
-    monkeypatch.setenv("KEY", "sesame")
-    monkeypatch.setenv("ADMIN", "open")
-    with Run(tmp_path, *attach, "engine.admin_key_env=ADMIN", "total_steps=4", "data.test=''") as run:
-        run.wait(DEADLINE)
-        run.completed(4)
-    assert server.ready(), "the server is not ours to end"
-    assert_refused(tmp_path, server.url, monkeypatch)
-
-
-def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong keys and another model are found before a run starts. (Exit codes: tests/integration.)"""
-    other = shutil.copytree(DEMO, tmp_path / "other")
-    sizes = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(sizes | {"vocab_size": sizes["vocab_size"] + 8}))
-    monkeypatch.setenv("WRONG", "open barley")
-    for api, admin, model, complaint in (
-        ("KEY", "WRONG", DEMO, "key"),
-        ("WRONG", "ADMIN", DEMO, "key"),
-        ("KEY", "ADMIN", other, "vocab_size"),
-    ):
-        engine = {"name": "sglang", "urls": [url], "api_key_env": api, "admin_key_env": admin}
-        required = {"name": "x", "model": {"path": str(model)}, "data": {"train": "t.parquet"}}
-        required["rollout"] = {"max_tokens": 256, "max_new_tokens": 48}
-        with pytest.raises(ConfigError, match=complaint):
-            check_urls(parse(required | {"engine": engine}))
 
 
 def reach(run: Run, step: int) -> None:
