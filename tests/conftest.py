@@ -9,6 +9,8 @@ import torch
 
 from asyncrl.trainer.world import World, join, leave
 
+SLOW = ("sglang", "tests/integration", "tests/sglang", "tests/unit/trainer", "tests/unit/weights")
+
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
@@ -20,20 +22,21 @@ def world() -> Iterator[World]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` a file is run by one process. Files that share SGLang servers count as one, which comes
-    first: it takes longest."""
+    """With `-n 2` a file is run by one process. Files that share SGLang servers count as one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _group(Path(nodeid.partition("::")[0]))
+            return _group(nodeid)
 
     return FileScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _group(item.path) != "sglang")
+    """Slow files first: with quick ones at the end neither process waits long for the other."""
+    items.sort(key=lambda item: [not _group(item.nodeid).startswith(slow) for slow in SLOW])
 
 
-def _group(path: Path) -> str:
+def _group(nodeid: str) -> str:
+    path = Path(nodeid.partition("::")[0])
     return "sglang" if path.parent.name == "sglang" and path.stem != "test_training" else str(path)
