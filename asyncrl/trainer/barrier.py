@@ -57,11 +57,11 @@ def compared(
     tally = MetricSums()
     tally_credit(tally, examples)
     whole = merged(world.gather(tally, MetricSums))
-    change = _scaling(recipe, whole, whitening)
+    change = scaling(recipe, whole, whitening)
     return [rescaled(e, change) for e in examples], whole
 
 
-def _scaling(
+def scaling(
     recipe: Recipe, whole: MetricSums, whitening: Whitening | None
 ) -> Callable[[np.ndarray], np.ndarray]:
     """The function that the batch's statistics apply to each advantage."""

@@ -23,6 +23,11 @@ class MetricSums(msgspec.Struct):
         a, b = self.ratios.get(name, (0.0, 0.0))
         self.ratios[name] = (a + numerator, b + denominator)
 
+    def scale(self, name: str, factor: float) -> None:
+        """Multiply a ratio."""
+        a, b = self.ratios[name]
+        self.ratios[name] = (a * factor, b)
+
     def total(self, name: str, value: float) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from asyncrl.trainer.objective import Terms
 
 TAKEN_PREFIX = "staleness/lag_tokens/"  # + lag: tokens taken at that lag, the histogram
 KEPT_PREFIX = "_kept_lag/"  # + lag: tokens of that lag that entered the loss
+ADVANTAGES = [f"critic/advantages/{kind}" for kind in ("mean", "max", "min")]
 VARIED_TOTAL = "_varied"  # episodes of groups with variance
 
 
@@ -118,9 +119,15 @@ def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None
         tally.total(f"{KEPT_PREFIX}{lag}", count)
 
 
-def batch_metrics(tally: MetricSums) -> dict[str, float]:
-    """The metrics of a whole batch, from the tally merged over all ranks."""
+def batch_metrics(
+    tally: MetricSums, change: Callable[[np.ndarray], np.ndarray] = lambda advantage: advantage
+) -> dict[str, float]:
+    """The metrics of a whole batch, from the tally merged over all ranks. `change`: what the batch's
+    statistics do to each advantage, which never changes their order."""
     metrics = tally.metrics()
+    for name in ADVANTAGES:
+        if name in metrics:
+            metrics[name] = float(change(np.asarray(metrics[name])))
     hidden = {name: metrics.pop(name) for name in list(metrics) if name.startswith("_")}
     metrics |= metrics_of({name.removeprefix("_"): value for name, value in hidden.items()})
     returns, errors = (tally.moments.get(name, Moments()) for name in ("returns", "errors"))

@@ -21,7 +21,7 @@ from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig
-from asyncrl.trainer.barrier import compared, deal, prepared
+from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
@@ -109,7 +109,7 @@ class Learner:
             tally = self.apply(self._tally)
         self._held, self._tally = [], MetricSums()
         self.step += 1
-        metrics = batch_metrics(tally)
+        metrics = batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
         return metrics
 
@@ -262,8 +262,9 @@ class Learner:
         lr = self._rate() * self._ess_factor(whole)
         norm = None
         if learns and (recipe.shared_critic or not warming):
-            factor = scale * self._end_factor(whole)
-            norm = take_step(self.policy, self.optimizer, lr, factor, config.trainer.grad_clip)
+            factor = self._end_factor(whole)
+            whole.scale("actor/pg_loss", factor)
+            norm = take_step(self.policy, self.optimizer, lr, scale * factor, config.trainer.grad_clip)
         if not warming:
             whole.high("actor/lr", lr)
             whole.total("actor/skipped_steps", float(norm is None))

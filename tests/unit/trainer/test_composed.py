@@ -129,6 +129,41 @@ def test_whitening_waits_for_the_whole_batch(
     assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < 1e-7
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": "reinforce_pp_baseline"},
+        {"normalise": "batch_std"},
+        {"normalise": "batch_std", "entropy_coef": 1e-9},  # behind a barrier
+        {"advantage": "gpg"},
+        {},
+    ],
+)
+def test_advantages_are_reported_as_they_are_trained(
+    world: World, model_path: str, episodes: list[Episode], algorithm: dict[str, Any]
+) -> None:
+    learner = make_learner(tiny_config(model_path, algorithm=algorithm, buffer=UNFILTERED), world)
+    metrics = run_batch(learner, random_cut(episodes, 1, 3, seed=0))
+    by_episode = torch.tensor([centred(e) for e in episodes], dtype=torch.float64)
+    sizes = torch.tensor([sum(len(turn.ids) for turn in turns) for _, turns in episodes])
+    by_token = by_episode.repeat_interleave(sizes)
+    if algorithm.get("advantage") == "reinforce_pp_baseline":
+        by_token = (by_token - by_token.mean()) / (by_token.std() + 1e-6)
+    elif "normalise" in algorithm:
+        by_token = by_token / (by_episode.std() + 1e-6)
+    elif algorithm:
+        varied = [len({member.reward for member in row.siblings}) > 1 for row, _ in episodes]
+        assert 0 < sum(varied) < len(varied)
+        by_token = by_token * len(varied) / sum(varied)
+    wanted = {"mean": by_token.mean(), "max": by_token.max(), "min": by_token.min()}
+    found = {name: metrics[f"critic/advantages/{name}"] for name in wanted}
+    if algorithm.get("normalise") == "batch_std":
+        held = make_learner(tiny_config(model_path, algorithm=algorithm | {"prox": "recompute"}), world)
+        again = run_batch(held, random_cut(episodes, 1, 3, seed=0))
+        assert held.waits and again["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-9)
+    assert found == pytest.approx({name: float(x) for name, x in wanted.items()}, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize("entropy_coef", [0.0, 1e-9], ids=["streamed", "behind a barrier"])
 def test_the_batch_std_divides_the_gradient(
     world: World, model_path: str, model: Any, episodes: list[Episode], entropy_coef: float
