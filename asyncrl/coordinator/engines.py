@@ -67,10 +67,10 @@ class EngineHandler:
         self.quarantined.discard(engine)
         self._eval_servers.discard(engine)
 
-    def quarantine(self, engine: str, now: float) -> None:
-        """No more work for it until it has loaded the latest version anew."""
+    def quarantine(self, engine: str, at: float) -> None:
+        """No more work for it until it has loaded the latest version anew; it is sent that at time `at`."""
         self.quarantined.add(engine)
-        self.state.versions.resend(engine, now)
+        self.state.versions.resend(engine, at)
 
     def loaded(self, engine: str, name: str, message: Loaded, now: float) -> None:
         """An engine confirmed a version, or could not load it."""
@@ -84,7 +84,7 @@ class EngineHandler:
             return
         if not versions.same_weights(version, message.checksum):
             log.error("%s loaded other weights as v%d: sent again", name, version.step)
-            self.quarantine(engine, now)
+            self.quarantine(engine, now + LOAD_RETRY)
             return
         self.record_probe(message)
         self.quarantined.discard(engine)

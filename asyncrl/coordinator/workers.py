@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import NEVER, EpisodeRecord
-from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason, PolicyVersion
@@ -136,7 +136,7 @@ class WorkerHandler:
             self.engines.loaded(peer.decode(), worker.name, message, now)
         elif message.error:
             log.warning("%s could not load v%d: %s", worker.name, message.ref.version.step, message.error)
-            worker.eval_asked = 0.0
+            worker.eval_asked = now + LOAD_RETRY - self.state.config.weights.deadline
         else:
             self.engines.record_probe(message)
             worker.eval_version = message.ref.version

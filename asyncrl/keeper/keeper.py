@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -30,7 +29,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
-from asyncrl.runtime.weight_loader import WeightLoader
+from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.wire.messages.channels import ToKeeper
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
@@ -41,7 +40,6 @@ log = logging.getLogger("asyncrl.keeper")
 
 CHECK_SECONDS = 1.0  # seconds between two looks at a server
 MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
-LOAD_TRIES = 3  # failed loads in a row, over `weights.deadline` at least, after which it is given up
 MAX_PROBE_GAP = 1.0  # nats between server and trainer on the first version: not the same model
 
 
@@ -70,8 +68,7 @@ class Keeper:
         self._server: ServerLoader | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
-        self._loaded = self._failures = 0  # versions in all; failed loads in a row
-        self._failing_since = math.inf
+        self._loaded, self._failures = 0, LoadFailures()  # versions in all
 
     async def serve(self) -> int:
         """Until `Stop` or a signal."""
@@ -203,21 +200,11 @@ class Keeper:
             self._check_probe(message)
             self._loaded += 1
         await self._control.send(message)
-        if message.error and not message.superseded:
-            self._failed(message.error)
-        else:
-            self._failures, self._failing_since = 0, math.inf
-
-    def _failed(self, error: str) -> None:
-        """The cause need not be the server: files are pruned, a trainer that broadcasts dies and comes back.
-        So failures are given the time of `weights.deadline`, but for files that a server refuses from the
-        start."""
-        now = asyncio.get_running_loop().time()
-        self._failures, self._failing_since = self._failures + 1, min(self._failing_since, now)
+        self._failures.add(message)
+        # The cause need not be the server: files are pruned, a trainer that broadcasts dies and comes back.
+        # So failures have the time of `weights.deadline`, but for files that are refused from the start.
         hopeless = not self._loaded and self.config.weights.transport == "disk"
-        patience = 0.0 if hopeless else self.config.weights.deadline
-        if self._failures >= LOAD_TRIES and now - self._failing_since >= patience:
-            why = f"{self._failures} loads in a row failed; the last one: {error}"
+        if why := self._failures.too_many(0.0 if hopeless else self.config.weights.deadline):
             raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
 
     def _check_probe(self, message: Loaded) -> None:

@@ -16,7 +16,7 @@ from asyncrl.engines.base import Engine, Request
 from asyncrl.errors import EngineError
 from asyncrl.runtime.busy_timer import BusyTimer, Recorder
 from asyncrl.runtime.waits import Notifier, Waits
-from asyncrl.runtime.weight_loader import WeightLoader
+from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded
@@ -53,14 +53,19 @@ class LocalSampler:
         self.loads.offer(ref)
 
     async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
-        """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken:
-        the process must be restarted."""
+        """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken, or
+        refuses every version: the process must be restarted."""
+        refused = LoadFailures()
         while True:
             while not self.loads.waiting or (self.pinned and self.running):
                 if self.failures >= BROKEN:
                     raise EngineError(f"the {self.name} engine failed {self.failures} turns in a row")
                 await self.changed.wait()
-            await report(await self.loads.next())
+            answer = await self.loads.next()
+            await report(answer)
+            refused.add(answer)
+            if not self.pinned and (why := refused.too_many(self.deadline)):
+                raise EngineError(f"the {self.name} engine: {why}")
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[None]:

@@ -20,6 +20,8 @@ from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
+LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
+
 
 class Loadable(Protocol):
     """An `Engine`, or a keeper's server; see `Engine` for the methods."""
@@ -30,6 +32,26 @@ class Loadable(Protocol):
     async def load(self, ref: WeightsRef) -> Manifest: ...
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]: ...
+
+
+class LoadFailures:
+    """Failed loads in a row. A newer version instead of the one asked for is no failure."""
+
+    def __init__(self) -> None:
+        self._count, self._since, self._last = 0, math.inf, ""
+
+    def add(self, answer: Loaded) -> None:
+        if not answer.error or answer.superseded:
+            self._count, self._since = 0, math.inf
+            return
+        self._count, self._last = self._count + 1, answer.error
+        self._since = min(self._since, time.monotonic())
+
+    def too_many(self, patience: float) -> str:
+        """Why the engine is to be given up: LOAD_TRIES or more, over `patience` seconds; else ""."""
+        if self._count < LOAD_TRIES or time.monotonic() - self._since < patience:
+            return ""
+        return f"{self._count} loads in a row failed; the last one: {self._last}"
 
 
 class WeightLoader:

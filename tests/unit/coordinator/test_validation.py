@@ -8,6 +8,7 @@ from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
 from asyncrl.weights import disk
+from asyncrl.wire.messages.shared import Loaded, LoadWeights
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
 from asyncrl.wire.messages.worker_control import Assign
 from tests.unit.coordinator.test_workers import SAMPLE, A, WorkerSetup
@@ -116,6 +117,19 @@ def test_a_session_whose_weights_are_gone_is_done_with_the_newest(tmp_path: Path
     after = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
     after.resume(0.0, over=False)
     assert after.session is not None and (after.session.step, after.session.ref) == (5, training.ref(4))
+
+
+def test_an_engine_that_refuses_the_version_is_asked_again_after_a_while(tmp_path: Path) -> None:
+    setup, worker, validation = validating(tmp_path)
+    worker.eval_version = None
+    asked = []
+    for tenth in range(600, 650):
+        now = tenth / 10
+        validation.tick(now, exclusive=False)
+        for _, message in setup.sent.take(LoadWeights):
+            asked.append(now)
+            setup.handler.loaded(A, Loaded(message.ref, "eval", "", 0.1, "refused"), now)
+    assert 1 <= len(asked) <= 5  # in five seconds
 
 
 def test_the_last_validation_is_left_to_the_end_of_the_run(tmp_path: Path) -> None:

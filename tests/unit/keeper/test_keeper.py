@@ -13,7 +13,8 @@ import pytest
 from asyncrl.config import parse
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
 from asyncrl.keeper import keeper as engine_keeper
-from asyncrl.keeper.keeper import LOAD_TRIES, Keeper
+from asyncrl.keeper.keeper import Keeper
+from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.keeper import KeeperBeat

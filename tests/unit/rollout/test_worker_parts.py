@@ -15,6 +15,7 @@ from asyncrl.rollout.samplers import BROKEN, LocalSampler
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.runtime.waits import Notifier, Waits
+from asyncrl.runtime.weight_loader import LOAD_TRIES
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
@@ -178,6 +179,27 @@ def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
         f.task.cancel()
 
     asyncio.run(main())
+
+
+def test_an_engine_that_refuses_every_version_is_given_up() -> None:
+    """With a deadline of 0 s at the third; validation has one of its own."""
+
+    async def main(pinned: bool) -> Fixture:
+        f = Fixture(pinned)
+        f.lane.deadline = 0.0
+        for count in range(1, LOAD_TRIES + 1):
+            f.lane.offer(ref(count, "damaged"))
+            await f.answered(count)
+        await settle()
+        if pinned:
+            f.task.cancel()
+        else:
+            with pytest.raises(EngineError, match="3 loads in a row failed; the last one: WeightsError"):
+                await f.task
+        return f
+
+    for pinned in (False, True):
+        asyncio.run(main(pinned))
 
 
 def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
