@@ -41,9 +41,10 @@ class CallingEngine(ScriptedEngine):
         seams.engines.append(self)
 
     async def generate(self, request: Request) -> Generation:
-        await super().generate(request)
+        nothing = await super().generate(request)
         replied = "<|im_start|>tool" in self._tokenizer.decode(list(request.ids))
         ids = self._tokenizer.encode(("42" if replied else LOOK) + "<|im_end|>", add_special_tokens=False)
+        self.tokens += len(ids) - len(nothing.ids)
         span = VersionSpan(0, len(ids), self.version, self.version)
         return Generation(tuple(ids), (-0.5,) * len(ids), (span,), StopReason.STOP)
 
