@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -102,6 +105,42 @@ def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
         summary = again.completed(12)
     assert summary["flow"]["trained"] == 12 * 16
     once(again.path, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("index", ["on the disk", "lost"])
+def test_a_power_cut_resumes(tmp_path: Path, index: str) -> None:
+    """Half of the newest segment is left. The index knows all payloads, or it has lost everything since some
+    moment before, and with it a checkpoint that is in place."""
+    snapshot = tmp_path / "snapshot.db"
+    with Run(tmp_path, "total_steps=9", "data.test=''") as run:
+        database = run.path / "run.db"
+        run.until(lambda: len(manifests(run.path)) > 0, "checkpoint")
+        if index == "lost":
+            with closing(sqlite3.connect(database)) as live, closing(sqlite3.connect(snapshot)) as copy:
+                live.backup(copy)
+            first = len(manifests(run.path))
+            run.until(lambda: len(manifests(run.path)) > first, "another checkpoint")
+        else:
+            run.until_step(run.step + 2)
+        children = run.children()
+        run.process.kill()
+        run.process.wait(60)
+        for child in children.values():
+            child.wait(60)
+    newest = max((run.path / "segments").iterdir())
+    os.truncate(newest, newest.stat().st_size // 2)
+    if index == "lost":
+        for path in run.path.glob("run.db*"):
+            path.unlink()
+        snapshot.rename(database)
+    with Run(tmp_path, "total_steps=9", "data.test=''", "resume=must") as again:
+        summary = again.completed(9)
+        log = (again.path / "logs" / "coordinator-0.log").read_text()
+    assert max(trained_uids(again.path).values(), default=1) == 1
+    last = max(manifests(again.path), key=lambda manifest: manifest.step)
+    assert last.step == 9 and last.trained_total == summary["flow"]["trained"]
+    assert ("had lost steps" if index == "lost" else "turns can be read") in log
 
 
 def once(run: Path, steps: int) -> None:
