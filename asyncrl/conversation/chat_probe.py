@@ -129,17 +129,14 @@ class TemplateProbe:
 
     def _beginnings(self, roles: tuple[str, ...]) -> Iterator[_Beginning]:
         """Beginnings after which a template may behave differently: with and without system message, tools,
-        reasoning."""
-        befores = itertools.product(((_USER,), (_SYSTEM, _USER)), ((), (_TOOL,)))
-        for (before, tools), turn in itertools.product(befores, _THINKING):
-            if "tool" in roles and not tools:
-                continue
+        replies of tools, reasoning."""
+        for (before, tools), turn in itertools.product(_before(roles), _THINKING):
             try:
                 prompt = self._render(before, tools)
             except ConfigError:
-                if _SYSTEM not in before:
+                if before == (_USER,) and ("tool" in roles or not tools):
                     raise
-                continue  # a template without system messages
+                continue  # a template without system messages, or without tools
             if turn.reasoning or THOUGHT in turn.content or not prompt.rstrip().endswith("<think>"):
                 yield _Beginning(before, tools, prompt, turn)
 
@@ -224,6 +221,17 @@ class _Rests:
     rewrites: str
     first: str = ""
     second: str = ""
+
+
+def _before(roles: tuple[str, ...]) -> list[tuple[tuple[Message, ...], tuple[str, ...]]]:
+    """Messages, and tools, before a turn that messages of these roles answer."""
+    plain, ruled, tools = (_USER,), (_SYSTEM, _USER), (_TOOL,)
+    if "tool" in roles:
+        return [(plain, tools), (ruled, tools)]
+    replies = _answers(("tool",))
+    called = (_turn(_calls(replies)), *replies)
+    befores = (plain, ruled, (*plain, *called), (*ruled, *called))
+    return [(plain, ()), (ruled, ()), *((before, tools) for before in befores)]
 
 
 def _answers(roles: tuple[str, ...]) -> tuple[Message, ...]:

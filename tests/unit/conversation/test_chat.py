@@ -377,6 +377,29 @@ def without(part: str, roles: tuple[str, ...]) -> Callable[[list[dict[str, Any]]
     return template
 
 
+def test_replies_of_tools_that_are_written_otherwise_once_a_user_speaks() -> None:
+    def template(messages: list[dict[str, Any]], opening: bool) -> str:
+        last = [f"{m['content']};" for m in messages[-1:]]
+        return "".join([*(f"{m['content']}{'?;'[m['role'] != 'tool']}" for m in messages[:-1]), *last])
+
+    chat = Chat(Fake(template))
+    for role in ("tool", "user"):
+        assert chat.delta_ids((Message(role, "so", tool_call_id="c", name="f"),), ord(";")) is None
+
+
+def test_a_template_that_refuses_tools_serves_without_them() -> None:
+    class Refusing(Fake):
+        def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+            if options["tools"]:
+                raise ValueError("no tools")
+            return super().apply_chat_template(conversation, **options)
+
+    chat = Chat(Refusing(append_only))
+    assert chat.delta_ids((Message("user", "so"),), ord(";"))
+    with pytest.raises(ConfigError, match="no tools"):
+        chat.check("append", ["tool"])
+
+
 def test_a_control_token_is_one_id_or_none() -> None:
     """A text that is read as several tokens must not make its first letter end turns."""
     tokenizer = Fake(lambda messages, opening: append_only(messages, opening).replace(";", "<end>"))
