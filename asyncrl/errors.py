@@ -31,7 +31,7 @@ class EngineError(AsyncrlError):
     """An engine refused a request, or broke."""
 
 
-class EngineLostError(EngineError):
+class NoEngineError(EngineError):
     """No engine took a request in time."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, EngineLostError, ProtocolError, one_line
+from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, NoEngineError, ProtocolError, one_line
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler, turns_of
 from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
@@ -33,7 +33,7 @@ class AgentError(AsyncrlError):
 
 
 _REASONS: tuple[tuple[type[Exception], FailReason], ...] = (
-    (EngineLostError, FailReason.ENGINE_LOST),
+    (NoEngineError, FailReason.ENGINE_LOST),
     (EngineError, FailReason.ENGINE_ERROR),
     (RewardError, FailReason.REWARD_ERROR),
     (ToolError, FailReason.TOOL_ERROR),

@@ -28,7 +28,7 @@ from typing import Protocol
 
 from asyncrl.engines.base import EngineBusy, EngineLost, Request
 from asyncrl.engines.continuation import NOTHING, extended, rest
-from asyncrl.errors import EngineError, EngineLostError
+from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.types import Generation, PolicyVersion, StopReason
@@ -187,14 +187,14 @@ class ServerPool:
         turn.last = server
 
     async def _acquire(self, turn: ServerTurn) -> PooledServer:
-        """The server that goes on with the turn. EngineLostError after the deadline."""
+        """The server that goes on with the turn. NoEngineError after the deadline."""
         try:
             async with asyncio.timeout_at(turn.deadline):
                 while (server := self.begin(turn.request.session, turn.full, turn.oldest())) is None:
                     await self._wait_for_room(turn)
         except TimeoutError:
             lack = self._waits_for(turn.oldest(), len(turn.full))
-            raise EngineLostError(f"{lack}, after {self._patience:g} s") from None
+            raise NoEngineError(f"{lack}, after {self._patience:g} s") from None
         return server
 
     async def _wait_for_room(self, turn: ServerTurn) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import EngineError, EngineLostError
+from asyncrl.errors import EngineError, NoEngineError
 from asyncrl.rollout import server_pool
 from asyncrl.types import StopReason, VersionSpan
 from asyncrl.wire.messages.worker_control import EngineUse
@@ -125,11 +125,11 @@ async def test_full_servers_are_asked_again_after_growing_pauses(monkeypatch: py
 async def test_no_room_for_too_long_is_an_error() -> None:
     s = Servers("a", patience=0.05)
     s["a"].acts = [Busy()] * 1000
-    with pytest.raises(EngineLostError, match=r"all 1 that have v0 are full, after 0\.05 s"):
+    with pytest.raises(NoEngineError, match=r"all 1 that have v0 are full, after 0\.05 s"):
         await s.pool.generate(request())
     s = Servers("a", patience=0.05)
     s["a"].acts = [Lose()]
-    with pytest.raises(EngineLostError, match="none has v0"):
+    with pytest.raises(NoEngineError, match="none has v0"):
         await s.pool.generate(request())
 
 
