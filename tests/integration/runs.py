@@ -144,5 +144,5 @@ def trained_uids(run: Path) -> Counter[str]:
 def manifests(run: Path) -> list[CheckpointManifest]:
     return [
         msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
-        for path in sorted((run / "checkpoints").glob("step-*/manifest.json"))
+        for path in sorted((run / "checkpoints").glob("step-*[0-9]/manifest.json"))
     ]
