@@ -33,7 +33,8 @@ def load_tokenizer(path: str) -> Any:
         own = Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     except Exception as error:  # of tokenizers it is a bare Exception
         raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)})") from error
-    for text in (*TEXTS, " ".join(loaded.all_special_tokens)):
+    special = [token for token in loaded.all_special_tokens if own.token_to_id(token) is not None]
+    for text in (*TEXTS, " ".join(special)):
         ids = own.encode(text, add_special_tokens=False).ids
         words = loaded.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if loaded.encode(text, add_special_tokens=False) != ids:

@@ -53,6 +53,11 @@ def test_a_configuration_that_changes_how_text_is_read_is_refused(model: Path, k
         load_tokenizer(str(model))
 
 
+def test_a_padding_token_that_the_file_lacks_is_no_difference(model: Path) -> None:
+    configure(model, pad_token="[PAD]")
+    assert load_tokenizer(str(model)).pad_token == "[PAD]"
+
+
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("{")])
 def test_without_a_tokenizer(model: Path, spoil: Any) -> None:
     spoil(model / "tokenizer.json")
