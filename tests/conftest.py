@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from asyncrl.trainer.world import World, join, leave
+if TYPE_CHECKING:
+    from asyncrl.trainer.world import World
 
 SLOW = ("sglang", "tests/integration", "tests/sglang", "tests/unit/trainer", "tests/unit/weights")
 
@@ -15,6 +15,10 @@ SLOW = ("sglang", "tests/integration", "tests/sglang", "tests/unit/trainer", "te
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """This process as the only rank of a trainer."""
+    import torch  # here: pytest's main process reads this file too, and runs no test under xdist
+
+    from asyncrl.trainer.world import join, leave
+
     torch.set_num_threads(1)
     yield join(0, 1, device="cpu")
     leave()
