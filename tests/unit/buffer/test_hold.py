@@ -18,7 +18,7 @@ from asyncrl.buffer.records import NEVER
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
 from tests.unit.buffer.machine import admit, land_group, make
 
-STEPS, SEEDS = 12, 4
+STEPS, SEEDS = 12, 3
 
 
 class HeldRun:
