@@ -6,6 +6,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
+# What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 class AsyncrlError(Exception):
     """Base of every error the project raises on purpose. Its text is one line: what, where, what to do."""

@@ -12,7 +12,7 @@ import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import UNDECODABLE, ProtocolError
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, Turn, TurnReply
 
 _turn = msgspec.msgpack.Decoder(Turn)
@@ -24,7 +24,7 @@ def decode_turn(payload: bytes) -> Turn:
     """ProtocolError when it is no turn."""
     try:
         return _turn.decode(payload)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"a turn that cannot be decoded: {error}") from None
 
 
@@ -32,7 +32,7 @@ def check_reply(payload: bytes) -> None:
     """ProtocolError when it is not what answers a turn."""
     try:
         _reply.decode(payload)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"replies that cannot be decoded: {error}") from None
 
 

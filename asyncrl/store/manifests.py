@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line
 
 MANIFEST = "manifest.json"
 
@@ -33,7 +33,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
     """The manifest of a checkpoint directory, or CheckpointError."""
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
 
 

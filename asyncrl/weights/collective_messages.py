@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import UNDECODABLE, ProtocolError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Layout, Manifest
 
@@ -129,5 +129,5 @@ def _checked(header: bytes, limit: int) -> int:
 def _decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"weights: a message that is not understood: {error}") from error

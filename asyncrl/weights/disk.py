@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import codec, tensorfile
 from asyncrl.weights.manifest import (
@@ -95,7 +95,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
     path = Path(ref.path) / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
     if manifest.version != ref.version:
         raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")

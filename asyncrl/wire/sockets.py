@@ -23,7 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from asyncrl.errors import ConfigError, DeadlineError, ProtocolError
+from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import WireMessage
 
 log = logging.getLogger("asyncrl.wire")
@@ -109,7 +109,7 @@ class Codec:
         _check_size(parts)
         try:
             return self._decoder.decode(parts[0]), parts[1:]
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise ProtocolError(f"undecodable message: {error}") from None
 
 

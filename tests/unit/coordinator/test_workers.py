@@ -200,6 +200,7 @@ def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> Non
     [
         (b"no turn", "cannot be decoded"),
         (turn_payload()[:-1], "cannot be decoded"),
+        (turn_payload().replace(b"\xa4stop\xa4stop", b"\xa4stop\xa4\xff\xff\xff\xff"), "cannot be decoded"),
         (turn_payload(logprobs=(-0.5,) * 9), "10 tokens with 9 log-probs"),
         (turn_payload(spans=(VersionSpan(0, 4, 0, 0), VersionSpan(5, 10, 0, 0))), "spans"),
         (turn_payload(ids=(1,) * 9 + (1 << 31,)), "is no token"),

@@ -87,7 +87,7 @@ def test_the_export_loads_with_transformers(learner: Learner, directory: Path, m
     assert (path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no text"])
 def test_a_damaged_newest_falls_back_to_the_one_before(
     learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -106,6 +106,9 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
             victim.unlink()
         case "manifest":
             (second / "manifest.json").write_text("{")
+        case "no text":
+            written = (second / "manifest.json").read_bytes()
+            (second / "manifest.json").write_bytes(written.replace(b"state/", b"st\xffte/"))
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(directory) == first
     assert "step-2" in caplog.text and "damaged" in caplog.text

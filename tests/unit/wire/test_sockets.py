@@ -48,8 +48,16 @@ def visitors() -> Iterator[Visitors]:
 
 @pytest.mark.parametrize(
     "garbage",
-    [[b""], [b"\xc1"], [b"GET / HTTP/1.1"], [GOOD[0][:-1]], encode(PlanReceived(1, 1, 1, 0), [])],
-    ids=["empty", "no msgpack", "another protocol", "cut", "another channel's"],
+    [
+        [b""],
+        [b"\xc1"],
+        [b"GET / HTTP/1.1"],
+        [GOOD[0][:-1]],
+        encode(PlanReceived(1, 1, 1, 0), []),
+        [GOOD[0][:-1] + b"\xff"],
+        [b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"],
+    ],
+    ids=["empty", "no msgpack", "another protocol", "cut", "another channel's", "no text", "deep"],
 )
 def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
     visitors: Visitors, garbage: list[bytes]
