@@ -16,6 +16,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from asyncrl.conversation.chat_probe import TemplateProbe
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
 from asyncrl.conversation.commands import Cut
@@ -97,6 +99,15 @@ class Chat:
         parts = (text[:most], text[-most:]) if missing else (text,)
         return shorten(self._tokenizer, "".join(map(self._without_control, parts)), limit, where, missing)
 
+    def _safe_replies(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        """Replies of tools without control tokens, those that an agent sends, too, which nobody shortened."""
+        return tuple(
+            replace(message, content=self._without_control(message.content))
+            if message.role == "tool"
+            else message
+            for message in messages
+        )
+
     def _without_control(self, text: str) -> str:
         return self._control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
 
@@ -125,11 +136,12 @@ class Chat:
         return warnings
 
     def _prompt_uncached(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
-        return self._encode(self._render(messages, tools))
+        return self._encode(self._render(self._safe_replies(messages), tools))
 
     def _delta_uncached(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """With the end of the turn in front, so that the rest is tokenised as in the whole conversation."""
-        return self._encode(self._probe.end(messages).token + self._probe.rest(messages))
+        rest = self._probe.rest(self._safe_replies(messages))
+        return self._encode(self._probe.end(messages).token + rest)
 
 
 def _controls(tokenizer: Tokenizer) -> dict[str, int]:
