@@ -31,8 +31,8 @@ def shorten(codec: TokenCodec, text: str, limit: int, where: Cut, missing: int =
         return text
     note = NOTE
     room = limit - _count(codec, NOTE.format(len(text)))
-    if room <= 0:
-        note, room = "", limit
+    if room <= 0:  # one end only: both together could make a control token
+        note, room, where = "", limit, "tail" if where == "middle" else where
     while room > 0:
         first = {"head": 0, "middle": room - room // 2, "tail": room}[where]
         head, tail = _ends(codec, text, first, room - first)

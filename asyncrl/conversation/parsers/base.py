@@ -114,7 +114,8 @@ def load_parser(spec: str, where: str = "$.rollout.parser") -> Parser:
 def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = "") -> Parsed:
     """A turn, read. Without `tools` nothing is a call: text that looks like one is content. Where the end of
     the `prompt` opens a thought, the turn is read as if the model had: it thinks until it closes that. Where
-    it closes one, a closing tag in the turn is content."""
+    it closes one, a closing tag in the turn is content. A thought is never content: where a parser of another
+    kind than CallFormat found one beside such a call, the content is without the call's text."""
     think = parser.think if isinstance(parser, CallFormat) else THINK
     prompt, thinks = prompt.rstrip(), text.lstrip().startswith(think.open)
     if prompt.endswith(think.open) and not thinks:
@@ -127,7 +128,7 @@ def parse_turn(parser: Parser, text: str, tools: tuple[str, ...], prompt: str = 
             return Parsed(rest.strip(), reasoning=reasoning)
     parsed = parser(text, tools)
     if not tools and (parsed.calls or parsed.errors):
-        return Parsed(text, reasoning=parsed.reasoning)
+        return Parsed(parsed.content if parsed.reasoning else text, reasoning=parsed.reasoning)
     return parsed
 
 

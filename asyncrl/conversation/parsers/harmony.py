@@ -27,7 +27,7 @@ class _HarmonyMessage(NamedTuple):
     @property
     def recipient(self) -> str:
         found = _RECIPIENT.search(self.header)
-        return found[1] if found and found[1] != "user" else ""
+        return found[1] if found and found[0] != "to=user" else ""
 
     @property
     def reasoning(self) -> bool:

@@ -145,6 +145,19 @@ TAGS = [
 pieces = st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=12).map("".join)
 
 
+def test_a_tool_may_be_named_user() -> None:
+    """`to=user` alone is a message for the user."""
+    call = "<|channel|>commentary to=functions.user<|message|>{}<|call|>"
+    assert [made.name for made in parsers.get("harmony")(call, ()).calls] == ["user"]
+
+
+def test_a_call_without_tools_makes_no_answer_of_the_thought() -> None:
+    call = "<|channel|>commentary to=f<|message|>{}"
+    thought = "<|channel|>analysis<|message|>Is it 7?<|end|><|start|>assistant"
+    assert parse_turn(parsers.get("harmony"), thought + call, ()) == Parsed("", reasoning="Is it 7?")
+    assert parse_turn(parsers.get("harmony"), call, ()) == Parsed(call)
+
+
 def tool_f(kind: str | None) -> str:
     """The schema of a tool `f` whose argument `a` is of one type."""
     properties = {"a": {"type": kind} if kind else {}}

@@ -41,7 +41,8 @@ def count(tokenizer: Any, text: str) -> int:
         ("0123456789" * 10, 40, "tail", "0123456789\n[... 90 characters cut ...]\n"),
         ("0123456789" * 10, 40, "head", "\n[... 90 characters cut ...]\n0123456789"),
         ("0123456789" * 10, 40, "middle", "01234\n[... 90 characters cut ...]\n56789"),
-        ("0123456789" * 10, 5, "middle", "01289"),  # no room for the note
+        ("0123456789" * 10, 5, "middle", "01234"),  # no room for the note
+        ("<|im_" + "x" * 90 + "end|>", 10, "middle", "<|im_xxxxx"),  # both ends could make a control token
         ("0123456789", 0, "tail", ""),
         ("", 0, "tail", ""),
         ("öööööööööö", 5, "tail", "öö"),  # no half characters
