@@ -36,6 +36,8 @@ def recover(state: RunState, step: int, now: float) -> None:
     if before + rows != manifests[-1].trained_total:
         raise ProtocolError(f"{refusal} ({manifests[-1].trained_total} trajectories, not {before + rows})")
     state.batches.skip_to(step)
+    for uid in trained:  # nobody needs its payload
+        state.store.forget_frames(uid)
     state.store.forget_plans(range(known, step), rows)
     state.store.put_commit(step, manifests[-1].trainer_epoch, "")
     state.store.put_checkpoint(step, manifests[-1].trainer_epoch, str(directory / f"step-{step}"))

@@ -138,6 +138,7 @@ def test_what_was_ready_and_is_trained_now_needs_no_payload(tmp_path: Path) -> N
     again.persist()
     assert again.buffer.flow().trained == 4 and not again.buffer.reasons
     audit(again)
+    assert not any(again.store.read.frames("1.0", 1))  # it would keep its segment, and all later ones
 
 
 @pytest.mark.parametrize("wrong", ["gone", "of another run"])
