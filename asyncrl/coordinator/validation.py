@@ -51,7 +51,7 @@ class ValidationSession:
     ref: WeightsRef
     queue: list[str]
     deadline: float
-    running: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # uid -> (worker, assign seq)
+    running: dict[str, tuple[WorkerRecord, int]] = field(default_factory=dict)  # uid -> (whose, assign seq)
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     scores: dict[str, Finished] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -136,7 +136,7 @@ class Validation:
         session, uid = self.session, message.attempt.uid
         if session is None or uid not in session.running:
             return
-        if message.attempt.attempt != session.attempts[uid]:
+        if session.running[uid][0] is not worker or message.attempt.attempt != session.attempts[uid]:
             return
         if isinstance(message, Finished):
             session.scores[uid] = message
@@ -197,7 +197,7 @@ class Validation:
         attempt = session.attempts[uid]
         worker.eval_running += 1
         self.workers.assign_seq += 1
-        session.running[uid] = worker.peer, self.workers.assign_seq
+        session.running[uid] = worker, self.workers.assign_seq
         temperature = self.state.config.rollout.temperature if mode == "sampled" else 0.0
         self.state.outbox.to_control(
             worker.peer,
@@ -213,17 +213,16 @@ class Validation:
 
     def _recover(self, session: ValidationSession) -> None:
         """Episodes of workers that are gone, or no longer hold them, are issued again."""
-        for uid, (peer, seq) in list(session.running.items()):
-            worker = self.workers.workers.get(peer)
-            beat = worker.beat if worker is not None else None
+        for uid, (worker, seq) in list(session.running.items()):
+            lost = self.workers.workers.get(worker.peer) is not worker  # it may have joined again since
+            beat = worker.beat
             dropped = (
                 beat is not None
                 and beat.assigned >= seq
                 and Attempt(uid, session.attempts[uid]) not in beat.held
             )
-            if worker is None or dropped:
-                if worker is not None:
-                    worker.eval_running -= 1
+            if lost or dropped:
+                worker.eval_running -= 1
                 del session.running[uid]
                 session.attempts[uid] += 1
                 session.queue.append(uid)
@@ -234,10 +233,9 @@ class Validation:
         for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
             session.queue.remove(uid)
             session.failed.append(uid)
-        for uid, (peer, _) in session.running.items():  # an abandoned session's
-            if (worker := self.workers.workers.get(peer)) is not None:
-                worker.eval_running -= 1
-                self.state.outbox.to_control(peer, Cancel(Attempt(uid, session.attempts[uid])))
+        for uid, (worker, _) in session.running.items():  # an abandoned session's
+            worker.eval_running -= 1
+            self.state.outbox.to_control(worker.peer, Cancel(Attempt(uid, session.attempts[uid])))
         for worker in self.workers.workers.values():
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session)))

@@ -75,6 +75,24 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
     assert worker.eval_running == 0
 
 
+def test_a_worker_that_was_lost_and_is_back_at_once_starts_anew(tmp_path: Path) -> None:
+    """What it was given before is issued again, and takes none of its slots."""
+    setup, worker, validation = validating(tmp_path)
+    validation.tick(0.0, exclusive=True)
+    before = [message.attempt for _, message in setup.sent.take(Assign)]
+    setup.handler.lose(worker, "silent", 0.0)
+    setup.join(A)
+    (again,) = setup.handler.workers.values()
+    for attempt in before:
+        validation.record(again, Finished(0, attempt, EpisodeResult(1.0), EpisodeStats(1)))
+    validation.tick(0.0, exclusive=True)
+    again.eval_version = worker.eval_version
+    validation.tick(0.0, exclusive=True)
+    after = [message.attempt for _, message in setup.sent.take(Assign)]
+    assert {(a.uid, a.attempt + 1) for a in before} == {(a.uid, a.attempt) for a in after}
+    assert again.eval_running == len(after) and again.free == again.hello.slots - len(after)
+
+
 def test_who_failed_and_cannot_be_tried_again_in_time_counts_as_failed(tmp_path: Path) -> None:
     """One slow failure must not cost the whole report."""
     setup, worker, validation = validating(tmp_path)
