@@ -117,6 +117,7 @@ class Coordinator:
         state.launch = incarnation
         if state.store.read.meta("launch") != incarnation:
             self.workers.reissue_orphans(time.monotonic())
+            state.versions.ref = None  # its files may have been damaged by a power cut
             state.store.put_meta("launch", incarnation)
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
 

@@ -214,10 +214,11 @@ class TrainerRank:
         """Send a request and wait for its answer. It is sent again every RESEND_EVERY seconds: all are
         idempotent.
 
-        A patient wait is for data and ends with the coordinator's stop only; any other raises
-        DeadlineError after launch.start_timeout.
+        A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
+        after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
-        deadline = time.monotonic() + self.config.launch.start_timeout
+        limit = self.config.silence_limit
+        deadline = time.monotonic() + limit
         self.waiting, resend_at = name, 0.0
         while True:
             now = time.monotonic()
@@ -226,7 +227,7 @@ class TrainerRank:
                 link.send(request)
                 resend_at = now + RESEND_EVERY
             if now > deadline and not patient:
-                raise DeadlineError(f"waited {self.config.launch.start_timeout:g} s for {name}")
+                raise DeadlineError(f"waited {limit:g} s for {name}")
             self._beat(now)
             self._poller.wait(BEAT_EVERY)
             for received in self._received():

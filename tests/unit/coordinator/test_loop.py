@@ -20,7 +20,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
-from asyncrl.types import Message, Sample
+from asyncrl.types import Message, PolicyVersion, Sample
 from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -152,6 +152,17 @@ def test_a_coordinator_that_was_replaced_leaves_everything_alone(setup: LoopSetu
         with pytest.raises(SupersededError):
             setup.turn()
     assert not read_summary(setup.run_dir) and not setup.coordinator.over
+
+
+def test_a_version_of_an_earlier_launch_is_sent_to_nobody(setup: LoopSetup) -> None:
+    """A power cut may have damaged its files: servers that refuse them would end the run."""
+    setup.coordinator.state.store.put_version(PolicyVersion(1, 3), str(setup.run_dir))
+    setup.turn()
+    for launch, sent in (("launch", True), ("the next", False)):
+        setup.coordinator.close()
+        setup.coordinator = Coordinator(setup.config, choose_endpoints("127.0.0.1", 0), launch)
+        assert (setup.coordinator.state.versions.ref is not None) == sent
+        assert setup.coordinator.state.versions.newest == PolicyVersion(1, 3)
 
 
 def planned(coordinator: Coordinator) -> Commit:

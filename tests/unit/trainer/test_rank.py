@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from asyncrl.config import parse
+from asyncrl.errors import DeadlineError
 from asyncrl.store.manifests import CheckpointError, CheckpointManifest
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.rank import BEAT_EVERY, SAVE_AGAIN, Stopped, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
-from asyncrl.wire.messages.trainer import Committed, PlanRequest, TrainerBeat, WorkPlan
+from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, TrainerBeat, WorkPlan
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -125,6 +126,22 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
     with pytest.raises(Stopped):
         rank.loop()
     assert clock.now >= 100.0 + 2 * SAVE_AGAIN and len(disk.saved) == 1
+
+
+def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
+    rank: TrainerRank, clock: SimpleNamespace
+) -> None:
+    def advance(seconds: float) -> None:
+        clock.now += 10 * seconds
+
+    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.publishing = SimpleNamespace(check=lambda: None, announced=None)  # type: ignore[assignment]
+    for link in (rank.control, rank.bulk):
+        link.receive = lambda timeout: None  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match="the commit of step 0"):
+        rank._commit(WorkPlan(0, 0, 1, "step"), {})
+    assert any(isinstance(message, Commit) for message in rank.control.sent)  # type: ignore[attr-defined]
+    assert clock.now > 100.0 + rank.config.launch.stall_timeout
 
 
 def test_only_the_answer_to_this_request_is_taken() -> None:
