@@ -32,7 +32,10 @@ def load_tokenizer(path: str) -> Any:
         loaded: Any = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         own = Tokenizer.from_file(str(Path(path) / "tokenizer.json"))
     except Exception as error:  # of tokenizers it is a bare Exception
-        raise ConfigError(f"{path}: no usable tokenizer ({one_line(error)})") from error
+        raise ConfigError(
+            f"{path}: no usable tokenizer ({one_line(error)}); it needs a tokenizer.json, which "
+            "save_pretrained(...) of a tokenizer of transformers writes"
+        ) from error
     special = [token for token in loaded.all_special_tokens if own.token_to_id(token) is not None]
     for text in (*TEXTS, " ".join(special)):
         ids = own.encode(text, add_special_tokens=False).ids

@@ -47,9 +47,9 @@ def overlong(
     """min(-(len - (limit - buffer)) / buffer · factor, 0), len = model tokens (DAPO, arXiv 2503.14476).
 
     Use: where length grows without success; with tools too, since replies are not counted. At any staleness.
-    `limit` 0: the most model tokens that an episode can have, min(rollout.max_tokens, max_turns ·
-    max_new_tokens); the prompt counts against max_tokens, so set it where prompts are long. `buffer` 0: a
-    fifth of the limit, DAPO's 4,096 of 20,480.
+    `limit` 0: the most model tokens that an episode can have, min(rows · rollout.max_tokens, max_turns ·
+    max_new_tokens), of one row unless its history is rewritten; the prompt counts against max_tokens, so set
+    it where prompts are long. `buffer` 0: a fifth of the limit, DAPO's 4,096 of 20,480.
     """
     limit = limit or given.limit
     buffer = buffer or max(limit // 5, 1)
