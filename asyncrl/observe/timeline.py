@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +32,8 @@ class Timeline:
         self._lock = threading.Lock()
 
     def record(self, name: str, start: float, end: float) -> None:
-        """A span that is over, in seconds of `time.time`."""
-        with self._lock:
+        """A span that is over, in seconds of `time.time`. On a full disk it is lost: the process goes on."""
+        with self._lock, suppress(OSError):
             if self._file.closed:
                 return
             self._file.write(f'{{"name": {json.dumps(name)}, "start": {start:.6f}, "end": {end:.6f}}}\n')
@@ -52,7 +52,7 @@ class Timeline:
 
     def close(self) -> None:
         """Write what is buffered. Later records are ignored."""
-        with self._lock:
+        with self._lock, suppress(OSError):
             self._file.close()
 
 

@@ -37,6 +37,18 @@ def test_spans_are_appended_and_read_back(tmp_path: Path) -> None:
     assert list(read(tmp_path / "t" / "a.jsonl")) == [("train", 100, 102), ("train", 102, 104)]
 
 
+def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
+    clock, ran = Clock(), []
+    timeline = Timeline(Path("/dev/full"), clock)
+    for _ in range(2000):  # more than any buffer takes
+        with timeline.span("train"):
+            ran.append(clock.now)
+            clock.now += 2
+    timeline.close()
+    timeline.record("late", 0, 1)
+    assert len(ran) == 2000
+
+
 def test_it_is_flushed_at_most_once_a_second(tmp_path: Path) -> None:
     clock, path = Clock(), tmp_path / "a.jsonl"
     timeline = Timeline(path, clock)
