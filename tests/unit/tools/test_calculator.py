@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 
@@ -8,7 +9,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.tools import call_tool, load_tool
-from asyncrl.types import ToolCall
+from asyncrl.types import ToolCall, ToolReply
 
 
 @pytest.mark.parametrize(("op", "result"), [("plus", "9"), ("minus", "5"), ("times", "14")])
@@ -36,3 +37,34 @@ def test_simulated_latency_has_the_mean_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_negative_latency_is_refused() -> None:
     with pytest.raises(ConfigError, match="must not be negative"):
         load_tool("calculator", latency_mean=-1)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("37 * 58", "2146"),
+        (" (1 + 2) * -3 ", "-9"),
+        ("7 / 2", "3.5"),
+        ("2 ** 10 % 7 // 1", "2"),
+        ("6 / 3", "2"),
+    ],
+)
+def test_an_expression_is_computed(expression: str, expected: str) -> None:
+    assert expressed(expression).content == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("", "(1 + 2", "1 / 0", "x + 1", "abs(1)", "__import__('os')", "'a' * 3", "True + 1", "[1]"),
+        *("9 ** 9 ** 99", "10 ** 99 * 10 ** 99", "1e400", "(-8) ** 0.5", "1e300 ** 9", "1" * 300, "(" * 150),
+    ],
+)
+def test_what_is_no_expression_gets_an_error_reply(expression: str) -> None:
+    error = expressed(expression).error
+    assert error and ("cannot compute" in error or "longer than" in error)
+
+
+def expressed(expression: str) -> ToolReply:
+    call = ToolCall("calculator", json.dumps({"expression": expression}))
+    return asyncio.run(call_tool(load_tool("expression_calculator"), call))
