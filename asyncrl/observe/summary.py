@@ -24,15 +24,16 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     validations = [row for row in rows if SAMPLED in row or GREEDY in row]
     sampled = [row[SAMPLED] for row in validations if SAMPLED in row]
     greedy = [row[GREEDY] for row in validations if GREEDY in row]
-    edge = max(1, round(EDGE * len(steps)))
+    scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
+    edge = max(1, round(EDGE * len(scored)))
     tokens = _sum(steps, "trainer/model_tokens")
     busy_s = _sum(steps, "timing_s/step")
     return {
         "steps": int(steps[-1]["training/step"]) if steps else 0,
         "skipped_steps": int(_sum(steps, "actor/skipped_steps")),
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
-        "reward_first": _mean(steps[:edge], REWARD),
-        "reward_last": _mean(steps[-edge:], REWARD),
+        "reward_first": _mean(scored[:edge], REWARD),
+        "reward_last": _mean(scored[-edge:], REWARD),
         "success_before": _edge(validations, SAMPLED, 0),
         "success_after": sampled[-1] if len(sampled) > 1 else None,
         "greedy_before": _edge(validations, GREEDY, 0),

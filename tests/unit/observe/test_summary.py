@@ -105,3 +105,9 @@ def test_the_identity_line_shows_the_audit_and_not_a_sum() -> None:
     assert line.startswith("12 issued = 4 trained + 3 filtered + 1 dropped + 1 failed + 1 taken + 1 ready")
     assert line.endswith("1 in flight ✓")
     assert "NOT CONSERVED" in identity_line(FLOW, False)
+
+
+def test_a_step_in_which_no_episode_landed_is_left_out_of_the_rewards() -> None:
+    rows = [{"training/step": k, "timing_s/step": 1.0, "rollout/score/mean": k / 4} for k in (1, 2)]
+    found = summarize([*rows, {"training/step": 3, "timing_s/step": 1.0}], {}, True)
+    assert (found["reward_first"], found["reward_last"]) == (0.25, 0.5)
