@@ -153,7 +153,7 @@ BAD = (hung, hung_thread, HUNG_PROCESS, stubborn, crashing, large)
 
 
 class Engine:
-    """A lane whose episodes call the tool that their name begins with, and answer in the last turn."""
+    """A sampler whose episodes call the tool that their name begins with, and answer in the last turn."""
 
     def __init__(self, load: Load, encode: Callable[[str], Sequence[int]], stop: int) -> None:
         self._load, self._encode, self._stop = load, encode, stop
@@ -167,7 +167,7 @@ class Engine:
 
     async def fresh(self, oldest: Callable[[], int]) -> None: ...
 
-    async def generate(self, request: Request) -> Generation:
+    async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
         asked = self.asked[request.session]
         asked.append(time.perf_counter())
         name = request.session.partition("-")[0]
