@@ -165,8 +165,6 @@ class Engine:
     async def episode(self) -> AsyncIterator[None]:
         yield
 
-    async def fresh(self, oldest: Callable[[], int]) -> None: ...
-
     async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
         asked = self.asked[request.session]
         asked.append(time.perf_counter())

@@ -1,0 +1,36 @@
+"""The data of the example with a pretrained model: its worked calls are right, and nothing held out is shown."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrl.conversation.parsers import hermes
+from asyncrl.data import load_samples
+from asyncrl.rewards import final_number
+from asyncrl.tools import call_tool, load_tool
+
+DATA = Path(__file__).resolve().parents[2] / "examples/multiturn/smollm2/data"
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 1024), ("test", 256)])
+def test_the_worked_examples_of_a_prompt_are_calls_with_their_replies(split: str, count: int) -> None:
+    samples = load_samples(str(DATA / f"{split}.parquet"))
+    assert len(samples) == count and len({sample.prompt[:-1] for sample in samples}) == 1
+    _, *shown, asked = samples[0].prompt
+    calculator = load_tool("expression_calculator")
+    for question, turn, reply, answer in zip(*[iter(shown)] * 4, strict=True):
+        (call,) = hermes(turn.content, (calculator.schema_text,)).calls
+        assert asyncio.run(call_tool(calculator, call)).content == reply.content
+        assert question.content[8:-1] == answer.content.partition(" = ")[0]
+        assert final_number("", answer.content, reply.content, {}) == 1.0
+    assert asked.role == "user"
+
+
+def test_held_out_questions_are_not_trained_on() -> None:
+    train, test = (
+        {s.prompt[-1].content for s in load_samples(str(DATA / f"{n}.parquet"))} for n in ("train", "test")
+    )
+    assert not train & test
