@@ -1,4 +1,4 @@
-"""The data of the example with a pretrained model: its worked calls are right, and nothing held out is shown."""
+"""The pretrained model's example: its worked calls are right, and nothing held out is trained on."""
 
 from __future__ import annotations
 
