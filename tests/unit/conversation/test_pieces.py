@@ -64,6 +64,7 @@ def test_no_piece_begins_where_the_whole_text_is_read_otherwise(token: Any) -> N
     tokenizer = tokenizer_of.__wrapped__("qwen2.5")
     if isinstance(token, str):
         tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("x<", "(<a>)")])
+        token = AddedToken(token, normalized=False)
     tokenizer.add_tokens([token])
     for text in ("so <a> x<a> (<a>) 1<a>2", "<a><a>  <a>\n<a>"):
         whole = tuple(tokenizer.encode(text, add_special_tokens=False))
