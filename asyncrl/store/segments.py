@@ -83,14 +83,17 @@ class SegmentReader:
 
     def read(self, place: FramePlace) -> bytes:
         """The record at a place, verified. StoreError names the file when it is damaged or gone."""
-        file = self._file(place.segment)
-        header = os.pread(file, HEADER.size, place.offset)
-        if len(header) == HEADER.size:
-            length, digest = HEADER.unpack(header)
-            payload = os.pread(file, length, place.offset + HEADER.size)
-            if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
-                return payload
         path = segment_path(self.directory, place.segment)
+        try:
+            file = self._file(place.segment)
+            header = os.pread(file, HEADER.size, place.offset)
+            if len(header) == HEADER.size:
+                length, digest = HEADER.unpack(header)
+                payload = os.pread(file, length, place.offset + HEADER.size)
+                if len(payload) == length and xxhash.xxh3_64_intdigest(payload) == digest:
+                    return payload
+        except OSError as error:  # a bad sector, or the file is gone
+            raise StoreError(f"{path}: {error}") from error
         raise StoreError(f"{path}: damaged record at {place.offset}")
 
     def remove_before(self, segment: int) -> None:
@@ -108,11 +111,7 @@ class SegmentReader:
 
     def _file(self, segment: int) -> int:
         if segment not in self._files:
-            path = segment_path(self.directory, segment)
-            try:
-                self._files[segment] = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                raise StoreError(f"{path} is gone, but a live trajectory is in it") from None
+            self._files[segment] = os.open(segment_path(self.directory, segment), os.O_RDONLY)
         return self._files[segment]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from asyncrl.buffer.records import State
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.store import segments
 from asyncrl.types import EpisodeResult, EpisodeStats
 from asyncrl.wire.messages.trainer import Commit, PlanRequest, TrainerHello, WorkPlan
 from tests.fakes.mail import Sent
@@ -53,6 +56,21 @@ class Power(DurableFiles):
         return started(self.root)
 
 
+class BadSector:
+    """In place of `os`: the byte at this place of a file cannot be read."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def pread(self, file: int, length: int, offset: int) -> bytes:
+        if offset <= self.place < offset + length:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.pread(file, length, offset)
+
+
 def synced(state: RunState) -> None:
     state.store.sync()
     state.persist()
@@ -91,8 +109,10 @@ def test_each_episode_goes_on_from_what_reached_the_disk(tmp_path: Path) -> None
     assert again.store.read.counts() == {k: v for k, v in again.buffer.counts().items() if v}
 
 
-@pytest.mark.parametrize("damage", ["sector", "file"])
-def test_a_bad_sector_costs_what_is_in_it(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["sector", "flip", "file"])
+def test_a_bad_sector_costs_what_is_in_it(
+    tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = build(tmp_path)
     admit(state.buffer, 1)
     play(state, "0.0", 3), play(state, "0.1", 1)
@@ -101,11 +121,13 @@ def test_a_bad_sector_costs_what_is_in_it(tmp_path: Path, damage: str) -> None:
     (segment,) = (tmp_path / "segments").iterdir()
     if damage == "file":  # its name was not yet on the disk
         segment.unlink()
-    else:
-        data = bytearray(segment.read_bytes())
-        size = len(data) // 4
-        data[size + 30] ^= 1  # in the second turn of 0.0
+    data = bytearray(segment.read_bytes()) if damage != "file" else bytearray()
+    bad = len(data) // 4 + 30  # in the second turn of 0.0
+    if damage == "flip":
+        data[bad] ^= 1
         segment.write_bytes(data)
+    elif damage == "sector":
+        monkeypatch.setattr(segments, "os", BadSector(bad))
     again = started(tmp_path)
     left = {uid: episode.turns for uid, episode in again.buffer.episodes.items()}
     assert left == ({"0.0": 0, "0.1": 0} if damage == "file" else {"0.0": 1, "0.1": 1})
