@@ -192,6 +192,10 @@ class WorkerHandler:
                 self._generated(worker, episode, message, frames, now)
             case Replied():
                 check_reply(frame := _single_frame(frames))
+                if not 0 <= message.turn < episode.turns:
+                    raise ProtocolError(
+                        f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
+                    )
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
             case Finished():
                 if message.stats.turns != episode.turns:

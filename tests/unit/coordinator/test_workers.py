@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.records import EpisodeRecord, State
@@ -15,7 +16,16 @@ from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.store.runstore import RunStore
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, PolicyVersion, Sample, VersionSpan
+from asyncrl.types import (
+    EpisodeResult,
+    EpisodeStats,
+    FailReason,
+    Message,
+    PolicyVersion,
+    Sample,
+    TurnReply,
+    VersionSpan,
+)
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Replied
@@ -220,10 +230,15 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
 
 
-def test_replies_that_cannot_be_read_are_never_taken_in(setup: WorkerSetup) -> None:
+REPLY = msgspec.msgpack.encode(TurnReply())
+
+
+@pytest.mark.parametrize(("turn", "payload"), [(0, b"no reply"), (1, REPLY), (1 << 63, REPLY)])
+def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: int, payload: bytes) -> None:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
-    setup.handler.record(A, Replied(2, first, 0), [b"no reply"], 0.0)
+    setup.handler.record(A, Replied(2, first, turn), [payload], 0.0)
+    setup.state.persist()
     assert setup.state_of(first.uid) == (State.PENDING, 1)
 
 
