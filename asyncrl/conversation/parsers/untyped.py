@@ -62,8 +62,6 @@ def value_of(text: str, kinds: Kinds) -> Any:
     """What a text means where values of these types are allowed. Where text is, it stays text unless it is
     spelled just as another allowed value would be (1.10 and "quoted" are not). What no allowed type reads
     stays text, too: the tool then says what is wrong."""
-    if kinds == {"string"}:
-        return text
     value = _read(text, python="string" not in kinds)
     if "string" not in kinds:
         return value
