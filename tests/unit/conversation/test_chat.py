@@ -470,6 +470,16 @@ def test_control_tokens_that_are_not_called_special_do_not_pass(role: str) -> No
     assert read == "< u|user> one more < /reply> <else>"
 
 
+def test_arguments_that_a_template_would_write_as_python_does_are_given_as_text() -> None:
+    tokenizer = tokenizer_of.__wrapped__("qwen2.5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    chat, turn = Chat(tokenizer), Message("assistant", "", (ToolCall("f", '{"on": true}', "c"),))
+    assert '{"on": true}' in chat.decode(chat.prompt_ids((turn,)))
+
+
 def test_a_reply_that_an_agent_sends_begins_no_turn() -> None:
     """It is not cut before, as those of the run's own tools are."""
     tokenizer = tokenizer_of("qwen2.5")
