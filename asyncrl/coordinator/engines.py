@@ -103,13 +103,15 @@ class EngineHandler:
         steps = [held.step(k.engine) for k in self._serving("train")] if self.remote else [held.step(engine)]
         return min((step for step in steps if step >= needed), default=None)
 
-    def tick(self, now: float, gap: float) -> None:
-        """Remove silent keepers, push versions. `gap`: seconds that the coordinator itself did not run."""
+    def extend_leases(self, now: float) -> None:
+        for keeper in self.keepers.values():
+            keeper.seen = now
+
+    def tick(self, now: float) -> None:
+        """Remove silent keepers, push versions."""
         lease = self.state.config.launch.lease
         for keeper in list(self.keepers.values()):
-            if gap > lease / 4:
-                keeper.seen = now
-            elif now - keeper.seen > lease:
+            if now - keeper.seen > lease:
                 self._lose(keeper, f"silent for {lease:g} s")
         self._push(now)
 

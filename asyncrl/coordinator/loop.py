@@ -137,9 +137,10 @@ class Coordinator:
             if not self.writer.write(now):  # what the turn before could not write
                 return
             self.state.waits = []
-            self._drain(now)
-            self._tick(now, gap=now - self._turned_at - TICK)
+            self._extend_leases(now, gap=now - self._turned_at - TICK)
             self._turned_at = now
+            self._drain(now)
+            self._tick(now)
             self.workers.queue_acks()
             if not self.writer.write(now):
                 return
@@ -211,7 +212,14 @@ class Coordinator:
 
     # -- time ------------------------------------------------------------------------------------------
 
-    def _tick(self, now: float, gap: float) -> None:
+    def _extend_leases(self, now: float, gap: float) -> None:
+        """Nobody is judged by messages that waited for `gap` seconds while the coordinator did not run."""
+        if gap > self.config.launch.lease / 4:
+            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
+            self.workers.extend_leases(now)
+            self.engines.extend_leases(now)
+
+    def _tick(self, now: float) -> None:
         state = self.state
         self._advance(now)
         if self._orphans_at is not None and now > self._orphans_at:
@@ -224,9 +232,9 @@ class Coordinator:
             if futile := state.futile():
                 self._abort(futile, now)
         if self.phase is not Phase.STOPPING:
-            self.engines.tick(now, gap)
+            self.engines.tick(now)
             self.validation.tick(now, exclusive=self.phase is Phase.EVALUATING)
-            self.workers.tick(now, gap)
+            self.workers.tick(now)
         self.trainer.serve()
         self._report_validations()
         self._watch(now)

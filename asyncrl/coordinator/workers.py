@@ -244,13 +244,14 @@ class WorkerHandler:
 
     # -- losing --------------------------------------------------------------------------------------
 
-    def tick(self, now: float, gap: float) -> None:
-        """Remove silent workers, assign. `gap`: seconds that the coordinator's own loop did not run."""
+    def extend_leases(self, now: float) -> None:
+        for worker in self.workers.values():
+            worker.seen = now
+            worker.running = {uid: (seq, now) for uid, (seq, _) in worker.running.items()}
+
+    def tick(self, now: float) -> None:
+        """Remove silent workers, assign."""
         lease = self.state.config.launch.lease
-        if gap > lease / 4:
-            log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
-            for worker in self.workers.values():
-                worker.seen = now
         for worker in [w for w in self.workers.values() if now - w.seen > lease]:
             self.lose(worker, f"silent for {lease:g} s", now)
         self.engines.send_table(self.workers, now)

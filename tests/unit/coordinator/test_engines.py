@@ -65,7 +65,7 @@ class EngineSetup:
 
     def pushed(self, now: float = 0.0) -> dict[bytes, int]:
         """Versions sent at a tick, by keeper."""
-        self.handler.tick(now, 0.0)
+        self.handler.tick(now)
         return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
     def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "") -> None:
@@ -167,7 +167,7 @@ def test_a_server_with_other_weights_is_not_used(setup: EngineSetup) -> None:
 def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup: EngineSetup) -> None:
     setup.serve(3)
     setup.handler.beat(B, HEALTHY, 9.0)
-    setup.handler.tick(10.1, 0.0)
+    setup.handler.tick(10.1)
     assert list(setup.handler.keepers) == [B]
     setup.join(b"engine/0/c", 0, url="")
     assert setup.table() == [(3, True, "train"), (0, False, "train")]
@@ -177,7 +177,8 @@ def test_a_silent_keeper_is_lost_and_its_successor_starts_without_versions(setup
 
 
 def test_a_coordinator_that_was_away_does_not_blame_the_keepers(setup: EngineSetup) -> None:
-    setup.handler.tick(60.0, gap=55.0)
+    setup.handler.extend_leases(60.0)
+    setup.handler.tick(60.0)
     assert len(setup.handler.keepers) == 2
 
 
@@ -248,7 +249,7 @@ def test_validation_waits_for_its_version(setup: EngineSetup) -> None:
 def test_a_single_server_is_not_pinned(setup: EngineSetup) -> None:
     ref = setup.serve(4)
     setup.handler.beat(A, HEALTHY, 9.0)
-    setup.handler.tick(10.1, 0.0)  # B is lost
+    setup.handler.tick(10.1)  # B is lost
     assert setup.handler.pin(ref.version, False)
     assert {lane for _, _, lane in setup.table()} == {"train"}
 
@@ -306,7 +307,7 @@ def test_a_server_of_validation_that_dies_is_replaced_by_another(setup: EngineSe
     leased = next(peer for peer in (A, B) if peer.decode() in setup.handler._eval_servers)
     other = B if leased == A else A
     setup.handler.beat(other, HEALTHY, 9.0)
-    setup.handler.tick(10.1, 0.0)
+    setup.handler.tick(10.1)
     assert list(setup.handler.keepers) == [other]
     assert setup.handler.pin(ref.version, False)  # the only one left: shared with training
     assert setup.table() == [(4, True, "train")]

@@ -25,7 +25,7 @@ from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, TrainerHello
-from asyncrl.wire.messages.worker_control import WorkerHello
+from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode
 from tests.unit.buffer.machine import land_group, turn_payload
 
@@ -131,6 +131,18 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
     assert len(coordinator.workers.workers) == 2 and not coordinator.error, "leases are extended"
     assert coordinator.state.store.read.meta("something") == "to write"
     assert coordinator.state.buffer.next_group >= issued
+
+
+def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSetup) -> None:
+    coordinator = setup.coordinator
+    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
+    setup.turn()
+    worker = coordinator.workers.workers[WORKER]
+    given = {uid: seq for uid, (seq, _) in worker.running.items()}
+    assert given
+    setup.send(WORKER, *encode(Heartbeat(1, 0, (), 0, 0, 0), []))  # from before the assignments arrived
+    coordinator.turn(coordinator._turned_at + 60.0)
+    assert {uid: seq for uid, (seq, _) in worker.running.items()} == given
 
 
 def test_a_store_that_stays_locked_ends_the_run_with_the_reason(setup: LoopSetup) -> None:

@@ -51,7 +51,7 @@ def trained(coordinator: Coordinator, steps: int) -> None:
 
 def tick(coordinator: Coordinator, now: float) -> None:
     coordinator.state.waits = []
-    coordinator._tick(now, gap=0.0)
+    coordinator._tick(now)
 
 
 def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coordinator) -> None:

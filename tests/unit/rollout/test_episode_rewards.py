@@ -134,7 +134,7 @@ def test_the_greedy_episode_is_asked_for_at_temperature_zero(tmp_path: Path) -> 
     episodes: list[EpisodeRecord] = list(setup.state.buffer.episodes.values())
     episodes[-1].greedy = True
     setup.join(A)
-    setup.engines.tick(0.0, 0.0)
-    setup.handler.tick(0.0, 0.0)
+    setup.engines.tick(0.0)
+    setup.handler.tick(0.0)
     asked = {message.attempt.uid: message.temperature for _, message in setup.sent.take(Assign)}
     assert asked == {"0.0": setup.state.config.rollout.temperature, "0.1": 0.0}
