@@ -41,8 +41,10 @@ class Reporter:
         self.finished = self.multi_version = self.tokens = 0  # totals of this process
         earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
-        self._file = (state.run_dir / "metrics.jsonl").open("ab", buffering=0)
-        self._unwritten = b""
+        path = state.run_dir / "metrics.jsonl"
+        cut = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # the last line, by a crash
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b"\n" if cut else b""
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
 

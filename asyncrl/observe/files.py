@@ -14,11 +14,10 @@ import msgspec
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, none while there is no file; a line cut by a crash is left out."""
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
 
 
 def read_rows(run_dir: Path) -> list[dict[str, float]]:

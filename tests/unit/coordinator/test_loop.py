@@ -234,3 +234,11 @@ def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup, monkeypatch
     monkeypatch.setattr(loop, "load_samples", lambda path: ROWS)
     reporter.write({"a": 2.0})
     assert read_rows(setup.run_dir) == [{"a": 1.0}, {"a": 2.0}]
+
+
+def test_a_row_after_one_that_a_crash_cut_is_whole(setup: LoopSetup) -> None:
+    setup.coordinator.close()
+    (setup.run_dir / "metrics.jsonl").write_text('{"a": 1.0}\n{"a"')
+    setup.start()
+    setup.coordinator.reporter.write({"a": 2.0})
+    assert read_rows(setup.run_dir) == [{"a": 1.0}, {"a": 2.0}]

@@ -10,7 +10,7 @@ from asyncrl.observe.files import first_day, mark_start, read_rows, read_summary
 
 def test_rows_without_the_line_that_a_crash_cut(tmp_path: Path) -> None:
     assert read_rows(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a": \n{"a": 3}')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": \n\0\xff\n7\n{"a": 3}')
     assert read_rows(tmp_path) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
