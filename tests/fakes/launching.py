@@ -87,7 +87,6 @@ def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey:
     hub = Hub(endpoints.control, ToCoordinatorControl)
     poller = Poller(hub)
     tell(config, "coordinator", 0, incarnation)
-    told = False
     while True:
         poller.wait(DEADLINE)
         received = hub.receive()
@@ -98,9 +97,6 @@ def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey:
             case ObserverHello():
                 hub.send(peer, Welcome(1, 1, 0))
                 hub.send(peer, Status("running", 1, 10, {}, ()))
-                if not told:
-                    tell(config, "observed", 0, incarnation)
-                told = True
             case Stop():
                 tell(config, "stop", 0, message.reason)
                 if obey:
@@ -129,7 +125,7 @@ class Events:
         while not set(names) <= found.keys():
             event = self.next()
             found[event[0]] = event
-        return found
+        return {name: found[name] for name in names}
 
     def close(self) -> None:
         self._socket.close()
@@ -178,10 +174,16 @@ def gone(pids: list[int], seconds: float = DEADLINE) -> bool:
     return not psutil.wait_procs(running, timeout=seconds)[1]
 
 
-class Silent:
-    """A view that shows nothing."""
+class FirstStatus:
+    """A view that tells of the session's first status: from then on there is something to save."""
 
-    def status(self, *arguments: Any) -> None: ...
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._told = config, False
+
+    def status(self, *arguments: Any) -> None:
+        if not self._told:
+            tell(self._config, "running")
+        self._told = True
 
     def step(self, *arguments: Any) -> None: ...
 
@@ -198,7 +200,8 @@ def parent(run_dir: Path, *pairs: str) -> int:
         endpoints = choose_endpoints("127.0.0.1", 0)
         spawner = LocalSpawner(where, endpoints)
         supervisor = Supervisor(units(**targets), spawner, where, 2, spawner.rendezvous)
-        whole = session.Session(settings.launch, where, endpoints, supervisor, Silent(), lambda *_: None)
+        view = FirstStatus(settings)
+        whole = session.Session(settings.launch, where, endpoints, supervisor, view, lambda *_: None)
         ending = whole.run()
     print(ending.error)
     return ending.code

@@ -156,7 +156,7 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path: Path, events: Events) -> 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_everything_in_time(tmp_path: Path, events: Events, number: signal.Signals) -> None:
     parent = launcher(tmp_path, "rollout=stubborn_worker", "ranks=2", "stop_timeout=60")
-    started = events.wait_for("observed", "rollout", "trainer")
+    started = events.wait_for("running", "rollout", "trainer")
     children = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
     parent.send_signal(number)
     assert parent.wait(DEADLINE) == 130
@@ -166,7 +166,7 @@ def test_a_signal_ends_everything_in_time(tmp_path: Path, events: Events, number
 
 def test_a_coordinator_that_does_not_stop_is_killed_in_time(tmp_path: Path, events: Events) -> None:
     parent = launcher(tmp_path, "coordinator=deaf_coordinator", "stop_timeout=3")
-    events.wait_for("observed", "rollout", "trainer")
+    events.wait_for("running", "rollout", "trainer")
     children = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
     parent.send_signal(signal.SIGTERM)
     assert parent.wait(DEADLINE) == 1  # no clean stop, so no 130
@@ -175,7 +175,7 @@ def test_a_coordinator_that_does_not_stop_is_killed_in_time(tmp_path: Path, even
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path, events: Events) -> None:
     parent = launcher(tmp_path, "coordinator=deaf_coordinator", "stop_timeout=600")
-    events.wait_for("observed", "rollout", "trainer")
+    events.wait_for("running", "rollout", "trainer")
     children = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
     parent.send_signal(signal.SIGINT)
     events.wait_for("stop")
@@ -186,9 +186,9 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, events: Events) -> Non
 
 def test_a_killed_coordinator_is_replaced_on_its_endpoints(tmp_path: Path, events: Events) -> None:
     parent = launcher(tmp_path)
-    first = events.wait_for("coordinator", "observed", "rollout", "trainer")
+    first = events.wait_for("coordinator", "running", "rollout", "trainer")
     psutil.Process(pid(first["coordinator"])).kill()
-    second = events.wait_for("coordinator", "observed")
+    second = events.wait_for("coordinator")
     assert second["coordinator"][2] == first["coordinator"][2]  # it names the launch
     assert pid(second["coordinator"]) != pid(first["coordinator"])
     parent.send_signal(signal.SIGTERM)
