@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
 # What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_PACKAGE = (str(Path(__file__).parent), "<")
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class AsyncrlError(Exception):
@@ -76,6 +81,22 @@ def recorded() -> Iterator[Failure]:
 def reason(error: BaseException) -> str:
     """What a model or a log reads of an error: its text if it was raised on purpose, else `one_line`."""
     return str(error) if isinstance(error, AsyncrlError) else one_line(error)
+
+
+def describe(error: BaseException, limit: int = 300) -> str:
+    """`reason`, followed by the place in users' code that raised: "KeyError: 'b' (bad.py:41)"."""
+    place = "" if isinstance(error, AsyncrlError) else _place(error)
+    return reason(error) if not place else one_line(error, limit - len(place)) + place
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the innermost frame that is in a user's file; where all are in installed packages, of
+    the first one that is not ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
+    found = users[-1:] or foreign[:1]
+    return f" ({Path(found[0].filename).name}:{found[0].lineno})" if found else ""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

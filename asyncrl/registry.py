@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, describe
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -156,7 +156,7 @@ def load_object(spec: str, kind: str) -> Any:
     try:
         module = _module_from_file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
-        raise ConfigError(f"{kind} {spec!r}: cannot import {source!r} ({one_line(error)})") from error
+        raise ConfigError(f"{kind} {spec!r}: cannot import {source!r} ({describe(error)})") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from asyncrl.config import Options
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, describe
 from asyncrl.registry import Registry, bind, single
 from asyncrl.types import Message, Observation, Sample
 
@@ -76,7 +76,7 @@ def load_environment(
     except ConfigError as error:
         raise ConfigError(f"{where}.{spec}: {error}") from None
     except Exception as error:
-        raise ConfigError(f"{where}.{spec}: it cannot be made ({one_line(error)})") from error
+        raise ConfigError(f"{where}.{spec}: it cannot be made ({describe(error)})") from error
     if missing := [name for name in _PARTS if not hasattr(made, name)]:
         raise ConfigError(
             f"{where}.{spec}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "

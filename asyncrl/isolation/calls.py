@@ -99,7 +99,7 @@ async def _without_exits(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as problem:
-        raise RuntimeError(one_line(problem)) from None
+        raise RuntimeError(one_line(problem)).with_traceback(problem.__traceback__) from None
 
 
 async def _live(function: Callable[[], Any], blocking: bool, live: set[object]) -> Any:
@@ -150,7 +150,7 @@ def _fulfil(function: Callable[[], Any], future: Future[Any]) -> None:
         result = function()
     except BaseException as problem:  # a SystemExit, too: the caller waits for the future
         carried = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
-        error = problem if carried else RuntimeError(one_line(problem))
+        error = problem if carried else RuntimeError(one_line(problem)).with_traceback(problem.__traceback__)
     if not future.set_running_or_notify_cancel():  # abandoned at the deadline
         return
     if error is not None:

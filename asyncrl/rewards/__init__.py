@@ -4,7 +4,7 @@ from asyncrl.rewards import code, judge, mathematics, models, reasoning_gym  # n
 from asyncrl.rewards.answers import final_number
 from asyncrl.rewards.base import RewardError, RewardFunction, RewardInput, rewards, runs
 from asyncrl.rewards.loading import Reward, RewardSource, in_loop, load_reward, load_rewards
-from asyncrl.rewards.results import combine, describe_error, evaluate
+from asyncrl.rewards.results import combine, evaluate
 from asyncrl.rewards.shaping import ShapingInput, select_shapings, shape, shapings
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "RewardSource",
     "ShapingInput",
     "combine",
-    "describe_error",
     "evaluate",
     "final_number",
     "in_loop",

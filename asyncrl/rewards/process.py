@@ -11,11 +11,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.errors import describe
 from asyncrl.isolation.child import ChildError, Service
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.rewards.base import RewardError, RewardInput
 from asyncrl.rewards.loading import RewardSource, load_reward
-from asyncrl.rewards.results import as_result, describe_error
+from asyncrl.rewards.results import as_result
 from asyncrl.types import RewardResult
 
 SIZE = min(4, os.cpu_count() or 1)  # processes per reward function
@@ -58,7 +59,7 @@ def _loaded(source: RewardSource) -> Callable[[RewardInput], RewardResult]:
             result = reward.function(given)
             return as_result(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as error:  # SystemExit, too, so that the error names its place
-            raise RewardError(describe_error(error)) from None
+            raise RewardError(describe(error)) from None
 
     return score
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import one_line
 from asyncrl.rewards.base import RewardFunction, RewardInput
 from asyncrl.types import RewardResult
 from asyncrl.values import finite
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> RewardResult:
@@ -95,10 +90,3 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     score = math.fsum(weight * result.score for _, weight, result in parts)
     turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
     return RewardResult(finite("the sum of the rewards", score), turns, components)
-
-
-def describe_error(error: BaseException) -> str:
-    """One line, and the place in users' code where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<"))]
-    return one_line(error) + (f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else "")

@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
 from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.turns import problem, scored
-from asyncrl.errors import EngineError, ProtocolError, one_line
+from asyncrl.errors import EngineError, ProtocolError, describe
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
 from asyncrl.gateway.wire import AgentReply
 from asyncrl.isolation.calls import LoopThread
@@ -179,7 +179,7 @@ class AgentPlayer:
             return result_of(agent.result())
         except Exception as error:
             if self._branches.refused is None:
-                raise AgentError(one_line(error)) from error
+                raise AgentError(describe(error)) from error
             return None
 
     async def _run_agent(self, endpoint: Endpoint, failed: asyncio.Future[Exception]) -> asyncio.Future[Any]:

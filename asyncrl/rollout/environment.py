@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.environments import Environment
-from asyncrl.errors import one_line
+from asyncrl.errors import describe
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.rollout.episode_runner import EnvironmentFailed
 from asyncrl.runtime.waits import Waits
@@ -35,7 +35,7 @@ class EpisodeEnvironment:
         try:
             self.inner = make()
         except (Exception, SystemExit) as error:
-            raise EnvironmentFailed(f"the environment cannot be made: {one_line(error)}") from error
+            raise EnvironmentFailed(f"the environment cannot be made: {describe(error)}") from error
         self._limit, self._waits = limit, waits
         self._turn = asyncio.Lock()  # a call that was cancelled may still be ending
 
@@ -58,7 +58,7 @@ class EpisodeEnvironment:
         try:
             await call_user(lambda: self._alone(self.inner.close), CLOSE_SECONDS)
         except Exception as error:
-            return one_line(error)
+            return describe(error)
         return ""
 
     async def _ask(self, what: str, function: Callable[[], Awaitable[Any]], read: Callable[[Any], T]) -> T:
@@ -69,7 +69,7 @@ class EpisodeEnvironment:
             except CallTimeout:
                 raise EnvironmentFailed(f"{what} of the environment did not end within {limit:g} s") from None
             except Exception as error:
-                raise EnvironmentFailed(f"{what} of the environment failed: {one_line(error)}") from error
+                raise EnvironmentFailed(f"{what} of the environment failed: {describe(error)}") from error
 
     async def _alone(self, function: Callable[[], Awaitable[Any]]) -> Any:
         async with self._turn:

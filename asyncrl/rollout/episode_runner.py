@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, NoEngineError, ProtocolError, one_line
+from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, NoEngineError, ProtocolError, describe
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler, turns_of
 from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
@@ -91,4 +91,4 @@ class EpisodeRunner:
                 reason = FailReason.NOT_REPEATED
             if reason is FailReason.EPISODE_ERROR:
                 log.warning("episode %s failed", run.name, exc_info=error)
-            return Failed(0, run.attempt, reason, one_line(error))
+            return Failed(0, run.attempt, reason, describe(error))

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from asyncrl.errors import one_line
+from asyncrl.errors import describe, one_line
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
 from asyncrl.rewards import (
@@ -21,7 +21,6 @@ from asyncrl.rewards import (
     RewardInput,
     ShapingInput,
     combine,
-    describe_error,
     evaluate,
     shape,
 )
@@ -68,7 +67,7 @@ class Scorer:
         try:
             return shape(self._shapings, given)
         except Exception as error:
-            raise RewardError(f"algorithm.shaping: {one_line(error)}") from error
+            raise RewardError(f"algorithm.shaping: {describe(error)}") from error
 
     async def close(self) -> None:
         """Kill the reward processes and close connections to remote models."""
@@ -87,7 +86,7 @@ class Scorer:
         except CallTimeout:
             return f"no reward within {seconds:g} s"
         except Exception as error:
-            return describe_error(error)
+            return describe(error)
 
 
 async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | str:
@@ -97,7 +96,7 @@ async def _in_loop(reward: Reward, given: RewardInput) -> RewardResult | str:
     except RewardError as error:
         return str(error)
     except (Exception, SystemExit) as error:
-        return describe_error(error)
+        return describe(error)
 
 
 def _pool(reward: Reward) -> RewardPool | None:

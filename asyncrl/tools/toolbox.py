@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from asyncrl.errors import ProtocolError, one_line, reason
+from asyncrl.errors import ProtocolError, describe, one_line, reason
 from asyncrl.isolation.calls import call_user
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.tools.call_limits import CallLimits
@@ -132,7 +132,7 @@ class ToolSession:
             opening = partial(made.open, self._sample, merged_arguments(tools, asked))
             await call_user(opening, limit, running=self._running)
         except Exception as problem:
-            raise ToolError(f"tool {tools[0].name!r} could not be opened: {reason(problem)}") from problem
+            raise ToolError(f"tool {tools[0].name!r} could not be opened: {describe(problem)}") from problem
 
     def limit(self, calls: Iterable[ToolCall]) -> float:
         """Seconds after which all these calls, side by side, have a reply: each waits for its turn, then it

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from asyncrl.errors import one_line, recorded
+from asyncrl.errors import ConfigError, describe, one_line, recorded
+from asyncrl.isolation.calls import call_user
 
 
 def test_recorded_keeps_an_exception_and_goes_on() -> None:
@@ -29,3 +34,44 @@ def test_recorded_lets_interrupts_travel(error: type[BaseException]) -> None:
 def test_one_line_is_cut_and_never_empty() -> None:
     assert one_line(ValueError()) == "ValueError"
     assert len(one_line(ValueError("x" * 999), limit=50)) == 50
+
+
+def failing(tmp_path: Path, body: str) -> Any:
+    """The function `use` of a user's file bad.py, whose lines from the second on are `body`."""
+    path = tmp_path / "bad.py"
+    path.write_text(f"import json, sys\n{body}\n")
+    scope: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    return scope["use"]
+
+
+def caught(function: Any, blocking: bool = False) -> Exception:
+    with pytest.raises(Exception) as found:  # noqa: PT011 - whatever the user's code raises
+        asyncio.run(call_user(function, 60, blocking=blocking))
+    return found.value
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("def use():\n    return {}['b']", "KeyError: 'b' (bad.py:3)"),
+        ("def inner():\n    {}['b']\ndef use():\n    inner()", "KeyError: 'b' (bad.py:3)"),
+        ("def use():\n    sys.exit('over')", "RuntimeError: SystemExit: over (bad.py:3)"),
+    ],
+)
+def test_an_error_of_users_code_is_described_with_file_and_line(
+    tmp_path: Path, body: str, line: str, blocking: bool
+) -> None:
+    assert describe(caught(failing(tmp_path, body), blocking)) == line
+
+
+def test_the_place_is_the_users_line_not_the_librarys_and_is_never_cut_off(tmp_path: Path) -> None:
+    raised = caught(failing(tmp_path, "def use():\n    json.loads('x' * 999)"))
+    assert describe(raised).endswith("(bad.py:3)")
+    long = caught(failing(tmp_path, "def use():\n    raise ValueError('x' * 999)"))
+    assert describe(long).endswith("x (bad.py:3)") and len(describe(long)) == 300
+
+
+def test_an_error_raised_on_purpose_is_its_own_text() -> None:
+    assert describe(ConfigError("no such file: a.py")) == "no such file: a.py"

@@ -181,6 +181,14 @@ def test_an_environment_that_fails_ends_its_episode_only(world: type[Game]) -> N
     assert world.log[-1] == "close"
 
 
+def test_the_reason_names_the_line_of_the_environment() -> None:
+    end = Bench(["7"], nothing, Broken).play()
+    assert isinstance(end, Failed)
+    line = Broken.step.__code__.co_firstlineno + 1
+    said = f"OSError: the board fell down (test_turn_player.py:{line})"
+    assert end.detail == f"step of the environment failed: {said}"
+
+
 class Stubborn(Game):
     """Its step ends when the test says so, and not before."""
 
