@@ -250,6 +250,11 @@ class EpisodeResult(msgspec.Struct, frozen=True):
         return self.reward - self.shaping
 
     @property
+    def judged(self) -> float:
+        """What `validation.success` is compared with: the component `acc`, as in verl, or else the score."""
+        return self.components.get("acc", self.score)
+
+    @property
     def problem(self) -> str:
         """What makes it unusable: the first number that is not finite or beyond MAX_REWARD. '' if none is."""
         numbers = {"the reward": self.reward, "its shaping": self.shaping}

@@ -116,3 +116,6 @@ class ValidationConfig(Section, frozen=True):
     """Steps between further validations in mid-run; 0: none."""
     samples: Count = 256
     """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
+    success: float = 1.0
+    """An episode succeeds whose score is at least this (of a reward that reports `acc`: whose `acc` is). For
+    scores beyond 0 to 1, what a solved task earns. The mean score is reported beside it."""

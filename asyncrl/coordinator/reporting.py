@@ -223,5 +223,6 @@ class Reporter:
         self._file.close()
         flow, conserved = self.audit()
         summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(flow), conserved)
-        reasons = dict(state.buffer.reasons)
-        write_summary(state.run_dir, summary | {"outcome": outcome, "error": error, "reasons": reasons})
+        ending = {"outcome": outcome, "error": error, "reasons": dict(state.buffer.reasons)}
+        threshold = {"success_threshold": state.config.validation.success}
+        write_summary(state.run_dir, summary | threshold | ending)

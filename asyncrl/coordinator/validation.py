@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord, sampling_key
-from asyncrl.types import Sample
+from asyncrl.types import EpisodeResult, Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Attempt, LoadWeights
@@ -29,6 +29,7 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel
 
 MODES = ("sampled", "greedy")
 MID_RUN_SHARE = 0.5  # of a worker's slots
+ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
 TRANSCRIPTS = 8  # samples whose episodes are saved as text
 
 
@@ -245,19 +246,25 @@ class Validation:
             self.engines.release()
 
     def _metrics(self, session: ValidationSession) -> dict[str, float]:
-        """`val-core/<source>/<mode>/mean@1` per data source, and over all of them. An episode that failed at
-        every attempt counts as 0, so that a policy which makes its episodes fail gains nothing."""
-        scores: dict[str, list[float]] = defaultdict(list)
-        earned = {uid: finished.result.reward for uid, finished in session.scores.items()}
-        for uid, reward in (earned | dict.fromkeys(session.failed, 0.0)).items():
+        """Per data source and over all of them: `val-core/<source>/<mode>/success`, the share of episodes
+        that succeed, `…/mean@1`, the mean score, and `val-aux/<source>/<mode>/<component>/mean@1`. An episode
+        that failed at every attempt is no success and has the lowest score of all, at most 0, so that a
+        policy which makes its episodes fail gains nothing."""
+        numbers: dict[str, list[float]] = defaultdict(list)
+        earned = {uid: finished.result for uid, finished in session.scores.items()}
+        nothing = EpisodeResult(min([0.0, *(result.score for result in earned.values())]))
+        for uid, result in (earned | dict.fromkeys(session.failed, nothing)).items():
             _, mode, row = uid.split("/")
-            scores[f"val-core/{self.samples[int(row)].data_source}/{mode}/mean@1"].append(reward)
-            scores[f"val-core/all/{mode}/mean@1"].append(reward)
+            for source in (self.samples[int(row)].data_source, "all"):
+                numbers[f"val-core/{source}/{mode}/mean@1"].append(result.score)
+                numbers[f"val-core/{source}/{mode}/success"].append(uid in earned and self._succeeds(result))
+                for name, value in result.components.items():
+                    numbers[f"val-aux/{source}/{mode}/{name}/mean@1"].append(value)
         for uid, finished in session.scores.items():
             mode = uid.split("/")[1]
-            scores[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
-            scores[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
-        means = {name: sum(values) / len(values) for name, values in scores.items()}
+            numbers[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
+            numbers[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
+        means = {name: sum(values) / len(values) for name, values in numbers.items()}
         unfinished = len(session.running) + len(session.queue)
         if unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
             means = {}
@@ -267,6 +274,9 @@ class Validation:
             "val-aux/policy_version": float(max(session.versions, default=session.ref.version.step)),
             "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version.step)),
         }
+
+    def _succeeds(self, result: EpisodeResult) -> bool:
+        return result.judged >= self.state.config.validation.success - ROUNDING
 
     def _save(self, session: ValidationSession) -> None:
         """The transcripts. A full disk costs no more than them."""

@@ -18,7 +18,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, identity_line
+from asyncrl.observe.summary import (
+    GREEDY,
+    GREEDY_SCORE,
+    REWARD,
+    SAMPLED,
+    SAMPLED_SCORE,
+    VALIDATED,
+    identity_line,
+)
 
 LINE_EVERY = 5.0  # seconds between plain lines
 
@@ -80,7 +88,7 @@ class Console:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics row of a committed step, or of a validation."""
-        if SAMPLED in metrics or GREEDY in metrics:
+        if VALIDATED in metrics:
             self.state.validation = metrics
             self._line(f"validation at step {step}: {_validation(metrics)}")
             return
@@ -135,6 +143,8 @@ FIGURES = (
     ("reward", REWARD, ".3f"),
     ("success (sampled)", SAMPLED, ".1%"),
     ("success (greedy)", GREEDY, ".1%"),
+    ("score (sampled)", SAMPLED_SCORE, ".3f"),
+    ("score (greedy)", GREEDY_SCORE, ".3f"),
     ("tool calls/episode", "tool_call_counts/mean", ".2f"),
     ("tokens/s", "perf/throughput", ",.0f"),
     ("trainer idle", "async/trainer_idle_frac", ".0%"),
@@ -185,11 +195,7 @@ def plain_line(state: ConsoleState) -> str:
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
     """The table before and after, the conservation identity, and where the run is."""
     terminal = terminal or PipeSafeTerminal()
-    table = Table("", "before", "after", title=f"{run_dir.name}: {summary.get('outcome', '')}")
-    table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
-    table.add_row("success, sampled (held out)", *_pair(summary, "success_before", "success_after", ".1%"))
-    table.add_row("success, greedy (held out)", *_pair(summary, "greedy_before", "greedy_after", ".1%"))
-    terminal.print(table)
+    terminal.print(_before_and_after(summary, run_dir.name))
     for label, key, form in (
         ("steps", "steps", "d"),
         ("optimizer steps skipped", "skipped_steps", "d"),
@@ -216,11 +222,30 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
 
 
+def _before_and_after(summary: Mapping[str, Any], name: str) -> Table:
+    """Training reward, and what validations found; `≥`: the threshold that makes an episode a success."""
+    threshold = _shown(summary.get("success_threshold"), "g")
+    table = Table("", "before", "after", title=f"{name}: {summary.get('outcome', '')}")
+    table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
+    for mode, success, score in (
+        ("sampled", "success", "score"),
+        ("greedy", "greedy", "greedy_score"),
+    ):
+        pair = _pair(summary, f"{success}_before", f"{success}_after", ".1%")
+        table.add_row(f"success, {mode} (held out, ≥ {threshold})", *pair)
+        pair = _pair(summary, f"{score}_before", f"{score}_after", ".3f")
+        table.add_row(f"score, {mode} (held out)", *pair)
+    return table
+
+
 def _validation(metrics: Mapping[str, float]) -> str:
-    return ", ".join(
-        f"{label} {_shown(metrics.get(name), '.1%')}"
-        for label, name in (("sampled", SAMPLED), ("greedy", GREEDY))
-    )
+    """Of one that was not over by its deadline there are no numbers."""
+    found = [
+        f"{mode}: success {metrics[success]:.1%}, score {metrics[score]:.3f}"
+        for mode, success, score in (("sampled", SAMPLED, SAMPLED_SCORE), ("greedy", GREEDY, GREEDY_SCORE))
+        if success in metrics and score in metrics
+    ]
+    return "; ".join(found) or "no result, as it was not done by its deadline"
 
 
 def _pair(summary: Mapping[str, Any], before: str, after: str, form: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""run.png: reward and success, lag, and idle shares over time, from metrics.jsonl."""
+"""run.png: reward, success, lag, and idle shares over time, from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.files import read_rows
-from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED
+from asyncrl.observe.summary import GREEDY, GREEDY_SCORE, REWARD, SAMPLED, SAMPLED_SCORE
 
 # Panels: title, (metric, label, line style).
 PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
-        "reward and held-out success",
+        "reward and held-out score",
         (
             (REWARD, "reward (all landed)", "-"),
-            (SAMPLED, "success, sampled", "o-"),
-            (GREEDY, "success, greedy", "s--"),
+            (SAMPLED_SCORE, "score, sampled", "o-"),
+            (GREEDY_SCORE, "score, greedy", "s--"),
         ),
     ),
+    ("held-out success", ((SAMPLED, "sampled", "o-"), (GREEDY, "greedy", "s--"))),
     (
         "lag of trained tokens (batches)",
         (
@@ -41,7 +42,7 @@ def draw(run_dir: Path) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 9), layout="constrained")
+    figure = Figure(figsize=(8, 11), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, lines) in zip(figure.subplots(len(PANELS), 1, sharex=True), PANELS, strict=True):
         for name, label, style in lines:
@@ -57,7 +58,7 @@ def draw(run_dir: Path) -> Path | None:
 
 def _finish(axes: Any, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))  # rewards may be negative
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize=8)

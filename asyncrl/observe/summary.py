@@ -12,7 +12,14 @@ from typing import Any
 Row = Mapping[str, float]
 
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
-SAMPLED, GREEDY = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
+SAMPLED, GREEDY = "val-core/all/sampled/success", "val-core/all/greedy/success"  # shares of episodes
+SAMPLED_SCORE, GREEDY_SCORE = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
+BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
+    "success": SAMPLED,
+    "greedy": GREEDY,
+    "score": SAMPLED_SCORE,
+    "greedy_score": GREEDY_SCORE,
+}
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 VALIDATED = "val-aux/policy_version"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
@@ -22,8 +29,6 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = _latest(row for row in rows if "timing_s/step" in row)
     validations = [row for row in rows if SAMPLED in row or GREEDY in row]
-    sampled = [row[SAMPLED] for row in validations if SAMPLED in row]
-    greedy = [row[GREEDY] for row in validations if GREEDY in row]
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
     tokens = _sum(steps, "trainer/model_tokens")
@@ -34,10 +39,8 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
         "reward_first": _mean(scored[:edge], REWARD),
         "reward_last": _mean(scored[-edge:], REWARD),
-        "success_before": _edge(validations, SAMPLED, 0),
-        "success_after": sampled[-1] if len(sampled) > 1 else None,
-        "greedy_before": _edge(validations, GREEDY, 0),
-        "greedy_after": greedy[-1] if len(greedy) > 1 else None,
+        **{f"{key}_before": _first(validations, name) for key, name in BEFORE_AND_AFTER.items()},
+        **{f"{key}_after": _after(validations, name) for key, name in BEFORE_AND_AFTER.items()},
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
@@ -99,9 +102,15 @@ def _share(rows: Sequence[Row], part: str, whole: str) -> float | None:
     return _sum(both, part) / total if total else None
 
 
-def _edge(rows: Sequence[Row], name: str, step: int) -> float | None:
-    """The value of the validation at `step`."""
-    return next((row[name] for row in rows if name in row and row["training/step"] == step), None)
+def _first(rows: Sequence[Row], name: str) -> float | None:
+    """The value of the validation before training."""
+    return next((row[name] for row in rows if name in row and row["training/step"] == 0), None)
+
+
+def _after(rows: Sequence[Row], name: str) -> float | None:
+    """The value of the last of several validations."""
+    values = _values(rows, name)
+    return values[-1] if len(values) > 1 else None
 
 
 def _mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from asyncrl.config import ValidationConfig
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
@@ -70,9 +74,53 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
             validation.record(worker, record)
     assert tries == {"sampled": 1 + setup.state.config.rollout.retries, "greedy": 1}
     ((_, metrics),) = validation.results
-    assert metrics["val-core/all/sampled/mean@1"] == 0.0
-    assert metrics["val-core/all/greedy/mean@1"] == metrics["val-aux/failed"] == 1.0
+    assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/sampled/mean@1"] == 0.0
+    assert metrics["val-core/all/greedy/success"] == metrics["val-core/all/greedy/mean@1"] == 1.0
+    assert metrics["val-aux/failed"] == 1.0
     assert worker.eval_running == 0
+
+
+@pytest.mark.parametrize(
+    ("threshold", "result", "success"),
+    [
+        (1.0, EpisodeResult(0.5), 0.0),  # half a point is no half success
+        (1.0, EpisodeResult(1.2), 1.0),
+        (1.0, EpisodeResult(sum([0.1] * 10)), 1.0),  # 0.9999999999999999
+        (-10.0, EpisodeResult(-3.0), 1.0),
+        (200.0, EpisodeResult(199.0), 0.0),
+        (1.0, EpisodeResult(-1.0, components={"acc": 1.0}), 1.0),
+        (1.0, EpisodeResult(7.0, components={"acc": 0.0}), 0.0),
+    ],
+)
+def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
+    threshold: float, result: EpisodeResult, success: float, tmp_path: Path
+) -> None:
+    setup, worker, validation = validating(tmp_path)
+    limits = ValidationConfig(success=threshold)
+    setup.state.config = msgspec.structs.replace(setup.state.config, validation=limits)
+    validation.tick(0.0, exclusive=True)
+    for _, message in setup.sent.take(Assign):
+        validation.record(worker, Finished(0, message.attempt, result, EpisodeStats(1)))
+    validation.tick(0.0, exclusive=True)
+    ((_, metrics),) = validation.results
+    assert metrics["val-core/all/greedy/success"] == success
+    assert metrics["val-core/all/greedy/mean@1"] == result.reward
+    if result.components:
+        assert metrics["val-aux/all/greedy/acc/mean@1"] == result.components["acc"]
+
+
+def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:
+    """Where rewards are negative, 0 would be a prize."""
+    setup, worker, validation = validating(tmp_path)
+    while validation.busy:
+        validation.tick(0.0, exclusive=True)
+        for _, message in setup.sent.take(Assign):
+            failed = message.attempt.uid.split("/")[1] == "sampled"
+            good = Finished(0, message.attempt, EpisodeResult(-1.0), EpisodeStats(1))
+            bad = Failed(0, message.attempt, FailReason.AGENT_ERROR, "it broke")
+            validation.record(worker, bad if failed else good)
+    ((_, metrics),) = validation.results
+    assert metrics["val-core/all/sampled/mean@1"] == metrics["val-core/all/greedy/mean@1"] == -1.0
 
 
 def test_a_worker_that_was_lost_and_is_back_at_once_starts_anew(tmp_path: Path) -> None:

@@ -13,7 +13,15 @@ import pytest
 from rich.console import Console as Terminal
 
 from asyncrl.observe.console import Console, ConsoleState, open_console, plain_line, print_summary, render
-from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED, summarize
+from asyncrl.observe.summary import (
+    GREEDY,
+    GREEDY_SCORE,
+    REWARD,
+    SAMPLED,
+    SAMPLED_SCORE,
+    VALIDATED,
+    summarize,
+)
 
 GAUGES = {"async/ready": 12.0, "async/running": 64.0, "weights/pushed": 5.0, "weights/acked": 4.0}
 METRICS = {REWARD: 0.5, "tool_call_counts/mean": 2.25, "staleness/lag/p95": 2.0}
@@ -39,10 +47,20 @@ def test_lines_are_few_but_validations_and_ends_are_never_left_out() -> None:
     shown, out = console()
     for step in range(1, 11):
         shown.step(step, METRICS)
-    shown.step(10, {SAMPLED: 0.5, GREEDY: 0.25})
+    shown.step(10, {VALIDATED: 10, SAMPLED: 0.5, SAMPLED_SCORE: -3.5, GREEDY: 0.25, GREEDY_SCORE: 200.0})
     lines = out.getvalue().splitlines()
     assert [line.split()[2] for line in lines[:-1]] == ["1/10", "10/10"]
-    assert lines[-1] == "validation at step 10: sampled 50.0%, greedy 25.0%"
+    assert lines[-1] == (
+        "validation at step 10: sampled: success 50.0%, score -3.500; greedy: success 25.0%, score 200.000"
+    )
+
+
+def test_a_validation_without_a_result_is_no_step() -> None:
+    shown, out = console()
+    shown.step(1, METRICS)
+    shown.step(4, {VALIDATED: 3, "val-aux/failed": 2.0})
+    assert out.getvalue().splitlines()[-1].startswith("validation at step 4: no result")
+    assert (shown.state.step, shown.state.metrics) == (1, METRICS)
 
 
 def test_off_says_nothing_but_why_a_run_failed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,13 +127,17 @@ def test_the_final_table(tmp_path: Path) -> None:
         {"training/step": 1, "time_s": 2.0, "timing_s/step": 2.0, REWARD: 0.5},
         {"training/step": 1, "time_s": 3.0, SAMPLED: 0.75, GREEDY: 1.0},
     ]
+    rows[0] |= {SAMPLED_SCORE: -0.5, GREEDY_SCORE: 0.0}
+    rows[2] |= {SAMPLED_SCORE: 12.25, GREEDY_SCORE: 1.0}
     rows[1] |= {"weights/probe_logprob_diff_max": 2e-7, "weights/probe_tokens": 640.0}
     flow = {"issued": 8, "trained": 8}
     out = io.StringIO()
-    print_summary(
-        summarize(rows, flow, True) | {"busy_at_once": 0.625}, tmp_path, Terminal(file=out, width=200)
-    )
+    summary = summarize(rows, flow, True) | {"busy_at_once": 0.625, "success_threshold": 10.0}
+    print_summary(summary, tmp_path, Terminal(file=out, width=200))
     text = out.getvalue()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    assert ["success, sampled (held out, ≥ 10)", "25.0%", "75.0%"] in cells
+    assert ["score, sampled (held out)", "-0.500", "12.250"] in cells
     assert "trainer and all workers busy at once: 62%" in text
     assert "fixed probe, max: 2.0e-07" in text and "compared for that: 640" in text
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):

@@ -10,7 +10,7 @@ from asyncrl.observe.plot import draw
 
 def test_it_draws_what_there_is_and_forgives_a_cut_line(tmp_path: Path) -> None:
     rows = [
-        {"time_s": 0.0, "val-core/all/sampled/mean@1": 0.2},
+        {"time_s": 0.0, "val-core/all/sampled/success": 0.2},
         {"time_s": 1.0, "rollout/score/mean": 0.5, "staleness/lag/max": 2.0},
     ]
     text = "\n".join(json.dumps(row) for row in rows) + '\n{"time_s": 2.0, "cri'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.observe.summary import GREEDY, SAMPLED, identity_line, summarize
+from asyncrl.observe.summary import GREEDY, SAMPLED, SAMPLED_SCORE, identity_line, summarize
 
 FLOW = {
     "issued": 12,
@@ -37,16 +37,24 @@ def test_every_promised_key_is_there_even_for_a_run_without_steps() -> None:
 
 def test_numbers_are_weighted_as_they_should_be() -> None:
     rows = [
-        {"training/step": 0, "time_s": 1.0, SAMPLED: 0.2, GREEDY: 0.0},
+        {"training/step": 0, "time_s": 1.0, SAMPLED: 0.2, SAMPLED_SCORE: -4.0, GREEDY: 0.0},
         step(1, rollout__score__mean=0.25, staleness__lag__mean=0.0, trainer__model_tokens=100),
         step(2, rollout__score__mean=0.75, staleness__lag__mean=2.0, trainer__model_tokens=300),
-        {"training/step": 2, "time_s": 9.0, SAMPLED: 0.9, GREEDY: 0.8, "val-aux/policy_version": 2},
+        {
+            "training/step": 2,
+            "time_s": 9.0,
+            SAMPLED: 0.9,
+            SAMPLED_SCORE: 7.0,
+            GREEDY: 0.8,
+            "val-aux/policy_version": 2,
+        },
     ]
     summary = summarize(rows, FLOW, False)
     assert summary["steps"] == 2 and summary["seconds"] == 9.0
     assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
     assert (summary["success_before"], summary["success_after"]) == (0.2, 0.9)
     assert (summary["greedy_before"], summary["greedy_after"]) == (0.0, 0.8)
+    assert (summary["score_before"], summary["score_after"]) == (-4.0, 7.0)
     assert summary["lag_mean"] == pytest.approx(1.5)  # by tokens, not by steps
     assert summary["tokens_trained"] == 400 and summary["tokens_per_s"] == 100
     assert summary["policy_version"] == 2 and summary["conserved"] is False
