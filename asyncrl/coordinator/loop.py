@@ -26,7 +26,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.turn_writer import TurnWriter
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.data.parquet import load_samples
+from asyncrl.data.samples import load_samples
 from asyncrl.errors import AsyncrlError, ProtocolError, one_line
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.types import DropReason

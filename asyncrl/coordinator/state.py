@@ -17,7 +17,7 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.data.parquet import check_same_data, load_samples
+from asyncrl.data.samples import check_same_data, load_samples
 from asyncrl.errors import ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.data.parquet import load_samples
+from asyncrl.data.samples import load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
 from asyncrl.rewards.reasoning_gym import packed, unpacked

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import RunConfig
-from asyncrl.data.parquet import load_samples
+from asyncrl.data.samples import load_samples
 from asyncrl.types import EpisodeEnd, PolicyVersion, StopReason, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop

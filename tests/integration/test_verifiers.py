@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from asyncrl.config import Options
-from asyncrl.data.parquet import load_samples
+from asyncrl.data.samples import load_samples
 from asyncrl.environments import load_environment
 from asyncrl.errors import ConfigError
 from asyncrl.remote import close_sessions

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from asyncrl.data import check_same_data, load_demonstrations, load_samples
+from asyncrl.data.rows import read_rows
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, ToolCall
+
+DATA = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/data"
+ROW: dict[str, Any] = {
+    "data_source": "chain_math",
+    "prompt": [{"role": "user", "content": "1 plus 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7},
+}
+
+
+def write(path: Path, **changes: Any) -> Path:
+    """One row, with columns changed, or left out where None is given."""
+    row = {key: value for key, value in (ROW | changes).items() if value is not None}
+    pq.write_table(pa.table({key: [value] for key, value in row.items()}), path)
+    return path
+
+
+def test_the_examples_data() -> None:
+    train, test = (load_samples(DATA / f"{split}.parquet") for split in ("train", "test"))
+    assert (len(train), len(test)) == (4096, 1024)
+    assert [sample.row for sample in test] == list(range(1024))
+    assert not {sample.prompt for sample in train} & {sample.prompt for sample in test}
+    assert json.loads(train[0].extra_info)["operations"] >= 1
+
+
+def test_nested_columns(tmp_path: Path) -> None:
+    (sample,) = load_samples(write(tmp_path / "a.parquet"))
+    assert sample.prompt == (Message("user", "1 plus 1?"),)
+    assert (sample.ground_truth, sample.ability, sample.extra_info) == ('"2"', "math", '{"index": 7}')
+
+
+def test_json_text_columns_and_other_ground_truths(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.parquet",
+        prompt=json.dumps(ROW["prompt"]),
+        reward_model=json.dumps({"ground_truth": {"numbers": [1, 2]}}),
+        extra_info=None,
+        ability=None,
+    )
+    (sample,) = load_samples(path)
+    assert sample.prompt == (Message("user", "1 plus 1?"),)
+    assert (sample.ground_truth, sample.ability, sample.extra_info) == ('{"numbers": [1, 2]}', "", "{}")
+
+
+def test_messages_of_different_shapes(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief.", "name": "boss"}, {"role": "user", "content": "?"}]
+    (sample,) = load_samples(write(tmp_path / "a.parquet", prompt=prompt))
+    assert sample.prompt == (Message("system", "Be brief.", name="boss"), Message("user", "?"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"prompt": None}, "no column prompt .*verl's columns"),
+        ({"prompt": []}, "sample 0: column prompt must be"),
+        ({"prompt": [{"content": "no role"}]}, "sample 0: column prompt has a message of the role ''"),
+        ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; roles are system, .*tool"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "sample 0: column prompt must hold .*content"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type image"),
+        ({"prompt": 3}, "sample 0: column prompt must be"),
+        ({"reward_model": {"style": "rule"}}, "sample 0: reward_model has no ground_truth"),
+        ({"reward_model": "{"}, "sample 0: column reward_model is text, but not JSON"),
+        ({"extra_info": 5}, "sample 0: column extra_info must be an object"),
+    ],
+)
+def test_wrong_shapes_are_one_line(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    path = write(tmp_path / "a.parquet", **changes)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        load_samples(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["What is 1 + 1?", "[1, 2, 3] in reverse?", "[not JSON"])
+def test_a_prompt_of_plain_text_is_the_users_message(tmp_path: Path, text: str) -> None:
+    (sample,) = load_samples(write(tmp_path / "a.parquet", prompt=text))
+    assert sample.prompt == (Message("user", text),)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "developer", "content": [{"type": "text", "text": "Use "}, {"type": "text", "text": "add."}]},
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I add."},
+    {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    {"role": "assistant", "content": "It is 3."},
+]
+
+
+def write_jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+def test_demonstrations_are_whole_conversations(tmp_path: Path, suffix: str) -> None:
+    path, tools = tmp_path / f"a.{suffix}", [{"type": "function", "function": {"name": "add"}}]
+    if suffix == "parquet":
+        flat = [TALK[0] | {"content": "Use add."}, *TALK[1:]]  # a column has one type
+        pq.write_table(pa.table({"messages": [flat], "tools": [json.dumps(tools)]}), path)
+    else:
+        write_jsonl(path, {"messages": TALK, "tools": tools})
+    (sample,) = load_demonstrations(path)
+    call = ToolCall("add", '{"a": 1, "b": 2}', "c1")
+    assert sample.prompt == (
+        Message("system", "Use add."),
+        Message("user", "1 + 2?"),
+        Message("assistant", tool_calls=(call,), reasoning="I add."),
+        Message("tool", "3", tool_call_id="c1", name="add"),
+        Message("assistant", "It is 3."),
+    )
+    assert json.loads(sample.extra_info)["tool_schemas"] == tools
+    assert (sample.data_source, sample.ground_truth) == ("a", "null")
+
+
+def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1 + 2?", "response": "3"})
+    (sample,) = load_demonstrations(path)
+    assert sample.prompt == (Message("user", "1 + 2?"), Message("assistant", "3"))
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"messages": TALK[:2]}, "sample 0: has no assistant message"),
+        ({"prompt": "?"}, r"no column messages, or prompt and response \(found: prompt\)"),
+        ({"messages": [{"role": "gpt", "content": "x"}]}, "the role 'gpt'"),
+        (
+            {"messages": [TALK[2] | {"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+            "tool call",
+        ),
+    ],
+)
+def test_what_is_no_demonstration_is_one_line(tmp_path: Path, row: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_demonstrations(write_jsonl(tmp_path / "a.jsonl", row))
+
+
+def test_all_formats_give_the_same_samples(tmp_path: Path) -> None:
+    texts = {key: json.dumps(ROW[key]) for key in ("prompt", "reward_model", "extra_info")}
+    rows = [ROW | {"ability": text} for text in ("math", 'a, "b"\nc', "ä")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_jsonl(tmp_path / "a.jsonl", *rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    write_jsonl(tmp_path / "lines.json", *rows)
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(ROW))
+        table.writeheader()
+        table.writerows(row | texts for row in rows)
+    expected = load_samples(tmp_path / "a.parquet")
+    assert [sample.ability for sample in expected] == ["math", 'a, "b"\nc', "ä"]
+    for name in ("a.jsonl", "a.json", "lines.json", "a.csv"):
+        assert load_samples(tmp_path / name) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": ', "not readable as jsonl .*line 2"),
+        ("a.jsonl", "3\n", "sample 0: an object is expected, not int"),
+        ("a.jsonl", "\n", "the data set is empty"),
+        ("a.json", "[1, 2", "not readable as json"),
+        ("a.csv", "a,b\n1,2,3\n", "line 2: more values"),
+        ("a.txt", "hello", "told by its suffix: .parquet, .jsonl, .json, .csv"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        list(read_rows(tmp_path / name))
+    assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_malformed_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_samples(tmp_path / "none.parquet")
+    (tmp_path / "text.parquet").write_text("hello")
+    with pytest.raises(ConfigError, match="not readable as parquet"):
+        load_samples(tmp_path / "text.parquet")
+    empty = pa.table({key: [value] for key, value in ROW.items()}).slice(0, 0)
+    pq.write_table(empty, tmp_path / "empty.parquet")
+    with pytest.raises(ConfigError, match="empty"):
+        load_samples(tmp_path / "empty.parquet")
+
+
+def test_a_run_knows_its_samples_and_their_order() -> None:
+    samples = load_samples(DATA / "test.parquet")
+    kept = check_same_data("d", samples, "")
+    assert check_same_data("d", load_samples(DATA / "test.parquet"), kept) == kept
+    swapped = [samples[1], samples[0], *samples[2:]]
+    for other in (swapped, samples[:-1], [*samples, samples[0]], load_samples(DATA / "train.parquet")):
+        with pytest.raises(ConfigError, match=r"\$\.data\.train: d holds other samples"):
+            check_same_data("d", other, kept)
