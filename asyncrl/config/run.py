@@ -147,22 +147,6 @@ class RunConfig(Section, frozen=True, kw_only=True):
     launch: LaunchConfig = LaunchConfig()
 
     @property
-    def silence_limit(self) -> float:
-        """Seconds without any sign of life after which the run has stalled: `launch.stall_timeout` beyond the
-        longest deadline of a wait that gives none (a process that loads, an engine that loads a version, a
-        server's stream that is silent)."""
-        silent = [self.launch.start_timeout, self.weights.deadline]
-        silent += [self.engine.request_timeout] if self.engine.remote else []
-        return self.launch.stall_timeout + max(silent)
-
-    @property
-    def progress_limit(self) -> float:
-        """Seconds in which an episode must have landed, or something been trained, whatever signs of life
-        there are: all attempts of an episode, each up to its deadlines, and the start of the servers."""
-        attempts = (1 + self.rollout.retries) * (self.rollout.episode_timeout + self.rollout.reward_timeout)
-        return self.silence_limit + attempts + (self.engine.start_timeout if self.engine.remote else 0.0)
-
-    @property
     def group_bytes(self) -> int:
         """Worst-case payload of a group."""
         episode = self.rollout.rows * self.rollout.max_tokens * BYTES_PER_TOKEN

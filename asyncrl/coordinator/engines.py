@@ -89,7 +89,7 @@ class EngineHandler:
         self.record_probe(message)
         self.quarantined.discard(engine)
         if versions.ack(engine, version):
-            self.state.alive(now)
+            self.state.liveness.alive(now)
 
     def record_probe(self, message: Loaded) -> None:
         """Keep the largest difference between an engine's log-probs and the trainer's."""
@@ -158,10 +158,10 @@ class EngineHandler:
             log.info("engine %d: keeper joined, pid %d", message.index, message.pid)
             known = self.keepers[peer] = KeeperRecord(peer, message, now)
             self.join(known.engine)
-            self.state.alive(now)
+            self.state.liveness.alive(now)
         elif message.url and not known.hello.url:
             log.info("engine %d: %s at %s", message.index, message.engine, message.url)
-            self.state.alive(now)
+            self.state.liveness.alive(now)
         known.hello, known.seen = message, now
         self.state.welcome(peer)
 
@@ -171,7 +171,7 @@ class EngineHandler:
             return  # it will say hello
         keeper.seen, keeper.beat = now, message
         if message.starting:  # a keeper whose server does not start in time ends by itself
-            self.state.alive(now)
+            self.state.liveness.alive(now)
 
     def confirmed(self, peer: bytes, message: Loaded, now: float) -> None:
         """A keeper's answer to LoadWeights."""

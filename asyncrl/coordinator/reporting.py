@@ -38,7 +38,8 @@ class Reporter:
         self.state, self.workers, self.engines, self.trainer = state, workers, engines, trainer
         self.landed = Landed()
         self.started = self.row_at = time.monotonic()
-        self.finished = self.multi_version = self.tokens = 0  # totals of this process
+        self.finished = self.multi_version = self.turns = 0  # totals of this process
+        self._tokens = 0  # model tokens of durable turns since the last row
         earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
         path = state.run_dir / "metrics.jsonl"
@@ -51,6 +52,11 @@ class Reporter:
     def begin(self) -> None:
         """The run leaves its start phase: the first row counts from here."""
         self.row_at, self._busy = time.monotonic(), self._totals()
+
+    def on_turn(self, tokens: int) -> None:
+        """A turn is durable: its prompt was seen to extend the tokens of its row."""
+        self._tokens += tokens
+        self.turns += 1
 
     def on_landed(self, episode: EpisodeRecord) -> None:
         columns, result, stats = self.landed.columns, episode.result, episode.stats
@@ -120,7 +126,7 @@ class Reporter:
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
                 "data/retired_samples": float(len(state.buffer.retired)),
-                "rollout/turns_checked": float(self.workers.turns),
+                "rollout/turns_checked": float(self.turns),
                 "wire/refused": float(state.outbox.refused),
             }
             | {
@@ -199,7 +205,7 @@ class Reporter:
             for role in ("trainer", "rollout")
             if busy[role] + idle[role] > 0
         }
-        tokens, self.tokens = self.workers.tokens - self.tokens, self.workers.tokens
+        tokens, self._tokens = self._tokens, 0
         return shares | {"perf/throughput": tokens / seconds if seconds > 0 else 0.0}
 
     def audit(self) -> tuple[Flow, bool]:

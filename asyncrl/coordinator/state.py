@@ -19,6 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.samples import check_same_data, load_samples
 from asyncrl.errors import ProtocolError
+from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError
 from asyncrl.types import Sample, Turn
@@ -83,29 +84,11 @@ class RunState:
     coordinator_epoch: int
     trainer_epoch: int = 0
     launch: str = ""  # that this coordinator belongs to
-    progress_at: float = field(default_factory=time.monotonic)
-    alive_at: float = field(default_factory=time.monotonic)
     skipped: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)
 
-    def progress(self, now: float) -> None:
-        """An episode has landed, or a micro-batch, a batch, a checkpoint or a phase is done."""
-        self.progress_at = self.alive_at = now
-
-    def alive(self, now: float) -> None:
-        """Something moved, or waits within a deadline of its own."""
-        self.alive_at = now
-
-    def stalled(self, now: float) -> str:
-        """Why the run counts as stalled; '' when it does not."""
-        silence, progress = self.config.silence_limit, self.config.progress_limit
-        if now - self.alive_at > silence:
-            return f"nothing has moved for {silence:g} s (launch.stall_timeout, and the longest silent wait)"
-        if now - self.progress_at > progress:
-            return (
-                f"no episode has landed, and nothing was trained, for {progress:g} s (all deadlines of one)"
-            )
-        return ""
+    def __post_init__(self) -> None:
+        self.liveness = Liveness(self.config, time.monotonic())
 
     def futile(self) -> str:
         """Why the run learns nothing and had better end; '' when that is not so."""

@@ -82,7 +82,7 @@ class TrainerHandler:
             if started:  # after `recover`: what is trained needs no payload
                 state.salvage()
             self._check_position(message.step)
-            state.alive(now)  # a hello that is only repeated is no sign of life
+            state.liveness.alive(now)  # a hello that is only repeated is no sign of life
         self.ranks.control[message.rank], self.ranks.heard[message.rank] = peer, now
         state.welcome(peer)
 
@@ -103,7 +103,7 @@ class TrainerHandler:
         before = self.ranks.beats.get(message.rank)
         self.ranks.beats[message.rank], self.ranks.heard[message.rank] = message, now
         if message.work > (before.work if before else 0):
-            self.state.progress(now)
+            self.state.liveness.progress(now)
 
     def hangs(self, now: float) -> bool:
         """Asked when nothing has moved for long: some rank is silent. Ranks that wait, for whatever, send
@@ -129,7 +129,7 @@ class TrainerHandler:
             stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
             state.skipped = 0 if stepped else state.skipped + 1
             self.on_commit(message)
-        state.progress(now)
+        state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
         state.outbox.to_control(
             peer, Committed(message.step, publish=message.step >= state.batches.committed)
@@ -141,7 +141,7 @@ class TrainerHandler:
         if ref.version.epoch == state.trainer_epoch and state.versions.publish(ref):
             self.snapshot_s, self.write_s = message.snapshot_s, message.write_s
             state.store.put_version(ref.version, ref.path)
-            state.alive(now)
+            state.liveness.alive(now)
 
     def checkpointed(self, peer: bytes, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
@@ -166,13 +166,13 @@ class TrainerHandler:
             state.store.forget_frames(uid)
         state.store.forget_plans(range(oldest), len(covered))
         state.store.sync()
-        state.progress(now)
+        state.liveness.progress(now)
 
     def look_at_checkpoint(self, now: float) -> None:
         """One that is being written is a sign of life as long as it grows: its writer sends no beats."""
         written = sum(map(bytes_under, (self.state.run_dir / "checkpoints").glob("step-*.tmp")))
         if written > self._written:
-            self.state.alive(now)
+            self.state.liveness.alive(now)
             self.state.waits.append(f"a checkpoint is being written: {written / 1e6:,.0f} MB so far")
         self._written = written
 

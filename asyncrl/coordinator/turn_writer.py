@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.store.runstore import RETRY
 from asyncrl.store.schema import StoreError, StorePaused
 
 CONTACT_EVERY = 0.5
@@ -21,6 +19,11 @@ class TurnWriter:
         self._paused_at: float | None = None
         self._contact_at = 0.0
 
+    @property
+    def paused(self) -> bool:
+        """The last turn is not written yet."""
+        return self._paused_at is not None
+
     def write(self, now: float) -> bool:
         """Whether the turn is durable and its messages are sent. Until then the next one must not begin.
         StoreError after launch.stall_timeout."""
@@ -32,7 +35,7 @@ class TurnWriter:
         if self._paused_at is not None:
             log.info("the run store can be written again, after %.1f s", now - self._paused_at)
             self._paused_at = None
-            self._state.progress(now)
+            self._state.liveness.progress(now)
         return True
 
     def _pause(self, error: StorePaused, now: float) -> None:
@@ -45,4 +48,3 @@ class TurnWriter:
         if now >= self._contact_at:
             self._contact_at = now + CONTACT_EVERY
             self._keep_contact(str(error))
-        time.sleep(RETRY)

@@ -1,26 +1,23 @@
 """The coordinator's side of the rollout workers.
 
-consumes: hellos, heartbeats, loads (control); turns, endings (bulk)
+consumes: hellos, heartbeats, loads (control); their records are `records.py`'s
 waits for: a lease to run out, an engine to confirm a version
-unblocks: workers (assignments, acks, the clock), through the buffer the trainer
+unblocks: workers (assignments, the clock)
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.freshness import pending
-from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import NEVER, EpisodeRecord
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.errors import ProtocolError
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
-from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
+from asyncrl.wire.messages.worker_bulk import Fenced
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
 EVAL = "val"  # uids of validation episodes begin with it
@@ -50,24 +47,14 @@ class WorkerRecord:
 
 
 class WorkerHandler:
-    """Leases, assignments and records. `on_landed` is called with each finished episode, `on_eval` with each
-    record of a validation episode; `is_current_eval` says whether an attempt of validation is current."""
+    """Leases and assignments. `is_current_eval` says whether an attempt of validation is current."""
 
     def __init__(
-        self,
-        state: RunState,
-        engines: EngineHandler,
-        on_landed: Callable[[EpisodeRecord], None],
-        on_eval: Callable[[WorkerRecord, Record], None],
-        is_current_eval: Callable[[Attempt], bool],
+        self, state: RunState, engines: EngineHandler, is_current_eval: Callable[[Attempt], bool]
     ) -> None:
-        self.state, self.engines = state, engines
-        self.on_landed, self.on_eval, self.is_current_eval = on_landed, on_eval, is_current_eval
+        self.state, self.engines, self.is_current_eval = state, engines, is_current_eval
         self.workers: dict[bytes, WorkerRecord] = {}
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
-        self.tokens = 0  # model tokens of durable turns
-        self.turns = 0  # of these turns: the prompt of each was seen to extend the tokens of its row
-        self._acks: set[bytes] = set()
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -104,7 +91,7 @@ class WorkerHandler:
         if worker is None:
             return  # it will say hello
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
-            self.state.alive(now)
+            self.state.liveness.alive(now)
         worker.seen, worker.beat = now, message
         held = {attempt.uid for attempt in message.held}
         for uid, (seq, sent) in list(worker.running.items()):
@@ -154,94 +141,6 @@ class WorkerHandler:
         for worker in self.workers.values():
             self.state.outbox.to_control(worker.peer, Stop(reason))
 
-    # -- bulk ----------------------------------------------------------------------------------------
-
-    def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
-        """One sequenced record: processed once, acknowledged after the commit."""
-        worker = self.workers.get(peer)
-        if worker is None:
-            return  # unacknowledged: it is sent again after the hello
-        worker.seen = now
-        if message.seq > worker.seq + 1:
-            return  # something in between was lost: wait for the resend
-        self._acks.add(peer)
-        if message.seq <= worker.seq:
-            return
-        worker.seq = message.seq
-        (self.state.progress if isinstance(message, Finished) else self.state.alive)(now)
-        message = _checked(message)
-        if message.attempt.uid.startswith(EVAL):
-            self.on_eval(worker, message)
-            return
-        episode = self.state.buffer.current(message.attempt.uid, message.attempt.attempt)
-        if episode is None or episode.worker != worker.hello.incarnation:
-            self.state.outbox.to_bulk(peer, Fenced(message.attempt))
-            return
-        try:
-            self._apply(worker, episode, message, frames, now)
-        except ProtocolError as error:
-            log.error("%s: %s", worker.name, error)
-            self._give_up(worker, episode, FailReason.EPISODE_ERROR, now)
-
-    def _apply(
-        self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
-    ) -> None:
-        state = self.state
-        match message:
-            case Generated():
-                self._generated(worker, episode, message, frames, now)
-            case Replied():
-                check_reply(frame := _single_frame(frames))
-                if not 0 <= message.turn < episode.turns:
-                    raise ProtocolError(
-                        f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
-                    )
-                state.store.put_frame(episode.uid, message.turn, "replied", frame)
-            case Finished():
-                if message.stats.turns != episode.turns:
-                    known = f"{episode.turns} of its turns are durable"
-                    raise ProtocolError(f"episode {episode.uid}: ends after {message.stats.turns}, {known}")
-                del worker.running[episode.uid]
-                state.buffer.finish(episode, message.result, message.stats, now)
-                self.on_landed(episode)
-            case Failed():
-                log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
-                del worker.running[episode.uid]
-                self._fail(episode, message.reason, now)
-
-    def _generated(
-        self,
-        worker: WorkerRecord,
-        episode: EpisodeRecord,
-        message: Generated,
-        frames: list[bytes],
-        now: float,
-    ) -> None:
-        if message.turn < episode.turns:
-            return  # sent again to a restarted coordinator
-        if message.turn > episode.turns:
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
-        if not (0 <= message.oldest <= message.newest and 0 <= message.seconds < math.inf):
-            named = f"v{message.oldest} to v{message.newest}, after {message.seconds:g} s"
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} of {named}")
-        if message.newest > self.state.versions.newest.step:
-            log.error("%s names v%d, which was never pushed", worker.name, message.newest)
-            if not self.engines.remote:
-                self.engines.quarantine(worker.peer.decode(), now)
-            self._give_up(worker, episode, FailReason.ENGINE_LOST, now)
-            return
-        turn = decode_turn(frame := _single_frame(frames))
-        check_turn(episode.uid, turn, rows=turn.row)  # its place among the rows is checked when it is taken
-        tokens = len(turn.context) + len(turn.ids)
-        if (turn.index, tokens, len(turn.ids)) != (message.turn, message.tokens, message.model_tokens):
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} is not what its header says")
-        self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
-        self.tokens += message.model_tokens
-        self.turns += 1
-        self.state.buffer.turn(
-            episode, message.tokens, message.model_tokens, message.oldest, message.newest, message.seconds
-        )
-
     # -- losing --------------------------------------------------------------------------------------
 
     def extend_leases(self, now: float) -> None:
@@ -270,21 +169,21 @@ class WorkerHandler:
         here = {worker.hello.incarnation for worker in self.workers.values()}
         for episode in list(self.state.buffer.episodes.values()):
             if episode.state == "running" and episode.worker not in here:
-                self._fail(episode, FailReason.WORKER_LOST, now)
+                self.fail(episode, FailReason.WORKER_LOST, now)
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
         episode = self.state.buffer.episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
-            self._fail(episode, FailReason.WORKER_LOST, now)
+            self.fail(episode, FailReason.WORKER_LOST, now)
 
-    def _give_up(self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
+    def give_up(self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         worker.running.pop(episode.uid, None)
         self.state.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
-        self._fail(episode, reason, now)
+        self.fail(episode, reason, now)
 
-    def _fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
+    def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
         self.cancel(self.state.buffer.fail(episode, reason, now))
         if episode.turns == 0:
             self.state.store.forget_frames(episode.uid)
@@ -361,34 +260,8 @@ class WorkerHandler:
         fresh = sum(step >= needed for step in held)
         return f"new episodes wait for weights v{max(0, needed)}: {fresh} of {len(held)} engines acked"
 
-    # -- acks ---------------------------------------------------------------------------------------
-
-    def queue_acks(self) -> None:
-        """One cumulative ack per worker that sent records in this turn of the loop."""
-        for peer in self._acks:
-            worker = self.workers.get(peer)
-            if worker is not None:
-                self.state.outbox.to_bulk(peer, Ack(worker.seq))
-        self._acks = set()
-
 
 def sampling_key(seed: int, uid: str, attempt: int) -> int:
     """Key of the counter RNG: what is sampled depends on (seed, uid, attempt, position) and the weights."""
     digest = hashlib.blake2b(f"{seed}/{uid}/{attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _checked(message: Record) -> Record:
-    """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
-    if not isinstance(message, Finished):
-        return message
-    trouble = message.result.problem
-    if not trouble and not all(map(math.isfinite, (message.stats.seconds, message.stats.tool_s))):
-        trouble = "its seconds are no finite number"
-    return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble) if trouble else message
-
-
-def _single_frame(frames: list[bytes]) -> bytes:
-    if len(frames) != 1:
-        raise ProtocolError(f"expected one frame, got {len(frames)}")
-    return frames[0]

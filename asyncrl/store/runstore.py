@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +17,11 @@ import msgspec
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord
 from asyncrl.store.reader import FrameKey, RunReader
-from asyncrl.store.schema import DATABASE, StorePaused, SupersededError, open_to_write, store_error
+from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsync
 from asyncrl.types import PolicyVersion
 
 log = logging.getLogger("asyncrl.store")
-
-RETRY = 0.25  # seconds between two tries to write to a store that is locked or full
-OPEN_DEADLINE = 60.0  # seconds to wait for such a store at the start
 
 Row = tuple[object, ...]
 
@@ -38,7 +34,8 @@ class RunStore:
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
-        self._db = open_to_write(run_dir)
+        self._db, self.epoch = take_over(run_dir)
+        self._fsync_index()  # after a power cut the number must not be given again
         self._segments = SegmentWriter(run_dir / "segments")
         self._written = SegmentReader(run_dir / "segments")
         self._statements: list[tuple[str, list[Row]]] = []  # of this turn, in order
@@ -46,24 +43,6 @@ class RunStore:
         self._places: dict[FrameKey, FramePlace] = {}  # of those that are in a segment already
         self._sync_due = False
         self.read = RunReader(self._db, self._written, self._frames)
-        self.epoch = self._take_over()
-
-    def _take_over(self) -> int:
-        """Write the next epoch. It survives a power cut, or it would be given twice."""
-        deadline = time.monotonic() + OPEN_DEADLINE
-        while True:
-            try:
-                with self._transaction():
-                    epoch = self._stored_epoch() + 1
-                    values = ("coordinator_epoch", str(epoch))
-                    self._db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", values)
-                self._fsync_index()
-                return epoch
-            except StorePaused as error:
-                if time.monotonic() > deadline:
-                    raise
-                log.error("%s; trying again", error)
-                time.sleep(RETRY)
 
     def _stored_epoch(self) -> int:
         return int(self.read.meta("coordinator_epoch", "0"))

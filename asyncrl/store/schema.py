@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import logging
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
 from asyncrl.errors import AsyncrlError, ConfigError
+
+log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
 SCHEMA_VERSION = 2  # to be raised when a table, or a struct that is stored in one, changes
@@ -33,8 +37,11 @@ CREATE TABLE versions(
 """
 
 
-OPEN_TIMEOUT = 60.0  # seconds that opening waits for another process's lock
-BUSY_TIMEOUT = 250  # milliseconds that a statement waits for one
+NEXT_OWNER = "INSERT INTO meta VALUES('coordinator_epoch', '1') ON CONFLICT(key) DO UPDATE SET value=value+1"
+
+OPEN_DEADLINE = 60.0  # seconds that opening waits for a store that is locked or full
+RETRY = 0.25  # seconds between two of its tries
+BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
 
 # May pass: a lock of another process; a full disk or quota.
 _PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
@@ -66,25 +73,38 @@ def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     return StorePaused(f"{path}: {error}; the run waits until it can write: {what}")
 
 
-def open_to_write(run_dir: Path) -> sqlite3.Connection:
-    """The database of a run, with its tables. ConfigError when its schema is another version's, StoreError
-    when it cannot be opened."""
-    path = run_dir / DATABASE
+def take_over(run_dir: Path) -> tuple[sqlite3.Connection, int]:
+    """The database of a run, with its tables, and the number of its new owner, from 1: until the next one it
+    alone may write. ConfigError when its schema is another version's, StoreError when it cannot be opened,
+    StorePaused when it could not be written for OPEN_DEADLINE."""
+    path, deadline = run_dir / DATABASE, time.monotonic() + OPEN_DEADLINE
+    while True:
+        try:
+            return _owned(path)
+        except StorePaused as error:  # a restarted coordinator would use up its restarts
+            if time.monotonic() > deadline:
+                raise
+            log.error("%s; trying again", error)
+            time.sleep(RETRY)
+
+
+def _owned(path: Path) -> tuple[sqlite3.Connection, int]:
     try:
-        db = sqlite3.connect(path, timeout=OPEN_TIMEOUT, isolation_level=None)
+        db = sqlite3.connect(path, timeout=BUSY_TIMEOUT, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             db.executescript(f"BEGIN; {TABLES} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
         _check(db, path)
-        db.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT}")
+        db.execute(NEXT_OWNER)
+        (owner,) = db.execute("SELECT value FROM meta WHERE key='coordinator_epoch'").fetchone()
+        return db, int(owner)
     except sqlite3.Error as error:
         raise store_error(path, error) from error
-    return db
 
 
 def open_to_read(run_dir: Path) -> sqlite3.Connection:
-    """The database of a run that may be under way, or over. Raises as `open_to_write` does."""
+    """The database of a run that may be under way, or over. Raises as `take_over` does, but never waits."""
     path = run_dir / DATABASE
     try:
         db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)

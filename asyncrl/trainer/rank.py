@@ -26,6 +26,7 @@ import torch
 from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
+from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.store.manifests import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.publishing import Publishing
@@ -76,7 +77,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     """Run a trainer rank until the coordinator sends Stop. Returns the exit code."""
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
-    mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, config.progress_limit)
+    mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
     trainer = TrainerRank(config, endpoints, mesh, incarnation)
     try:
         trainer.loop()
@@ -217,7 +218,7 @@ class TrainerRank:
         A patient wait is for data and ends with the coordinator's stop only; any other raises DeadlineError
         after the run's limit for silence, which is longer than the coordinator waits for room on a full disk.
         """
-        limit = self.config.silence_limit
+        limit = silence_limit(self.config)
         deadline = time.monotonic() + limit
         self.waiting, resend_at = name, 0.0
         while True:

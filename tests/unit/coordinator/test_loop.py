@@ -15,7 +15,8 @@ import zmq
 from asyncrl.buffer.records import State
 from asyncrl.config import parse
 from asyncrl.coordinator import loop, state
-from asyncrl.coordinator.loop import Coordinator, Phase
+from asyncrl.coordinator.lifecycle import Phase
+from asyncrl.coordinator.loop import Coordinator
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.runstore import RunStore
@@ -95,16 +96,16 @@ def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
     for peer, parts in ((b"scanner", b"GET / HTTP/1.1"), (b"\xff\xfe", encode(ObserverHello("x"), [])[0])):
         setup.send(peer, parts)
         setup.turn()
-    assert setup.coordinator.phase is Phase.STARTING and not setup.coordinator.error
+    assert setup.coordinator.lifecycle.phase is Phase.STARTING and not setup.coordinator.lifecycle.error
     assert setup.coordinator.reporter.gauges()["wire/refused"] == 2
 
 
 def test_only_a_launcher_that_said_hello_can_stop_the_run(setup: LoopSetup) -> None:
     setup.say(b"observer/0/x", Stop("a stranger's"))
-    assert setup.coordinator.phase is Phase.STARTING
+    assert setup.coordinator.lifecycle.phase is Phase.STARTING
     setup.say(b"observer/0/x", ObserverHello("x"))
     setup.say(b"observer/0/x", Stop("interrupted"))
-    assert setup.coordinator.phase in (Phase.STOPPING, Phase.CLOSED)
+    assert setup.coordinator.lifecycle.phase in (Phase.STOPPING, Phase.CLOSED)
 
 
 WORKER, OBSERVER, TRAINER = b"rollout/0/w", b"observer/0/x", b"trainer/0/a"
@@ -120,6 +121,7 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
     coordinator.state.store.put_meta("something", "to write")
     with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
+        setup.turn()  # cannot be written
         setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
         setup.turn()
         assert "locked" in coordinator.state.waits[0] and setup.received(OBSERVER, Status) > 0
@@ -128,9 +130,23 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
         other.execute("ROLLBACK")
     coordinator.turn(coordinator._turned_at + 60.0)  # a long pause
     assert setup.received(WORKER, Welcome) == 1
-    assert len(coordinator.workers.workers) == 2 and not coordinator.error, "leases are extended"
+    assert len(coordinator.workers.workers) == 2 and not coordinator.lifecycle.error, "leases are extended"
     assert coordinator.state.store.read.meta("something") == "to write"
     assert coordinator.state.buffer.next_group >= issued
+
+
+def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
+    """Its deadline counts from then on, as the launcher's does."""
+    setup.say(OBSERVER, ObserverHello("x"))
+    setup.coordinator.state.store.put_meta("something", "to write")
+    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        setup.turn()
+        setup.say(OBSERVER, Stop("interrupted"))
+        assert setup.coordinator.lifecycle.phase is Phase.STOPPING and not setup.coordinator.over
+        other.execute("ROLLBACK")
+    setup.turn()
+    assert setup.coordinator.lifecycle.outcome == "stopped" and setup.coordinator.over
 
 
 def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSetup) -> None:
@@ -153,7 +169,7 @@ def test_a_store_that_stays_locked_ends_the_run_with_the_reason(setup: LoopSetup
         other.execute("BEGIN IMMEDIATE")
         setup.turn()
         coordinator.turn(coordinator._turned_at + setup.config.launch.stall_timeout + 1)
-    assert coordinator.over and "locked" in coordinator.error
+    assert coordinator.over and "locked" in coordinator.lifecycle.error
     assert read_summary(setup.run_dir)["outcome"] == "failed"
 
 

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.loop import Coordinator, Phase
+from asyncrl.coordinator.lifecycle import Phase
+from asyncrl.coordinator.loop import Coordinator
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
@@ -37,10 +38,10 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     config = parse(keys)
     (tmp_path / "r").mkdir()
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
-    coordinator.phase = Phase.RUNNING
+    coordinator.lifecycle.phase = Phase.RUNNING
     coordinator.state.outbox = Sent()  # type: ignore[assignment]
     coordinator._on_control(OBSERVER, ObserverHello("a"), [], now=0.0)
-    coordinator.state.progress(0.0)
+    coordinator.state.liveness.progress(0.0)
     yield coordinator
     coordinator.close()
 
@@ -58,20 +59,22 @@ def test_a_stop_waits_for_a_slow_micro_batch_and_its_checkpoint(coordinator: Coo
     trained(coordinator, 52)
     coordinator._on_control(b"observer/0/a", Stop("interrupted"), [], now=1000.0)
     tick(coordinator, 1400.0)
-    assert coordinator.phase is Phase.STOPPING
+    assert coordinator.lifecycle.phase is Phase.STOPPING
     assert coordinator.state.waits == ["a checkpoint after the micro-batch under way, for at most 196 s more"]
     coordinator._on_control(b"trainer/0/a", Checkpointed(0, 52, "step-52", 0), [], now=1401.0)
     tick(coordinator, 1401.0)
-    assert (coordinator.phase, coordinator.outcome, coordinator.error) == (Phase.CLOSED, "stopped", "")
+    run = coordinator.lifecycle
+    assert (run.phase, run.outcome, run.error) == (Phase.CLOSED, "stopped", "")
 
 
 def test_a_stop_without_its_checkpoint_is_not_clean(coordinator: Coordinator) -> None:
     trained(coordinator, 52)
     coordinator._on_control(b"observer/0/a", Stop("interrupted"), [], now=1000.0)
     tick(coordinator, 1600.0)
-    assert (coordinator.phase, coordinator.outcome) == (Phase.CLOSED, "failed")
-    assert "without a checkpoint of step 52: none within launch.stop_timeout (600 s)" in coordinator.error
-    assert "repeats the steps since the start" in coordinator.error
+    assert (coordinator.lifecycle.phase, coordinator.lifecycle.outcome) == (Phase.CLOSED, "failed")
+    error = coordinator.lifecycle.error
+    assert "without a checkpoint of step 52: none within launch.stop_timeout (600 s)" in error
+    assert "repeats the steps since the start" in error
 
 
 def test_a_stop_does_not_wait_for_a_trainer_that_was_lost(coordinator: Coordinator) -> None:
@@ -79,13 +82,13 @@ def test_a_stop_does_not_wait_for_a_trainer_that_was_lost(coordinator: Coordinat
     coordinator._on_control(b"observer/0/a", Stop("interrupted"), [], now=1000.0)
     coordinator._on_control(b"observer/0/a", Stop("trainer-0 was killed", save=False), [], now=1001.0)
     tick(coordinator, 1001.0)
-    assert coordinator.outcome == "failed" and "the trainer was lost" in coordinator.error
+    assert coordinator.lifecycle.outcome == "failed" and "the trainer was lost" in coordinator.lifecycle.error
 
 
 def test_a_stop_before_the_first_step_ends_at_once(coordinator: Coordinator) -> None:
     coordinator._on_control(b"observer/0/a", Stop("interrupted"), [], now=1000.0)
     tick(coordinator, 1000.0)
-    assert coordinator.outcome == "stopped"
+    assert coordinator.lifecycle.outcome == "stopped"
 
 
 # -- stalls --------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def beats(coordinator: Coordinator, until: float, **beat: Any) -> None:
 @pytest.mark.parametrize("sign", [{"tokens": 3}, {"in_time": True}], ids=["a long turn", "a slow tool"])
 def test_a_long_wait_that_is_alive_does_not_end_the_run(coordinator: Coordinator, sign: dict) -> None:
     beats(coordinator, PROGRESS - 20, **sign)
-    assert coordinator.phase is Phase.RUNNING
+    assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
 def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
@@ -122,7 +125,8 @@ def test_signs_of_life_alone_are_no_progress(coordinator: Coordinator) -> None:
     for now in range(0, int(PROGRESS) + 20, 5):
         coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 1"), [], float(now))
     beats(coordinator, PROGRESS + 20, in_time=True)
-    assert coordinator.phase is Phase.STOPPING and "no episode has landed" in coordinator.error
+    assert coordinator.lifecycle.phase is Phase.STOPPING
+    assert "no episode has landed" in coordinator.lifecycle.error
 
 
 def rank(coordinator: Coordinator, now: float) -> None:
@@ -139,12 +143,12 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], now)
     coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
     tick(coordinator, now)
-    assert coordinator.phase is Phase.STOPPING
+    assert coordinator.lifecycle.phase is Phase.STOPPING
     coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, "step-3", 0), [], now)
     tick(coordinator, now)
-    assert coordinator.outcome == "failed"
-    assert "nothing has moved for 420 s (launch.stall_timeout" in coordinator.error
-    assert "trainer 0: trajectories of step 3" in coordinator.error
+    assert coordinator.lifecycle.outcome == "failed"
+    assert "nothing has moved for 420 s (launch.stall_timeout" in coordinator.lifecycle.error
+    assert "trainer 0: trajectories of step 3" in coordinator.lifecycle.error
 
 
 def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
@@ -157,7 +161,7 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
         tick(coordinator, again * (SILENCE + 1))
         (replace,) = sent(coordinator, Replace)
         assert replace.role == "trainer" and "nothing has moved" in replace.reason
-        assert coordinator.phase is Phase.RUNNING
+        assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
 def test_workers_that_are_all_silent_are_replaced(coordinator: Coordinator) -> None:
@@ -169,7 +173,7 @@ def test_workers_that_are_all_silent_are_replaced(coordinator: Coordinator) -> N
         coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
         tick(coordinator, now)
     (replace,) = sent(coordinator, Replace)
-    assert replace.role == "rollout" and coordinator.phase is Phase.RUNNING
+    assert replace.role == "rollout" and coordinator.lifecycle.phase is Phase.RUNNING
 
 
 def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> None:
@@ -180,7 +184,7 @@ def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> 
             file.write(b"x" * 1_000_000)
         tick(coordinator, float(now))
         assert "a checkpoint is being written" in str(coordinator.state.waits)
-    assert sent(coordinator, Replace) == [] and coordinator.phase is Phase.RUNNING
+    assert sent(coordinator, Replace) == [] and coordinator.lifecycle.phase is Phase.RUNNING
     tick(coordinator, 900.0 + SILENCE + 1)
     assert len(sent(coordinator, Replace)) == 1
 
@@ -198,11 +202,12 @@ def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: C
     trained(coordinator, 3)
     coordinator.state.skipped = 21
     tick(coordinator, 0.0)
-    assert coordinator.phase is Phase.STOPPING and "took no optimizer step" in coordinator.error
+    assert coordinator.lifecycle.phase is Phase.STOPPING
+    assert "took no optimizer step" in coordinator.lifecycle.error
 
 
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
     trained(coordinator, 3)
     coordinator.state.buffer.untrained, coordinator.state.buffer.untrained_reason = 10_000, "tool_error"
     tick(coordinator, 0.0)
-    assert coordinator.phase is Phase.STOPPING and "tool_error" in coordinator.error
+    assert coordinator.lifecycle.phase is Phase.STOPPING and "tool_error" in coordinator.lifecycle.error

@@ -236,20 +236,20 @@ def test_a_restarted_coordinator_learns_again_where_a_broadcast_version_is(setup
 def test_a_beat_is_progress_only_if_work_was_done_since_the_one_before(setup: TrainerSetup) -> None:
     """Two ranks behind a barrier. Each row: when, which rank, its micro-batches so far, newest progress."""
     rows = [(1, 0, 0, 0), (2, 0, 3, 2), (3, 0, 3, 2), (4, 1, 3, 4), (5, 1, 3, 4), (6, 0, 4, 6), (7, 0, 4, 6)]
-    setup.state.progress(0.0)
+    setup.state.liveness.progress(0.0)
     for now, rank, work, moved in rows:
         setup.handler.beat(PEERS[rank], TrainerBeat(rank, 0.0, 0.0, work=work), float(now))
-        assert setup.state.progress_at == moved
+        assert setup.state.liveness.progress_at == moved
 
 
 def test_a_restarted_trainer_counts_from_the_start(setup: TrainerSetup) -> None:
     setup.handler.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
     setup.hello("y")
     setup.handler.beat(PEERS[0], TrainerBeat(0, 0.0, 0.0, work=1), 2.0)
-    assert setup.state.progress_at == 2.0
+    assert setup.state.liveness.progress_at == 2.0
 
 
 def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> None:
     """It would hide that its successor hangs."""
     setup.handler.beat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
-    assert setup.state.alive_at == 0.0
+    assert setup.state.liveness.alive_at == 0.0

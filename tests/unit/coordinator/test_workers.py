@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.coordinator.workers import WorkerHandler
@@ -56,13 +58,9 @@ class WorkerSetup:
         )
         self.landed: list[EpisodeRecord] = []
         self.engines = EngineHandler(self.state, 0.0)
-        self.handler = WorkerHandler(
-            self.state,
-            self.engines,
-            lambda episode: self.landed.append(episode),
-            lambda *_: None,
-            lambda _: False,
-        )
+        self.handler = WorkerHandler(self.state, self.engines, lambda _: False)
+        reports = SimpleNamespace(on_turn=lambda tokens: None, on_landed=self.landed.append)
+        self.records = RecordHandler(self.state, self.handler, SimpleNamespace(), reports)  # type: ignore[arg-type]
 
     def join(self, peer: bytes, index: int = 0, slots: int = 8) -> None:
         incarnation = peer.decode().rpartition("/")[2]
@@ -75,14 +73,14 @@ class WorkerSetup:
         return [(peer, message.attempt) for peer, message in self.sent.take(Assign)]
 
     def turn(self, peer: bytes, seq: int, attempt: Attempt, turn: int = 0) -> None:
-        self.handler.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [turn_payload(turn)], 0.0)
+        self.records.record(peer, Generated(seq, attempt, turn, 20, 10, 0, 0), [turn_payload(turn)], 0.0)
 
     def finish(self, peer: bytes, seq: int, attempt: Attempt, turns: int = 1) -> None:
         end = Finished(seq, attempt, EpisodeResult(1.0), EpisodeStats(turns))
-        self.handler.record(peer, end, [], 0.0)
+        self.records.record(peer, end, [], 0.0)
 
     def acks(self) -> list[int]:
-        self.handler.queue_acks()
+        self.records.queue_acks()
         return [ack.seq for _, ack in self.sent.take(Ack)]
 
     def state_of(self, uid: str) -> tuple[State, int]:
@@ -136,14 +134,14 @@ def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerS
 
 def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 0, seconds=7.5), [turn_payload()], 0.0)
+    setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0, seconds=7.5), [turn_payload()], 0.0)
     setup.join(B, index=1)
     setup.handler.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=11.0)
     setup.handler.tick(11.0)
     taken = {message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B}
     assert taken == {first.uid: 7.5, "0.1": 0.0}
     again = setup.state.buffer.episodes[first.uid]
-    setup.handler.record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 11.0)
+    setup.records.record(B, Failed(1, Attempt(first.uid, 1), FailReason.REWARD_ERROR, ""), [], 11.0)
     assert (again.attempt, again.turns, again.seconds) == (2, 0, 0.0)  # starts again from the prompt
 
 
@@ -194,7 +192,7 @@ def test_numbers_that_cannot_be_trained_fail_the_episode_and_nothing_else(
     (_, first), (_, second) = setup.tick()
     setup.turn(A, 1, first)
     with caplog.at_level("INFO"):
-        setup.handler.record(A, Finished(2, first, result, EpisodeStats(1, seconds=seconds)), [], 0.0)
+        setup.records.record(A, Finished(2, first, result, EpisodeStats(1, seconds=seconds)), [], 0.0)
     assert f"reward_error ({why}" in caplog.text
     setup.turn(A, 3, second)
     setup.finish(A, 4, second)
@@ -204,7 +202,7 @@ def test_numbers_that_cannot_be_trained_fail_the_episode_and_nothing_else(
 
 def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> None:
     for seq, ((_, attempt), (oldest, newest)) in enumerate(zip(setup.tick(), [(-3, 0), (1, 0)], strict=True)):
-        setup.handler.record(A, Generated(seq + 1, attempt, 0, 20, 10, oldest, newest), [turn_payload()], 0.0)
+        setup.records.record(A, Generated(seq + 1, attempt, 0, 20, 10, oldest, newest), [turn_payload()], 0.0)
         assert setup.state_of(attempt.uid) == (State.PENDING, 1)
 
 
@@ -227,7 +225,7 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
 ) -> None:
     """It would end the trainer at every start, as its plan is repeated."""
     (_, first), _ = setup.tick()
-    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 0), [payload], 0.0)
+    setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0), [payload], 0.0)
     assert error in caplog.text
     assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
@@ -240,14 +238,14 @@ REPLY = msgspec.msgpack.encode(TurnReply())
 def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: int, payload: bytes) -> None:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
-    setup.handler.record(A, Replied(2, first, turn), [payload], 0.0)
+    setup.records.record(A, Replied(2, first, turn), [payload], 0.0)
     setup.state.persist()
     assert setup.state_of(first.uid) == (State.PENDING, 1)
 
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
-    setup.handler.record(A, Generated(1, first, 0, 20, 10, 0, 99), [turn_payload()], 0.0)
+    setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 99), [turn_payload()], 0.0)
     assert A.decode() in setup.engines.quarantined and setup.handler.free_slots == 0
     assert setup.state_of(first.uid)[0] is State.PENDING
 
@@ -276,7 +274,7 @@ def test_without_its_greedy_episode_a_group_is_cancelled_wherever_it_runs(tmp_pa
     setup.join(A, slots=2), setup.join(B, index=1, slots=2)
     held = {attempt.uid: (peer, attempt) for peer, attempt in setup.tick()}
     peer, greedy = held.pop("0.2")
-    setup.handler.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
+    setup.records.record(peer, Failed(1, greedy, FailReason.PROMPT_TOO_LONG, ""), [], 0.0)
     assert sorted((to, m.attempt) for to, m in setup.sent.take(Cancel)) == sorted(held.values())
     assert setup.handler.free_slots == 4 and not setup.state.buffer.live
     left, attempt = held["0.0"]

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import ConfigError
-from asyncrl.store import runstore
+from asyncrl.store import schema
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SCHEMA_VERSION, StoreError, StorePaused, SupersededError, check_schema
@@ -241,10 +241,10 @@ def test_a_store_that_is_locked_is_opened_when_the_lock_is_gone(
     with closing(sqlite3.connect(tmp_path / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with monkeypatch.context() as patch:
-            patch.setattr(runstore, "OPEN_DEADLINE", -1.0)
+            patch.setattr(schema, "OPEN_DEADLINE", -1.0)
             with pytest.raises(StorePaused, match="locked"):
                 RunStore(tmp_path)
-        monkeypatch.setattr(runstore.time, "sleep", lambda seconds: other.execute("ROLLBACK"))
+        monkeypatch.setattr(schema.time, "sleep", lambda seconds: other.execute("ROLLBACK"))
         assert RunStore(tmp_path).epoch == 2
 
 

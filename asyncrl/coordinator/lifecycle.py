@@ -1,0 +1,142 @@
+"""Where the run is, what it waits for before it goes on, and how it ends.
+
+waits for: peers (to start); the last push, checkpoint and validation (to complete); a checkpoint (to stop)
+unblocks: the end of the run
+"""
+
+from __future__ import annotations
+
+import enum
+
+from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.reporting import Reporter
+from asyncrl.coordinator.state import RunState, log
+from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.coordinator.validation import Validation
+from asyncrl.coordinator.workers import WorkerHandler
+from asyncrl.errors import ProtocolError
+from asyncrl.types import DropReason
+
+FOLLOW = 4.0  # of the stop timeout: for the other processes to end
+
+
+class Phase(enum.StrEnum):
+    """Where the run is. Each phase but RUNNING has a deadline."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"  # the last batch is committed: last push, last checkpoint
+    EVALUATING = "evaluating"
+    STOPPING = "stopping"  # asked to stop: the trainer writes a checkpoint
+    CLOSED = "closed"
+
+
+class Lifecycle:
+    """The phase and its deadline; once CLOSED, the outcome (completed, stopped, failed) and its error."""
+
+    def __init__(
+        self,
+        state: RunState,
+        workers: WorkerHandler,
+        engines: EngineHandler,
+        trainer: TrainerHandler,
+        validation: Validation,
+        reporter: Reporter,
+        now: float,
+    ) -> None:
+        self.state, self.workers, self.engines = state, workers, engines
+        self.trainer, self.validation, self.reporter = trainer, validation, reporter
+        self.phase, self.error, self.outcome = Phase.STARTING, "", ""
+        self._deadline = now + state.config.launch.start_timeout
+        self._can_save = True  # there are trainer ranks to write a checkpoint
+
+    @property
+    def training(self) -> bool:
+        """Work is given out and trained."""
+        return self.phase in (Phase.STARTING, Phase.RUNNING)
+
+    @property
+    def ending(self) -> bool:
+        """The run was stopped, or is over."""
+        return self.phase in (Phase.STOPPING, Phase.CLOSED)
+
+    def advance(self, now: float) -> None:
+        """Enter the next phase if this one is over. ProtocolError when the run does not start in time."""
+        match self.phase:
+            case Phase.STARTING if self.state.versions.ref and self.workers.workers and self.engines.ready:
+                self._enter(Phase.RUNNING, now)
+                self.reporter.begin()
+                self.validation.resume(now, over=self._training_over())
+            case Phase.RUNNING if self._training_over():
+                self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
+                self._enter(Phase.DRAINING, now, self.state.config.weights.deadline)
+            case Phase.DRAINING if self._drained(now) and not self.validation.busy:
+                self.validation.begin(self.state.batches.committed, True, now)
+                self._enter(Phase.EVALUATING, now)
+            case Phase.EVALUATING if not self.validation.busy:
+                self._end("completed")
+            case Phase.STOPPING if self.trainer.finished:
+                self._end("failed" if self.error else "stopped")
+            case Phase.STOPPING if not self._can_save or now > self._deadline:
+                self.fail("; ".join(filter(None, (self.error, self._unsaved()))))
+            case Phase.STOPPING:
+                left = f"for at most {self._deadline - now:.0f} s more"
+                self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
+            case Phase.STARTING if now > self._start_deadline:
+                raise ProtocolError(f"not started within launch.start_timeout: {self._missing()}")
+
+    def stop(self, reason: str, now: float, save: bool = True) -> None:
+        """Let the trainer write a checkpoint, then end. `save` False: it cannot, it was lost."""
+        self._can_save = self._can_save and save
+        if self.ending:
+            return
+        log.info("stopping: %s", reason)
+        self.workers.stop(reason)
+        self.engines.stop(reason)
+        self.trainer.finish()
+        self._enter(Phase.STOPPING, now, max(1.0, self.state.config.launch.stop_timeout - FOLLOW))
+
+    def abort(self, error: str, now: float) -> None:
+        """The run cannot go on, but what was trained can be saved: a stop, after which it has failed."""
+        log.error("the run cannot go on: %s", error)
+        self.error = error
+        self.stop(error, now)
+
+    def fail(self, error: str) -> None:
+        """The run ends now, with what is stored."""
+        self.error = error
+        self._end("failed")
+
+    def _enter(self, phase: Phase, now: float, seconds: float = 0.0) -> None:
+        log.info("phase %s", phase)
+        self.phase, self._deadline = phase, now + seconds
+        self.state.liveness.progress(now)
+
+    def _end(self, outcome: str) -> None:
+        self.outcome, self.phase = outcome, Phase.CLOSED
+
+    @property
+    def _start_deadline(self) -> float:
+        """A trainer that repeats steps after a crash is alive."""
+        return max(self._deadline, self.state.liveness.alive_at + self.state.config.launch.start_timeout)
+
+    def _training_over(self) -> bool:
+        """No batch is left to train."""
+        batches = self.state.batches
+        return batches.committed >= self.state.config.total_steps or batches.over
+
+    def _drained(self, now: float) -> bool:
+        """The last checkpoint is in place, and the last version acked by all, or its time is up."""
+        committed, versions = self.state.batches.committed, self.state.versions
+        pushed = versions.newest.step >= committed and versions.all_acked
+        return self.trainer.checkpoint_step >= committed and (pushed or now > self._deadline)
+
+    def _missing(self) -> str:
+        waits = [] if self.workers.workers else ["no rollout worker has reported in"]
+        waits += [] if self.state.versions.ref else ["the trainer has not published the first version"]
+        waits += [] if self.engines.ready else ["no server holds a published version"]
+        return "; ".join(waits) or "unknown"
+
+    def _unsaved(self) -> str:
+        late = f"none within launch.stop_timeout ({self.state.config.launch.stop_timeout:g} s)"
+        return self.trainer.unsaved(late if self._can_save else "the trainer was lost")

@@ -1,0 +1,139 @@
+"""The records of rollout workers: turns, replies, endings. Each is processed once, and then acknowledged.
+
+consumes: turns, replies, endings (bulk), of training and of validation
+waits for: the record before, where one was lost
+unblocks: the workers (acks), through the buffer the trainer
+"""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
+from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.coordinator.reporting import Reporter
+from asyncrl.coordinator.state import RunState, log
+from asyncrl.coordinator.validation import Validation
+from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord
+from asyncrl.errors import ProtocolError
+from asyncrl.types import FailReason
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
+
+
+class RecordHandler:
+    """Takes in what workers report of episodes, in the order of their sequence numbers."""
+
+    def __init__(
+        self, state: RunState, workers: WorkerHandler, validation: Validation, reporter: Reporter
+    ) -> None:
+        self.state, self.workers, self.validation, self.reporter = state, workers, validation, reporter
+        self._acks: set[bytes] = set()
+
+    def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
+        """One sequenced record: processed once, acknowledged after the commit."""
+        worker = self.workers.workers.get(peer)
+        if worker is None:
+            return  # unacknowledged: it is sent again after the hello
+        worker.seen = now
+        if message.seq > worker.seq + 1:
+            return  # something in between was lost: wait for the resend
+        self._acks.add(peer)
+        if message.seq <= worker.seq:
+            return
+        worker.seq = message.seq
+        (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
+        message = _checked(message)
+        if message.attempt.uid.startswith(EVAL):
+            self.validation.record(worker, message)
+            return
+        episode = self.state.buffer.current(message.attempt.uid, message.attempt.attempt)
+        if episode is None or episode.worker != worker.hello.incarnation:
+            self.state.outbox.to_bulk(peer, Fenced(message.attempt))
+            return
+        try:
+            self._apply(worker, episode, message, frames, now)
+        except ProtocolError as error:
+            log.error("%s: %s", worker.name, error)
+            self.workers.give_up(worker, episode, FailReason.EPISODE_ERROR, now)
+
+    def _apply(
+        self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
+    ) -> None:
+        state = self.state
+        match message:
+            case Generated():
+                self._generated(worker, episode, message, frames, now)
+            case Replied():
+                check_reply(frame := _single_frame(frames))
+                if not 0 <= message.turn < episode.turns:
+                    raise ProtocolError(
+                        f"episode {episode.uid}: replies to turn {message.turn}, which is not there"
+                    )
+                state.store.put_frame(episode.uid, message.turn, "replied", frame)
+            case Finished():
+                if message.stats.turns != episode.turns:
+                    known = f"{episode.turns} of its turns are durable"
+                    raise ProtocolError(f"episode {episode.uid}: ends after {message.stats.turns}, {known}")
+                del worker.running[episode.uid]
+                state.buffer.finish(episode, message.result, message.stats, now)
+                self.reporter.on_landed(episode)
+            case Failed():
+                log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
+                del worker.running[episode.uid]
+                self.workers.fail(episode, message.reason, now)
+
+    def _generated(
+        self,
+        worker: WorkerRecord,
+        episode: EpisodeRecord,
+        message: Generated,
+        frames: list[bytes],
+        now: float,
+    ) -> None:
+        if message.turn < episode.turns:
+            return  # sent again to a restarted coordinator
+        if message.turn > episode.turns:
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} before turn {episode.turns}")
+        if not (0 <= message.oldest <= message.newest and 0 <= message.seconds < math.inf):
+            named = f"v{message.oldest} to v{message.newest}, after {message.seconds:g} s"
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} of {named}")
+        if message.newest > self.state.versions.newest.step:
+            log.error("%s names v%d, which was never pushed", worker.name, message.newest)
+            if not self.workers.engines.remote:
+                self.workers.engines.quarantine(worker.peer.decode(), now)
+            self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, now)
+            return
+        turn = decode_turn(frame := _single_frame(frames))
+        check_turn(episode.uid, turn, rows=turn.row)  # its place among the rows is checked when it is taken
+        tokens = len(turn.context) + len(turn.ids)
+        if (turn.index, tokens, len(turn.ids)) != (message.turn, message.tokens, message.model_tokens):
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} is not what its header says")
+        self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
+        self.reporter.on_turn(message.model_tokens)
+        self.state.buffer.turn(
+            episode, message.tokens, message.model_tokens, message.oldest, message.newest, message.seconds
+        )
+
+    def queue_acks(self) -> None:
+        """One cumulative ack per worker that sent records in this turn of the loop."""
+        for peer in self._acks:
+            worker = self.workers.workers.get(peer)
+            if worker is not None:
+                self.state.outbox.to_bulk(peer, Ack(worker.seq))
+        self._acks = set()
+
+
+def _checked(message: Record) -> Record:
+    """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
+    if not isinstance(message, Finished):
+        return message
+    trouble = message.result.problem
+    if not trouble and not all(map(math.isfinite, (message.stats.seconds, message.stats.tool_s))):
+        trouble = "its seconds are no finite number"
+    return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble) if trouble else message
+
+
+def _single_frame(frames: list[bytes]) -> bytes:
+    if len(frames) != 1:
+        raise ProtocolError(f"expected one frame, got {len(frames)}")
+    return frames[0]

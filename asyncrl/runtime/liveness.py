@@ -1,0 +1,51 @@
+"""When a run has stalled: what is a sign of life, what is progress, and how long each may be missing."""
+
+from __future__ import annotations
+
+from asyncrl.config import RunConfig
+
+
+def silence_limit(config: RunConfig) -> float:
+    """Seconds without any sign of life after which the run has stalled: `launch.stall_timeout` beyond the
+    longest deadline of a wait that gives none (a process that loads, an engine that loads a version, a
+    server's stream that is silent)."""
+    silent = [config.launch.start_timeout, config.weights.deadline]
+    silent += [config.engine.request_timeout] if config.engine.remote else []
+    return config.launch.stall_timeout + max(silent)
+
+
+def progress_limit(config: RunConfig) -> float:
+    """Seconds in which an episode must have landed, or something been trained, whatever signs of life there
+    are: all attempts of an episode, each up to its deadlines, and the start of the servers."""
+    rollout, start = config.rollout, config.engine.start_timeout if config.engine.remote else 0.0
+    return (
+        silence_limit(config)
+        + (1 + rollout.retries) * (rollout.episode_timeout + rollout.reward_timeout)
+        + start
+    )
+
+
+class Liveness:
+    """When something last moved in a run. Pure: `now` is passed in, in seconds of one monotonic clock."""
+
+    def __init__(self, config: RunConfig, now: float) -> None:
+        self._silence, self._progress = silence_limit(config), progress_limit(config)
+        self.progress_at = self.alive_at = now
+
+    def progress(self, now: float) -> None:
+        """An episode has landed, or a micro-batch, a batch, a checkpoint or a phase is done."""
+        self.progress_at = self.alive_at = now
+
+    def alive(self, now: float) -> None:
+        """Something moved, or waits within a deadline of its own."""
+        self.alive_at = now
+
+    def stalled(self, now: float) -> str:
+        """Why the run counts as stalled; '' when it does not."""
+        if now - self.alive_at > self._silence:
+            limit = f"{self._silence:g} s (launch.stall_timeout, and the longest silent wait)"
+            return f"nothing has moved for {limit}"
+        if now - self.progress_at > self._progress:
+            limit = f"{self._progress:g} s (all deadlines of one)"
+            return f"no episode has landed, and nothing was trained, for {limit}"
+        return ""
