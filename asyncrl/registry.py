@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.errors import ConfigError, describe
+from asyncrl.errors import ConfigError, describe, one_line
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -121,8 +121,7 @@ def bind(function: F, options: Mapping[str, Any], where: str) -> F:
     Raises ConfigError that begins with `where`, the key the options came from: an unknown option (the error
     lists the known ones), a missing one, or a value of a wrong type or out of bounds.
     """
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
-    known = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    known = _keyword_only(function, where)
     if unknown := sorted(options.keys() - {p.name for p in known}):
         names = ", ".join(p.name for p in known) or "none"
         raise ConfigError(f"{where}: unknown option {unknown[0]!r}; options: {names}")
@@ -137,6 +136,57 @@ def bind(function: F, options: Mapping[str, Any], where: str) -> F:
     except msgspec.ValidationError as error:
         raise ConfigError(_named(str(error), options, known, where)) from None
     return functools.partial(function, **msgspec.structs.asdict(bound))  # type: ignore[return-value]
+
+
+def _keyword_only(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
+    """With evaluated annotations. Those of other parameters may name what is imported for type checkers."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    try:
+        known = [p for p in inspect.signature(function).parameters.values() if p.kind is kind]
+        if any(isinstance(p.annotation, str) for p in known):
+            parameters = inspect.signature(function, eval_str=True).parameters.values()
+            known = [p for p in parameters if p.kind is kind]
+    except Exception as error:  # of an annotation, or a builtin without a signature
+        raise ConfigError(f"{where}: it has no usable signature ({one_line(error)})") from error
+    return known
+
+
+def check_call(
+    function: Callable[..., Any],
+    where: str,
+    usage: str,
+    *given: object,
+    awaited: bool = False,
+    **named: object,
+) -> None:
+    """ConfigError that begins with `where`, and names file and line, unless it can be called with these
+    arguments. `awaited`: unless it is async, too. `usage` is what to write instead."""
+    problem = "" if not awaited or _is_async(function) else "is not async"
+    if inspect.isasyncgenfunction(inspect.unwrap(function)):
+        problem = "yields; it must return"
+    try:
+        inspect.signature(function).bind(*given, **named)
+    except TypeError as error:
+        problem = f"takes other arguments ({error})"
+    except ValueError:  # a builtin
+        return
+    if problem:
+        raise ConfigError(f"{where}: {_named_with_place(function)} {problem}; write {usage}")
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """A sync wrapper of a coroutine function counts: what it returns can be awaited."""
+    found = (function, inspect.unwrap(function), type(function).__call__)
+    return any(map(inspect.iscoroutinefunction, found))
+
+
+def _named_with_place(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    return getattr(inner, "__name__", type(inner).__name__) + place
 
 
 def _named(complaint: str, options: Mapping[str, Any], known: list[inspect.Parameter], where: str) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError, describe
-from asyncrl.registry import Registry, bind, single
+from asyncrl.registry import Registry, bind, check_call, single
 from asyncrl.types import Message, Observation, Sample
 
 
@@ -82,10 +82,24 @@ def load_environment(
             f"{where}.{spec}: {type(made).__name__} is no environment, it has no {', '.join(missing)}; "
             "derive it from asyncrl.environments.Environment"
         )
+    _check(made, f"{where}.{spec}")
+    return make
+
+
+def _check(made: Environment, where: str) -> None:
+    for name, parameter in (
+        ("reset", "sample"),
+        ("step", "message"),
+        ("cut_short", "unanswered"),
+        ("close", ""),
+    ):
+        usage = f"async def {name}({', '.join(filter(None, ('self', parameter)))})"
+        check_call(getattr(made, name), where, usage, *[None] * bool(parameter), awaited=True)
     limit = made.timeout
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-        raise ConfigError(f"{where}.{spec}: its timeout is {limit!r}; seconds above 0 are expected")
-    return make
+        raise ConfigError(f"{where}: its timeout is {limit!r}; seconds above 0 are expected")
+    if made.replay not in ("reapply", "no"):
+        raise ConfigError(f"{where}: its replay is {made.replay!r}; write 'reapply' or 'no'")
 
 
 def text_observation(text: str, reward: float = 0.0, done: bool = False) -> Observation:

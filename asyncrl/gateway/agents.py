@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.config import Plugin
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry, bind, single
+from asyncrl.registry import Registry, bind, check_call, single
 from asyncrl.values import finite
 
 MAX_RESULT = 1 << 20  # bytes of a result, as JSON
@@ -18,6 +18,8 @@ MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 Agent = Callable[..., Any]
 """`(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine of that. What it returns is
 the `result` that reward functions see. Keyword-only parameters are its options."""
+
+USAGE = "async def agent(sample, endpoint, *, options)"
 
 agents: Registry[Agent] = Registry("agent")
 
@@ -27,9 +29,11 @@ def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
     with `where`."""
     spec, options = single(plugin, where)
     found = agents.load(spec, where)
-    if not callable(found):
-        raise ConfigError(f"{where}: {spec!r} is no function; (sample, endpoint) is expected")
-    return bind(found, options, f"{where}.{spec}")
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(f"{where}: {spec!r} is no function; write {USAGE}")
+    agent = bind(found, options, f"{where}.{spec}")
+    check_call(agent, where, USAGE, None, None)
+    return agent
 
 
 def result_of(value: Any) -> Any:

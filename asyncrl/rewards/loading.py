@@ -13,7 +13,7 @@ import msgspec
 
 from asyncrl.config import Options
 from asyncrl.errors import ConfigError
-from asyncrl.registry import bind
+from asyncrl.registry import bind, check_call
 from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
 from asyncrl.rewards.results import from_verl
 
@@ -58,14 +58,18 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     """One function of whole episodes, with its options bound."""
     found = rewards.load(source.spec, where)
     if not callable(found):
-        raise ConfigError(f"{where}: reward {source.spec!r} is no function; {_EXPECTED}")
+        raise ConfigError(f"{where}: reward {source.spec!r} is no function; write {_EXPECTED}")
     try:
         function = bind(_with_options(found), source.options, f"{where}.{source.spec}")
     except (NameError, ValueError) as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: reward {source.spec!r} has no usable signature ({error})") from error
     if inspect.isclass(found):
         function = _made(function, f"{where}.{source.spec}")
-    called = function if _is_typed(function) else from_verl(_checked(function, source.spec, where))
+    if _is_typed(function):
+        called = function
+    else:
+        check_call(function, f"{where}: reward {source.spec!r}", _EXPECTED, **dict.fromkeys(VERL))
+        called = from_verl(function)
     place = _place(function if inspect.isclass(found) else found, getattr(found, "runs", "processes"))
     load = getattr(function, "load", lambda: None)
     own = place == "loop" and bool(getattr(found, "own_deadline", False))
@@ -77,7 +81,7 @@ def in_loop(function: RewardFunction, name: str = "reward") -> Reward:
     return Reward(name, function if _is_typed(function) else from_verl(function), "loop", RewardSource(name))
 
 
-_EXPECTED = "(data_source, solution_str, ground_truth, extra_info) or (given: RewardInput) is expected"
+_EXPECTED = "a function of (data_source, solution_str, ground_truth, extra_info) or (given: RewardInput)"
 
 
 def _load(name: str, spec: str, options: Options, where: str) -> Reward:
@@ -95,7 +99,7 @@ def _made(build: Callable[[], Any], where: str) -> RewardFunction:
     except (ConfigError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
     if not callable(made):
-        raise ConfigError(f"{where}: its instances cannot be called; {_EXPECTED}")
+        raise ConfigError(f"{where}: its instances cannot be called; write {_EXPECTED}")
     return made
 
 
@@ -110,14 +114,6 @@ def _with_options(function: RewardFunction) -> RewardFunction:
     options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]
     made.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return made
-
-
-def _checked(function: RewardFunction, spec: str, where: str) -> RewardFunction:
-    try:
-        inspect.signature(function).bind(data_source="", solution_str="", ground_truth="", extra_info={})
-    except TypeError as error:
-        raise ConfigError(f"{where}: reward {spec!r}: {_EXPECTED} ({error})") from None
-    return function
 
 
 def _place(function: RewardFunction, if_sync: Place) -> Place:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from asyncrl.errors import ConfigError
-from asyncrl.registry import Registry, bind
+from asyncrl.registry import Registry, bind, check_call
 from asyncrl.types import EpisodeEnd
 from asyncrl.values import finite
 
@@ -58,7 +58,10 @@ def overlong(
 
 def select_shapings(named: Mapping[str, Mapping[str, Any]], where: str) -> list[Shaping]:
     """The functions of `algorithm.shaping`, options bound. ConfigError that begins with `where`."""
-    return [bind(_load(name, where), options, f"{where}.{name}") for name, options in named.items()]
+    functions = [bind(_load(name, where), options, f"{where}.{name}") for name, options in named.items()]
+    for name, function in zip(named, functions, strict=True):
+        check_call(function, f"{where}.{name}", "def shaping(given: ShapingInput, *, options)", None)
+    return functions
 
 
 def _load(name: str, where: str) -> Shaping:

@@ -12,6 +12,7 @@ from asyncrl.environments import ScriptedUser, environments, load_environment
 from asyncrl.errors import ConfigError
 
 WORLDS = """
+import functools
 from asyncrl.environments import Environment, text_observation
 
 class Echo(Environment):
@@ -36,6 +37,45 @@ class Hasty(Echo):
 def echo(*, times: int = 1):
     return Echo(times=times)
 
+class Sync(Echo):
+    def step(self, message):
+        return text_observation(message.content)
+
+class CutsShort(Echo):
+    def cut_short(self, unanswered):
+        return 0.0
+
+class Forgot(Echo):
+    async def reset(self):
+        return text_observation("hello")
+
+class Greedy(Echo):
+    async def step(self, message, state):
+        return text_observation(message.content)
+
+class Yields(Echo):
+    async def step(self, message):
+        yield text_observation(message.content)
+
+class Closes(Echo):
+    def close(self):
+        pass
+
+class Never(Echo):
+    replay = "never"
+
+def logged(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        return function(*arguments)
+    return call
+
+class Wrapped(Echo):
+    step = logged(Echo.step)
+
+    async def cut_short(self, unanswered, *more, factor=2.0):
+        return 0.0
+
 number = 3
 """
 
@@ -53,6 +93,7 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
         assert make() is not make()
         assert (make().tools, make().replay, make().timeout) == ((), "reapply", None)
     assert isinstance(load_environment("scripted_user")(), ScriptedUser)
+    load_environment(f"{worlds}:Wrapped")  # awaited all the same
 
 
 @pytest.mark.parametrize(
@@ -67,6 +108,16 @@ def test_an_environment_is_a_class_or_a_function_with_options(worlds: Path) -> N
             "Stranger is no environment, it has no reset, step, cut_short, close, tools, replay, timeout",
         ),
         ("{}:Hasty", "its timeout is 0; seconds above 0 are expected"),
+        ("{}:Sync", r"Sync: step \(worlds.py:\d+\) is not async; write async def step\(self, message\)"),
+        ("{}:CutsShort", r"cut_short \(worlds.py:\d+\) is not async; write .*cut_short\(self, unanswered\)"),
+        ("{}:Closes", r"close \(worlds.py:\d+\) is not async; write async def close\(self\)"),
+        (
+            "{}:Forgot",
+            r"reset \(worlds.py:\d+\) takes other arguments \(too many positional.*\(self, sample\)",
+        ),
+        ("{}:Greedy", r"step \(worlds.py:\d+\) takes other arguments \(missing .* 'state'\)"),
+        ("{}:Yields", r"step \(worlds.py:\d+\) yields; it must return"),
+        ("{}:Never", "its replay is 'never'; write 'reapply' or 'no'"),
         ("{}:number", "makes no environment"),
         ("{}:missing", "has no 'missing'"),
         ("scripted", "did you mean scripted_user"),

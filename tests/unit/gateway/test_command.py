@@ -165,6 +165,45 @@ def test_a_wrong_name_is_told(plugin: Any, why: str) -> None:
         load_agent(plugin)
 
 
+AGENTS = """
+from __future__ import annotations
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from asyncrl.gateway import Endpoint
+
+def typed(sample, endpoint: Endpoint): ...
+def short(sample): ...
+def long(sample, endpoint, tools): ...
+async def yields(sample, endpoint):
+    yield 1
+class Solver:
+    def __init__(self, sample, endpoint): ...
+def unknown(sample, endpoint, *, options: Nowhere = None): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "short",
+            r"short \(mine.py:8\) takes other arguments \(too many .*write async def agent\(sample, endp",
+        ),
+        ("long", r"long \(mine.py:9\) takes other arguments \(missing .* 'tools'\)"),
+        ("yields", r"yields \(mine.py:10\) yields; it must return"),
+        ("Solver", "is no function; write async def agent"),
+        ("unknown", "no usable signature .*Nowhere"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_told_before_the_start(tmp_path: Path, name: str, why: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(AGENTS)
+    load_agent(f"{path}:typed")
+    with pytest.raises(ConfigError, match=why) as caught:
+        load_agent(f"{path}:{name}")
+    assert str(caught.value).startswith("$.rollout.agent")
+
+
 @pytest.mark.parametrize("value", [None, 1.5, {"score": 1.0, "steps": [1, 2]}])
 def test_results_are_json_values(value: Any) -> None:
     assert result_of(value) == value
