@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Plugin
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, describe
 from asyncrl.registry import Registry, bind, check_call, single
 from asyncrl.values import finite
 
@@ -17,7 +17,9 @@ MAX_RESULT = 1 << 20  # bytes of a result, as JSON
 
 Agent = Callable[..., Any]
 """`(sample: Sample, endpoint: Endpoint) -> None | number | dict`, or a coroutine of that. What it returns is
-the `result` that reward functions see. Keyword-only parameters are its options."""
+the `result` that reward functions see. Keyword-only parameters are its options. A class whose instances are
+called like this is an agent as well: its constructor takes the options, and refuses them with ConfigError;
+all episodes of a worker share one instance."""
 
 USAGE = "async def agent(sample, endpoint, *, options)"
 
@@ -29,10 +31,21 @@ def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
     with `where`."""
     spec, options = single(plugin, where)
     found = agents.load(spec, where)
-    if not callable(found) or isinstance(found, type):
+    if not callable(found):
         raise ConfigError(f"{where}: {spec!r} is no function; write {USAGE}")
     agent = bind(found, options, f"{where}.{spec}")
+    if isinstance(found, type):
+        agent = _made(agent, f"{where}.{spec}")
     check_call(agent, where, USAGE, None, None)
+    return agent
+
+
+def _made(build: Callable[[], Any], where: str) -> Agent:
+    """How an instance is called. Any error of its constructor becomes a ConfigError."""
+    try:
+        agent: Agent = build().__call__
+    except Exception as error:
+        raise ConfigError(f"{where}: {describe(error)}") from error
     return agent
 
 

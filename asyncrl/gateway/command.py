@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway.agents import MAX_RESULT, agents
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import wrapped
@@ -35,37 +38,47 @@ class CommandError(AsyncrlError):
 
 
 @agents.register("command")
-async def command(
-    sample: Sample, endpoint: Endpoint, *, line: Line, directory: str = "", extra_info: tuple[str, ...] = ()
-) -> Any:
-    """Run `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
-    where the run was started). Of the sample's extra_info, which may hold the answer, the program gets the
-    named entries. CommandError on an exit code other than 0, with the last line of stderr."""
-    words, given = _split(line), _written(sample, extra_info)
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *wrapped(words),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            cwd=directory or None,
-            env=_environment(os.environ, endpoint),
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise CommandError(f"{words[0]} cannot be run: {error.strerror}") from error
-    talk = asyncio.ensure_future(_talk(process, given))
-    try:
-        result, complaint = await asyncio.shield(talk)
-    finally:
-        if not talk.done():
-            with suppress(ProcessLookupError):
-                process.send_signal(KILL)
-            await asyncio.wait([talk], timeout=2 * KILL_SECONDS)
-    if process.returncode:
-        raise CommandError(f"{words[0]} ended with code {process.returncode}: {complaint or 'no message'}")
-    return _result(result)
+class Command:
+    """Runs `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
+    where the run was started). Its first word `python` is the run's own interpreter, with the packages that
+    the run has. Of the sample's extra_info, which may hold the answer, the program gets the named entries.
+    ConfigError for a line or a directory that cannot be used."""
+
+    def __init__(self, *, line: Line, directory: str = "", extra_info: tuple[str, ...] = ()) -> None:
+        self._words, self._directory, self._extra_info = _split(line), directory or None, extra_info
+        if directory and not Path(directory).is_dir():
+            raise ConfigError(f"directory {directory!r}: no such directory")
+        program = self._words[0]
+        if shutil.which(Path(directory, program) if "/" in program else program) is None:
+            raise ConfigError(f"line {line!r}: there is no program {program!r}; install it, or give its path")
+
+    async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
+        """CommandError on an exit code other than 0, with the last line of stderr."""
+        given, program = _written(sample, self._extra_info), self._words[0]
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *wrapped(self._words),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=self._directory,
+                env=_environment(os.environ, endpoint),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CommandError(f"{program} cannot be run: {error.strerror}") from error
+        talk = asyncio.ensure_future(_talk(process, given))
+        try:
+            result, complaint = await asyncio.shield(talk)
+        finally:
+            if not talk.done():
+                with suppress(ProcessLookupError):
+                    process.send_signal(KILL)
+                await asyncio.wait([talk], timeout=2 * KILL_SECONDS)
+        if process.returncode:
+            raise CommandError(f"{program} ended with code {process.returncode}: {complaint or 'no message'}")
+        return _result(result)
 
 
 async def _talk(process: asyncio.subprocess.Process, sample: bytes) -> tuple[str, str]:
@@ -104,9 +117,10 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
 
 def _split(line: str) -> list[str]:
     try:
-        return shlex.split(line)
+        program, *arguments = shlex.split(line)
     except ValueError as error:
-        raise CommandError(f"rollout.agent.command.line {line!r}: {error}") from None
+        raise ConfigError(f"line {line!r}: {error}") from None
+    return [sys.executable if program in ("python", "python3") else program, *arguments]
 
 
 def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:

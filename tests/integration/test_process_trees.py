@@ -48,8 +48,8 @@ from asyncrl.types import ToolCall
 work = call_tool(load_tool(f"{FILE}:call"), ToolCall("call", json.dumps({"path": PIDS})), 600.0)
 """,
     "agent program": """
-from asyncrl.gateway import Endpoint, command
-work = command(SAMPLE, Endpoint("http://127.0.0.1:1/v1", "key"), line=f"{sys.executable} {FILE} {PIDS}")
+from asyncrl.gateway import Command, Endpoint
+work = Command(line=f"python {FILE} {PIDS}")(SAMPLE, Endpoint("http://127.0.0.1:1/v1", "key"))
 """,
     "SGLang server": """
 from pathlib import Path

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.gateway import Endpoint, command, load_agent, result_of
+from asyncrl.gateway import Command, Endpoint, load_agent, result_of
 from asyncrl.gateway.command import CommandError
 from asyncrl.types import Message, Sample
 
@@ -21,7 +21,7 @@ SAMPLE = Sample(3, "test", (Message("user", "q"),), '{"x": 42}', extra_info='{"y
 
 
 def run(line: str, timeout: float = 30.0, sample: Sample = SAMPLE, **options: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(command(sample, ENDPOINT, line=line, **options), timeout))
+    return asyncio.run(asyncio.wait_for(Command(line=line, **options)(sample, ENDPOINT), timeout))
 
 
 def python(path: Path, code: str) -> str:
@@ -73,14 +73,24 @@ def test_the_last_line_is_the_result(line: str, result: Any) -> None:
     [
         ("sh -c 'echo 1; echo no luck >&2; exit 3'", "sh ended with code 3: no luck"),
         ("false", "false ended with code 1: no message"),
-        ("no-such-program --x", "ended with code 127: no-such-program cannot be run: No such file"),
-        ("echo 'unclosed", "No closing quotation"),
         ("sh -c 'kill -9 $$'", "ended with code -9"),
     ],
 )
 def test_a_failure_is_told(line: str, why: str) -> None:
     with pytest.raises(CommandError, match=why.replace("$", r"\$")):
         run(line)
+
+
+def test_python_is_the_interpreter_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another one, or none, is first on PATH; one that is given by its path stays."""
+    other = tmp_path / "python"
+    other.write_text('#!/bin/sh\necho \'{"which": "other"}\'\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "agent.py").write_text("import json, sys; print(json.dumps({'which': sys.executable}))")
+    for name in ("python", "python3"):
+        assert run(f"{name} agent.py", directory=str(tmp_path)) == {"which": sys.executable}
+    assert run(f"{other} agent.py") == run("./python agent.py", directory=str(tmp_path)) == {"which": "other"}
 
 
 def test_a_program_runs_in_its_directory(tmp_path: Path) -> None:
@@ -109,7 +119,7 @@ def test_nothing_of_a_program_is_left(tmp_path: Path, ending: str) -> None:
     line = f"sh -c 'setsid sleep 600 & echo $$ $! > {pids}; {ending}'"
 
     async def main() -> list[int]:
-        playing = asyncio.create_task(command(SAMPLE, ENDPOINT, line=line))
+        playing = asyncio.create_task(Command(line=line)(SAMPLE, ENDPOINT))
         found = (await asyncio.to_thread(pids.read_text)).split()
         if ending == "wait":
             playing.cancel()
@@ -155,6 +165,13 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ),
         ({"command": {"line": "x"}, "other": {}}, "one name is expected"),
         ({}, "one name is expected"),
+        (
+            {"command": {"line": "echo 'unclosed"}},
+            r"\$\.rollout\.agent\.command: line .* No closing quotation",
+        ),
+        ({"command": {"line": "no-such-program --x"}}, "there is no program 'no-such-program'; install it"),
+        ({"command": {"line": "./agent.sh", "directory": "/usr"}}, "there is no program './agent.sh'"),
+        ({"command": {"line": "ls", "directory": "/no/such"}}, "directory '/no/such': no such directory"),
         ("comand", "did you mean command"),
         ("math:pi", "is no function"),
         ("no_such_module:f", "cannot import"),
@@ -177,7 +194,13 @@ def long(sample, endpoint, tools): ...
 async def yields(sample, endpoint):
     yield 1
 class Solver:
-    def __init__(self, sample, endpoint): ...
+    def __init__(self, *, key: str = ""):
+        if not key:
+            raise RuntimeError("no key")
+        self.key = key
+    async def __call__(self, sample, endpoint):
+        return len(self.key)
+class Idle: ...
 def unknown(sample, endpoint, *, options: Nowhere = None): ...
 """
 
@@ -191,7 +214,8 @@ def unknown(sample, endpoint, *, options: Nowhere = None): ...
         ),
         ("long", r"long \(mine.py:9\) takes other arguments \(missing .* 'tools'\)"),
         ("yields", r"yields \(mine.py:10\) yields; it must return"),
-        ("Solver", "is no function; write async def agent"),
+        ("Solver", r"Solver: RuntimeError: no key \(mine.py:15\)"),
+        ("Idle", r"mine.py:Idle: AttributeError: .*__call__"),
         ("unknown", "no usable signature .*Nowhere"),
     ],
 )
@@ -199,6 +223,7 @@ def test_an_agent_that_cannot_be_called_is_told_before_the_start(tmp_path: Path,
     path = tmp_path / "mine.py"
     path.write_text(AGENTS)
     load_agent(f"{path}:typed")
+    assert asyncio.run(load_agent({f"{path}:Solver": {"key": "abc"}})(SAMPLE, ENDPOINT)) == 3
     with pytest.raises(ConfigError, match=why) as caught:
         load_agent(f"{path}:{name}")
     assert str(caught.value).startswith("$.rollout.agent")
