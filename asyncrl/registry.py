@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -155,17 +155,19 @@ def check_call(
     function: Callable[..., Any],
     where: str,
     usage: str,
-    *given: object,
+    given: Sequence[str],
+    *,
     awaited: bool = False,
-    **named: object,
+    by_name: bool = False,
 ) -> None:
-    """ConfigError that begins with `where`, and names file and line, unless it can be called with these
-    arguments. `awaited`: unless it is async, too. `usage` is what to write instead."""
+    """ConfigError that begins with `where`, and names file and line, unless the function takes the parameters
+    `given`, by their position or `by_name`, and, where it is `awaited`, is async. `usage`: what to write."""
     problem = "" if not awaited or _is_async(function) else "is not async"
     if inspect.isasyncgenfunction(inspect.unwrap(function)):
         problem = "yields; it must return"
     try:
-        inspect.signature(function).bind(*given, **named)
+        bind_to = inspect.signature(function).bind
+        bind_to(**dict.fromkeys(given)) if by_name else bind_to(*given)
     except TypeError as error:
         problem = f"takes other arguments ({error})"
     except ValueError:  # a builtin

@@ -87,14 +87,10 @@ def load_environment(
 
 
 def _check(made: Environment, where: str) -> None:
-    for name, parameter in (
-        ("reset", "sample"),
-        ("step", "message"),
-        ("cut_short", "unanswered"),
-        ("close", ""),
-    ):
-        usage = f"async def {name}({', '.join(filter(None, ('self', parameter)))})"
-        check_call(getattr(made, name), where, usage, *[None] * bool(parameter), awaited=True)
+    methods = {"reset": ["sample"], "step": ["message"], "cut_short": ["unanswered"], "close": []}
+    for name, given in methods.items():
+        usage = f"async def {name}({', '.join(['self', *given])})"
+        check_call(getattr(made, name), where, usage, given, awaited=True)
     limit = made.timeout
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
         raise ConfigError(f"{where}: its timeout is {limit!r}; seconds above 0 are expected")

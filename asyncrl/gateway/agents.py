@@ -36,7 +36,7 @@ def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
     agent = bind(found, options, f"{where}.{spec}")
     if isinstance(found, type):
         agent = _made(agent, f"{where}.{spec}")
-    check_call(agent, where, USAGE, None, None)
+    check_call(agent, where, USAGE, ("sample", "endpoint"))
     return agent
 
 

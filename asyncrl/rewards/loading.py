@@ -68,7 +68,7 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     if _is_typed(function):
         called = function
     else:
-        check_call(function, f"{where}: reward {source.spec!r}", _EXPECTED, **dict.fromkeys(VERL))
+        check_call(function, f"{where}: reward {source.spec!r}", _EXPECTED, VERL, by_name=True)
         called = from_verl(function)
     place = _place(function if inspect.isclass(found) else found, getattr(found, "runs", "processes"))
     load = getattr(function, "load", lambda: None)

@@ -60,7 +60,7 @@ def select_shapings(named: Mapping[str, Mapping[str, Any]], where: str) -> list[
     """The functions of `algorithm.shaping`, options bound. ConfigError that begins with `where`."""
     functions = [bind(_load(name, where), options, f"{where}.{name}") for name, options in named.items()]
     for name, function in zip(named, functions, strict=True):
-        check_call(function, f"{where}.{name}", "def shaping(given: ShapingInput, *, options)", None)
+        check_call(function, f"{where}.{name}", "def shaping(given: ShapingInput, *, options)", ["given"])
     return functions
 
 
