@@ -85,7 +85,7 @@ class ObserveConfig(Section, frozen=True):
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """Live view on a terminal, plain lines elsewhere."""
     trackers: list[Literal["wandb", "tensorboard", "swanlab"]] = []
-    """Trackers beside metrics.jsonl."""
+    """Trackers beside metrics.jsonl; wandb and swanlab need a login, or e.g. `WANDB_MODE=offline`."""
     project: Text = "asyncrl"
     """Project name for trackers."""
     plot: bool = True

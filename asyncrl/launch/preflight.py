@@ -15,6 +15,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
 from asyncrl.launch.servers import check_servers
+from asyncrl.observe.trackers import check_logins
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, check_sample_tools
@@ -27,6 +28,7 @@ def check(config: RunConfig) -> list[str]:
     check_run_directory(config)
     check_resumed(config)
     check_installed(config)
+    check_logins(config)
     check_model(config)
     tools = check_names(config)
     first = check_data(config, tools)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -42,17 +45,22 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def first_day(run_dir: Path) -> datetime.date:
     """The day on which a run began, as `mark_start` wrote it; today, where it did not."""
     try:
-        return datetime.date.fromisoformat((run_dir / "started").read_text())
-    except (OSError, ValueError):
+        return datetime.date.fromisoformat((run_dir / "started").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
         return datetime.date.today()
 
 
+def run_id(run_dir: Path) -> str:
+    """The id of a run that `mark_start` has marked: runs of one name, here or elsewhere, have their own."""
+    return (run_dir / "started").read_text().split()[1]
+
+
 def mark_start(run_dir: Path) -> None:
-    """Record the day, unless an earlier start of the run did."""
+    """Record the day and an id, unless an earlier start of the run did."""
     path = run_dir / "started"
     if not path.exists():
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(datetime.date.today().isoformat())
+        temporary.write_text(f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}")
         temporary.replace(path)
 
 

@@ -12,7 +12,11 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, recorded
+from asyncrl.errors import ConfigError, one_line, recorded
+from asyncrl.observe.files import run_id
+
+WANDB_URL = "https://api.wandb.ai"  # under which its login is kept, also where the service has moved
+NAME_LIMIT = 128  # characters of a run's name, in wandb
 
 log = logging.getLogger("asyncrl.trackers")
 
@@ -34,11 +38,16 @@ class Trackers:
     @classmethod
     @contextmanager
     def open(cls, config: RunConfig, run_dir: Path) -> Iterator[Trackers]:
-        """ConfigError, naming the extra, for one that is not installed."""
+        """In a run directory that is marked as started. ConfigError for one that is not installed, or that
+        does not start."""
         with ExitStack() as stack:
             trackers: dict[str, Tracker] = {}
             for name in config.observe.trackers:
-                trackers[name] = OPEN[name](_module(name), config, run_dir)
+                module = _module(name)
+                try:
+                    trackers[name] = OPEN[name](module, config, run_dir)
+                except Exception as error:
+                    raise ConfigError(_not_started(name, error)) from error
                 stack.callback(trackers[name].close)
             yield cls(trackers)
 
@@ -76,14 +85,52 @@ class _TensorBoardTracker:
         self._writer.close()
 
 
+def check_logins(config: RunConfig) -> None:
+    """ConfigError for a tracker that would send metrics to its service without being logged in: when it is
+    opened, there is a run directory already. Nothing is sent."""
+    for name in config.observe.trackers:
+        if name in LOGGED_IN:
+            try:
+                logged_in = LOGGED_IN[name](_module(name))
+            except Exception as error:
+                raise ConfigError(_not_started(name, error)) from error
+            if not logged_in:
+                raise ConfigError(
+                    f"$.observe.trackers: {name} is not logged in; run `{name} login`, or set "
+                    f"{name.upper()}_API_KEY, or {name.upper()}_MODE=offline"
+                )
+
+
+def _wandb_logged_in(module: Any) -> bool:
+    """By what it reads itself; its `login` would ask the service."""
+    from requests.utils import get_netrc_auth  # a dependency of wandb
+
+    settings = module.setup().settings
+    if settings.mode in ("offline", "disabled", "dryrun"):
+        return True
+    given = settings.api_key or getattr(settings, "identity_token_file", None)
+    return bool(given) or any(get_netrc_auth(url) for url in (settings.base_url, WANDB_URL))
+
+
+def _swanlab_logged_in(module: Any) -> bool:
+    settings = module.Settings()  # of earlier releases without these
+    return getattr(settings, "mode", "") != "online" or bool(settings.api_key)
+
+
+def _not_started(name: str, error: Exception) -> str:
+    return f"tracker {name} cannot be started: {one_line(error)}; leave it out of observe.trackers to go on"
+
+
 def _wandb(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
-    return _RunTracker(module.init(**_described(config), dir=str(run_dir), resume="allow", id=config.name))
+    return _RunTracker(
+        module.init(**_described(config), dir=str(run_dir), resume="allow", id=run_id(run_dir))
+    )
 
 
 def _swanlab(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
     described = _described(config)
     described["experiment_name"] = described.pop("name")
-    module.init(**described, logdir=str(run_dir / "swanlab"))
+    module.init(**described, logdir=str(run_dir / "swanlab"), resume="allow", id=run_id(run_dir))
     return _RunTracker(module)
 
 
@@ -92,7 +139,8 @@ def _tensorboard(module: Any, config: RunConfig, run_dir: Path) -> Tracker:
 
 
 def _described(config: RunConfig) -> dict[str, Any]:
-    return {"project": config.observe.project, "name": config.name, "config": msgspec.to_builtins(config)}
+    name = config.name[:NAME_LIMIT]
+    return {"project": config.observe.project, "name": name, "config": msgspec.to_builtins(config)}
 
 
 OPEN: dict[str, Callable[[Any, RunConfig, Path], Tracker]] = {
@@ -100,6 +148,7 @@ OPEN: dict[str, Callable[[Any, RunConfig, Path], Tracker]] = {
     "swanlab": _swanlab,
     "tensorboard": _tensorboard,
 }
+LOGGED_IN: dict[str, Callable[[Any], bool]] = {"wandb": _wandb_logged_in, "swanlab": _swanlab_logged_in}
 MODULES = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard"}
 
 

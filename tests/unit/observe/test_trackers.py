@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.observe.trackers import MODULES, OPEN, Trackers
+from asyncrl.observe.files import mark_start
+from asyncrl.observe.trackers import MODULES, OPEN, Trackers, check_logins
 
 
-def config(*names: str) -> RunConfig:
-    least = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}}
+def config(*names: str, run: str = "x") -> RunConfig:
+    least = {"name": run, "model": {"path": "m"}, "data": {"train": "t"}}
     return parse(least | {"observe": {"trackers": list(names)}})
 
 
@@ -47,19 +51,53 @@ def test_wandb_gets_the_metrics_offline(tmp_path: Path, monkeypatch: pytest.Monk
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    mark_start(tmp_path)
     with Trackers.open(config("wandb"), tmp_path) as trackers:
         trackers.log(3, {"critic/score/mean": 0.5})
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
-class Swan:
-    """The part of swanlab that is used."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, "wandb login"),
+        pytest.param({"WANDB_MODE": "offline"}, "", marks=pytest.mark.long),
+        pytest.param({"WANDB_API_KEY": "0" * 40}, "", marks=pytest.mark.long),
+    ],
+)
+def test_what_the_real_wandb_knows_of_a_login(variables: dict[str, str], says: str, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    code = (
+        "from tests.unit.observe.test_trackers import check_logins, config, ConfigError\n"
+        "try: check_logins(config('wandb'))\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    plain |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=plain, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert says in done.stdout and bool(says) == bool(done.stdout)
 
-    def __init__(self) -> None:
+
+class Service:
+    """The parts of wandb and swanlab that are used."""
+
+    def __init__(self, mode: str = "online", key: str | None = None) -> None:
+        self.settings = SimpleNamespace(mode=mode, api_key=key, base_url="https://wandb.example")
         self.calls: list[tuple[Any, ...]] = []
+        self.described: list[dict[str, Any]] = []
 
-    def init(self, **described: Any) -> None:
-        self.calls.append(("init", described["project"], described["experiment_name"]))
+    def setup(self) -> Service:
+        return self
+
+    def Settings(self) -> SimpleNamespace:
+        return self.settings
+
+    def init(self, **described: Any) -> Service:
+        self.described.append(described)
+        return self
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.calls.append(("log", step, metrics))
@@ -68,12 +106,73 @@ class Swan:
         self.calls.append(("finish",))
 
 
-def test_swanlab_is_called_as_it_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swan = Swan()
-    monkeypatch.setitem(sys.modules, "swanlab", swan)  # type: ignore[arg-type]
-    with Trackers.open(config("swanlab"), tmp_path) as trackers:
+@pytest.fixture(params=["wandb", "swanlab"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("service", "refused"),
+    [(Service(), True), (Service("offline"), False), (Service("disabled"), False), (Service(key="k"), False)],
+)
+def test_a_missing_login_is_found_by_the_checks_before_the_start(
+    name: str, service: Service, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+    monkeypatch.setenv("NETRC", "/nowhere")
+    if not refused:
+        check_logins(config(name))
+        return
+    with pytest.raises(ConfigError, match=f"run `{name} login`, or set .*_API_KEY, or .*_MODE=offline"):
+        check_logins(config(name))
+
+
+def test_a_login_of_wandb_may_be_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Service())  # type: ignore[arg-type]
+    (tmp_path / "netrc").write_text("machine wandb.example login user password key")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    check_logins(config("wandb"))
+
+
+def test_runs_of_one_name_have_ids_of_their_own_and_a_resumed_one_keeps_its(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+    for directory in ("a", "a", "b"):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        mark_start(tmp_path / directory)
+        with Trackers.open(config(name), tmp_path / directory):
+            pass
+    first, again, other = (described["id"] for described in service.described)
+    assert first == again != other
+    assert {described["resume"] for described in service.described} == {"allow"}
+
+
+def test_a_service_is_called_as_it_wants(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+    mark_start(tmp_path)
+    with Trackers.open(config(name, run="x" * 200), tmp_path) as trackers:
         trackers.log(1, {"a": 1.0})
-    assert swan.calls == [("init", "asyncrl", "x"), ("log", 1, {"a": 1.0}), ("finish",)]
+    (described,) = service.described
+    shown = described["name" if name == "wandb" else "experiment_name"]
+    assert (described["project"], shown) == ("asyncrl", "x" * 128)
+    assert service.calls == [("log", 1, {"a": 1.0}), ("finish",)]
+
+
+def test_one_that_does_not_start_says_so_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service()
+    monkeypatch.setattr(service, "init", lambda **described: 1 / 0)
+    monkeypatch.setitem(sys.modules, name, service)  # type: ignore[arg-type]
+    mark_start(tmp_path)
+    with (
+        pytest.raises(ConfigError, match=f"tracker {name} cannot be started: ZeroDivisionError"),
+        Trackers.open(config(name), tmp_path),
+    ):
+        pass
 
 
 def test_one_that_fails_is_left_out_and_the_others_go_on() -> None:
