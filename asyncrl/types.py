@@ -219,13 +219,15 @@ class RewardResult(msgspec.Struct, frozen=True):
     """What a reward function returns for one episode. All numbers are finite.
 
     `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
-    parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn.
+    parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn. `notes`:
+    what else it said, such as the answer that it read, for transcripts.
     """
 
     score: float
     turns: tuple[float, ...] = ()
     components: dict[str, float] = {}
     shaping: float = 0.0
+    notes: dict[str, str] = {}
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):

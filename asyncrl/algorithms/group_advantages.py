@@ -102,7 +102,7 @@ def gdpo(given: CreditInput, *, weights: Weights = "") -> Credit:
     "name:weight,…" of the components that count; empty: all, 1 each.
 
     Use: several reward components whose sums would tie; on-policy or at small staleness. The reward function
-    must report `components`.
+    must report `components`; of one in verl's form name the weights, or `acc` and other numbers count, too.
     """
     weight = _weights(given, weights)
     return math.fsum(

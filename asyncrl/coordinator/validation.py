@@ -289,6 +289,7 @@ class Validation:
                     "reward": done.result.reward,
                     "end": done.result.end,
                     "turns": done.stats.turns,
+                    "notes": done.notes,
                     "text": done.text,
                 }
             )

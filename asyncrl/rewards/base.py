@@ -50,7 +50,8 @@ RewardFunction = Callable[..., Any]
 the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (OpenAI's shape), `transcript` and,
 where an agent program led the episode, `agent_result`.
 Of a dict that is given back, `score`, `turns` (a number for each turn, beside the score, which falls on the
-last) and `components` (named parts, by name) are read; other keys are ignored."""
+last) and `components` (named parts, by name) are read. Without `components` its other numbers are these;
+texts go to transcripts."""
 
 rewards: Registry[RewardFunction] = Registry("reward")
 

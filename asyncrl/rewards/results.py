@@ -6,11 +6,18 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
+import msgspec
+
 from asyncrl.rewards.base import RewardFunction, RewardInput
-from asyncrl.types import RewardResult
-from asyncrl.values import finite
+from asyncrl.types import MAX_REWARD, RewardResult
+from asyncrl.values import encodable, finite
+
+READ = ("score", "turns", "components")
+MOST_NOTES, LONGEST_NOTE = 16, 500  # of a result; characters
 
 
 async def evaluate(function: Callable[[RewardInput], Any], given: RewardInput) -> RewardResult:
@@ -49,15 +56,22 @@ def verl_arguments(given: RewardInput) -> dict[str, Any]:
 
 
 def as_result(result: Any) -> RewardResult:
-    """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong."""
+    """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong.
+
+    Without `components` a dict is verl's: its other numbers (`acc`, …) are the components. What is neither
+    goes to the notes, as text.
+    """
     if isinstance(result, RewardResult):
-        result = {"score": result.score, "turns": result.turns, "components": result.components}
+        notes, given = result.notes, {"turns": result.turns, "components": result.components}
+        return msgspec.structs.replace(as_result({"score": result.score, **given}), notes=notes)
     if not isinstance(result, Mapping):
         return RewardResult(finite("the reward", result))
     if "score" not in result:
         found = ", ".join(map(str, result)) or "nothing"
         raise ValueError(f"the reward is a dict without 'score'; it has {found}")
-    turns, components = result.get("turns", ()), result.get("components", {})
+    others = {str(name): value for name, value in result.items() if name not in READ}
+    numbers = {} if "components" in result else _numbers(others)
+    turns, components = result.get("turns", ()), result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
         raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
     if not isinstance(components, Mapping):
@@ -66,12 +80,31 @@ def as_result(result: Any) -> RewardResult:
         str(name): finite(f"component {name!r} of the reward", value) for name, value in components.items()
     }
     by_turn = tuple(finite(f"the reward of turn {turn}", value) for turn, value in enumerate(turns))
-    return RewardResult(finite("the reward", result["score"]), by_turn, parts)
+    notes = {
+        name: _text(value) for name, value in others.items() if name not in numbers and value is not None
+    }
+    return RewardResult(
+        finite("the reward", result["score"]), by_turn, parts, notes=dict(islice(notes.items(), MOST_NOTES))
+    )
+
+
+def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
+    """Those that can be averaged. Dicts of verl's reward functions bring others as well: ids, nan."""
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        with suppress(TypeError, ValueError):
+            if not isinstance(value, str | bytes) and abs(number := finite(name, value)) <= MAX_REWARD:
+                found[name] = number
+    return found
+
+
+def _text(value: Any) -> str:
+    return encodable((value if isinstance(value, str) else repr(value))[:LONGEST_NOTE])
 
 
 def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     """The weighted sum of (name, weight, result). Its components are the scores of the results, by name and
-    unweighted, and their components as `name/part`. Of a single result the components keep their names.
+    unweighted, and their components and notes as `name/part`. Of a single result they keep their names.
 
     For example 0.5 · exact (score 1) + 1 · code (score 0.2, component tests = 5) is a score of 0.7 with the
     components exact = 1, code = 0.2 and code/tests = 5.
@@ -79,14 +112,15 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     ValueError when two give different numbers of turn rewards, or a sum is not finite.
     """
     if len(parts) == 1:
-        components = parts[0][2].components
+        components, notes = parts[0][2].components, parts[0][2].notes
     else:
-        components = {name: result.score for name, _, result in parts}
+        components, notes = {name: result.score for name, _, result in parts}, {}
         for name, _, result in parts:
             components |= {f"{name}/{part}": value for part, value in result.components.items()}
+            notes |= {f"{name}/{part}": text for part, text in result.notes.items()}
     by_turn = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
     if len({len(turns) for turns in by_turn}) > 1:
         raise ValueError("the rewards of `turns` are of different lengths")
     score = math.fsum(weight * result.score for _, weight, result in parts)
     turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
-    return RewardResult(finite("the sum of the rewards", score), turns, components)
+    return RewardResult(finite("the sum of the rewards", score), turns, components, notes=notes)

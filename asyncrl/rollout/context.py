@@ -78,6 +78,7 @@ class EpisodeRun:
     limit: asyncio.Timeout | None = None  # of the episode's time
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
+    _notes: dict[str, str] = field(default_factory=dict)  # of the reward
 
     @property
     def attempt(self) -> Attempt:
@@ -162,6 +163,7 @@ class EpisodeRun:
         )
         with self.context.waits.named("the reward function", self.context.scorer.deadline):
             earned = await self.context.scorer.score(reward_input)
+        self._notes = earned.notes
         if self.assign.lane == "eval":  # validation reports scores as they are
             return earned
         limits = self.context.rules.config
@@ -201,6 +203,7 @@ class EpisodeRun:
                 tool_s=outcome.tool_s,
             ),
             text=self.transcript(outcome.turns) if self.assign.lane == "eval" else "",
+            notes=self._notes,
         )
 
 

@@ -39,6 +39,7 @@ class Finished(WireMessage, frozen=True):
     result: EpisodeResult
     stats: EpisodeStats
     text: str = ""  # transcript of a validation episode
+    notes: dict[str, str] = {}  # what the reward function said beside numbers
 
 
 class Failed(WireMessage, frozen=True):

@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +34,8 @@ def test_verls_arguments_and_what_the_episode_tells_of_itself() -> None:
         seen.append(arguments)
         return {"score": 0.5, "bonus": 1.0}
 
-    assert asyncio.run(evaluate(from_verl(compute_score), GIVEN)) == RewardResult(0.5)
+    found = asyncio.run(evaluate(from_verl(compute_score), GIVEN))
+    assert found == RewardResult(0.5, components={"bonus": 1.0})
     assert seen == [
         {
             "data_source": "chain_math",
@@ -73,9 +75,23 @@ def test_messages_have_openais_shape() -> None:
         ("0.5", RewardResult(0.5)),
         (RewardResult(0.5, (1.0,), {"a": 2.0}, shaping=9.0), RewardResult(0.5, (1.0,), {"a": 2.0})),
         (
-            {"score": 1, "turns": [0, 0.5], "components": {"format": True, "right": 0.5}, "acc": "ignored"},
-            RewardResult(1.0, (0.0, 0.5), {"format": 1.0, "right": 0.5}),
+            {"score": 1, "turns": [0, 0.5], "components": {"format": True, "right": 0.5}, "acc": True},
+            RewardResult(1.0, (0.0, 0.5), {"format": 1.0, "right": 0.5}, notes={"acc": "True"}),
         ),
+        (
+            {"score": -1.0, "acc": np.bool_(False), "pred": "12", "steps": np.int64(3), "gone": None},
+            RewardResult(-1.0, (), {"acc": 0.0, "steps": 3.0}, notes={"pred": "12"}),
+        ),
+        (
+            {"score": 1, "acc": 1, "id": 10**9, "rate": math.nan, "seen": [1, "a"], "pred": "x" * 999},
+            RewardResult(
+                1.0,
+                (),
+                {"acc": 1.0},
+                notes={"id": "1000000000", "rate": "nan", "seen": "[1, 'a']", "pred": "x" * 500},
+            ),
+        ),
+        ({"score": 1, "pred": "\ud800"}, RewardResult(1.0, notes={"pred": "?"})),
     ],
 )
 def test_results(result: Any, verdict: RewardResult) -> None:
@@ -110,8 +126,13 @@ def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
         ([("a", 1.0, RewardResult(0.5, (), {"x": 1.0}))], RewardResult(0.5, (), {"x": 1.0})),
         ([("a", 2.0, RewardResult(0.5, (1.0, 0.0)))], RewardResult(1.0, (2.0, 0.0))),
         (
-            [("right", 1.0, RewardResult(1.0)), ("format", -0.5, RewardResult(0.5, (), {"tags": 1.0}))],
-            RewardResult(0.75, (), {"right": 1.0, "format": 0.5, "format/tags": 1.0}),
+            [
+                ("right", 1.0, RewardResult(1.0, notes={"pred": "5"})),
+                ("format", -0.5, RewardResult(0.5, (), {"tags": 1.0})),
+            ],
+            RewardResult(
+                0.75, (), {"right": 1.0, "format": 0.5, "format/tags": 1.0}, notes={"right/pred": "5"}
+            ),
         ),
         (
             [

@@ -55,6 +55,12 @@ def test_tool_rewards_fall_on_their_turns_and_the_score_on_the_last() -> None:
     assert end.result.components == {"format": 1.0}
 
 
+def test_verls_numbers_are_components_and_its_texts_go_along_with_the_end() -> None:
+    end = finished(bench(["42"], {"score": 1.0, "acc": True, "pred": "42"}).play())
+    assert (end.result.score, end.result.judged, end.result.components) == (1.0, 1.0, {"acc": 1.0})
+    assert end.notes == {"pred": "42"}
+
+
 def test_a_resumed_episode_keeps_what_its_tools_paid() -> None:
     whole = bench(list(TURNS), 1.0)
     expected = finished(whole.play())
@@ -122,7 +128,7 @@ def test_the_coordinator_keeps_what_an_episode_earned(tmp_path: Path) -> None:
     (_, attempt), _ = setup.tick()
     setup.turn(A, 1, attempt)
     result = EpisodeResult(0.5, 10, (0.5,), {"format": 1.0}, shaping=-0.5)
-    setup.handler.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
+    setup.records.record(A, Finished(2, attempt, result, EpisodeStats(1)), [], 0.0)
     setup.state.persist()
     held = {episode.uid: episode for episode in setup.state.store.read.load().episodes}[attempt.uid]
     for episode in (setup.state.buffer.episodes[attempt.uid], held):
