@@ -27,6 +27,7 @@ class Recipe:
 
     `barrier`: the whole batch must have arrived before the first backward. `optimizer_steps`: per batch.
     `prox`: how log prox is computed. `critic`, `own_critic`, `reference`: whether the model is needed.
+    `proportional`: the whole gradient is proportional to the advantages; where these are 0 there is none.
     """
 
     advantage_name: str
@@ -43,6 +44,7 @@ class Recipe:
     own_critic: bool
     reference: bool
     kl_estimator: str
+    proportional: bool
 
     @property
     def shared_critic(self) -> bool:
@@ -77,6 +79,7 @@ def compose(config: RunConfig) -> Recipe:
     batch_wide = credit.whole_group or loss.prepare is not None
     prox = algorithm.prox if algorithm.prox != "auto" else ("recompute" if steps > 1 else "current")
     shared = credit.critic and config.critic.backbone == "shared"
+    alone = loss.linear and not (kl.in_loss or algorithm.entropy_coef > 0 or shared)
     recipe = Recipe(
         advantage_name=advantage_name,
         advantage=credit,
@@ -94,15 +97,13 @@ def compose(config: RunConfig) -> Recipe:
             or scale == "whiten"
             or (kl.where == "reward" and credit.siblings)
             # Advantages are divided at the end of a streamed batch only if the gradient holds nothing else.
-            or (
-                scale in END_SCALARS
-                and (not loss.linear or kl.in_loss or algorithm.entropy_coef > 0 or shared)
-            )
+            or (scale in END_SCALARS and not alone)
         ),
         critic=credit.critic,
         own_critic=credit.critic and not shared,
         reference=loss.reference or kl.where != "none",
         kl_estimator=kl.estimator if kl.estimator != "auto" else {"reward": "k1"}.get(kl.where, "k2"),
+        proportional=alone and not credit.critic,
     )
     for message, refused in _refusals(config, recipe).items():
         if refused:

@@ -25,10 +25,12 @@ from asyncrl.observe.summary import (
     SAMPLED,
     SAMPLED_SCORE,
     VALIDATED,
+    ZERO_ADVANTAGE,
     identity_line,
 )
 
 LINE_EVERY = 5.0  # seconds between plain lines
+IDLE_SHARE = 0.25  # of a step's episodes without advantage, from which on it is worth a line
 
 
 class PipeSafeTerminal(Terminal):
@@ -72,6 +74,7 @@ class Console:
     ) -> None:
         self.mode, self.state, self.terminal = mode, state, terminal
         self._line_at = 0.0
+        self._advised = False
 
     def status(
         self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
@@ -93,8 +96,19 @@ class Console:
             self._line(f"validation at step {step}: {_validation(metrics)}")
             return
         self.state.step, self.state.metrics = step, metrics
+        self._advise(step, metrics.get(ZERO_ADVANTAGE, 0.0))
         if step in (1, self.state.total) or time.monotonic() - self._line_at > LINE_EVERY:
             self._progress_line(force=True)
+
+    def _advise(self, step: int, share: float) -> None:
+        """Once: why a large part of a batch teaches nothing."""
+        if share >= IDLE_SHARE and not self._advised:
+            self._advised = True
+            self.note(
+                f"step {step}: {share:.0%} of the episodes have advantage 0 and teach nothing (rewards of "
+                "their group are equal): use easier or harder samples or a larger buffer.episodes_per_group; "
+                "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most"
+            )
 
     def note(self, text: str) -> None:
         """An event worth a line in every mode but off."""
@@ -145,6 +159,7 @@ FIGURES = (
     ("success (greedy)", GREEDY, ".1%"),
     ("score (sampled)", SAMPLED_SCORE, ".3f"),
     ("score (greedy)", GREEDY_SCORE, ".3f"),
+    ("advantage 0", ZERO_ADVANTAGE, ".0%"),
     ("tool calls/episode", "tool_call_counts/mean", ".2f"),
     ("tokens/s", "perf/throughput", ",.0f"),
     ("trainer idle", "async/trainer_idle_frac", ".0%"),
@@ -202,6 +217,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("seconds", "seconds", ".1f"),
         ("tokens trained", "tokens_trained", ",d"),
         ("tokens/s", "tokens_per_s", ",.0f"),
+        ("episodes with advantage 0", "zero_advantage_frac", ".1%"),
         ("lag mean", "lag_mean", ".2f"),
         ("lag max", "lag_max", ".0f"),
         ("tokens masked", "masked_token_frac", ".2%"),
@@ -216,6 +232,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("tokens compared for these", "logprob_tokens_compared", ",d"),
         ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
         ("tokens compared for that", "probe_tokens_compared", ",d"),
+        ("the trainer against itself on the probe (rounding), max", "probe_noise_floor", ".1e"),
     ):
         terminal.print(f"  {label}: {_shown(summary.get(key), form)}", highlight=False)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)

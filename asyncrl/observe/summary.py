@@ -21,6 +21,7 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
     "greedy_score": GREEDY_SCORE,
 }
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
+ZERO_ADVANTAGE = "critic/zero_advantage_frac"
 VALIDATED = "val-aux/policy_version"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
 
@@ -44,6 +45,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),
         "tokens_trained": int(tokens),
         "tokens_per_s": tokens / busy_s if busy_s else None,
+        "zero_advantage_frac": _mean(steps, ZERO_ADVANTAGE, weight="trainer/trajectories"),
         "lag_mean": _mean(steps, "staleness/lag/mean", weight="trainer/model_tokens"),
         "lag_max": _max(steps, "staleness/lag/max"),
         "masked_token_frac": _mean(steps, "staleness/masked_token_frac", weight="trainer/model_tokens"),
@@ -59,6 +61,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "logprob_tokens_compared": int(_sum(steps, "rollout_corr/logprob_diff_tokens")),
         "probe_logprob_diff_max": _max(rows, "weights/probe_logprob_diff_max"),
         "probe_tokens_compared": int(_last(rows, "weights/probe_tokens") or 0),
+        "probe_noise_floor": _last(rows, "weights/probe_noise_floor"),
         "flow": dict(flow),
         "conserved": conserved,
         "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),

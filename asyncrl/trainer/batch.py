@@ -84,6 +84,11 @@ class Example:
         """Tokens [T_i] that may contribute, as far as is known before a forward."""
         return ~self.stale & (not self.excluded)
 
+    @property
+    def has_advantage(self) -> bool:
+        """Some token's advantage is not 0."""
+        return self.advantage is not None and bool(self.advantage.any())
+
     def credit_input(self) -> CreditInput:
         """What the advantage is a function of."""
         p = self.planned

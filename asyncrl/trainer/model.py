@@ -102,11 +102,11 @@ def _check_cut(policy: Policy, world: World) -> None:
 
 
 @torch.no_grad()
-def score(policy: Policy, ids: tuple[int, ...], device: torch.device) -> tuple[float, ...]:
-    """Log-probs of ids[1:] at temperature 1. A collective."""
+def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: int = 1) -> tuple[float, ...]:
+    """Log-probs of ids[1:] at temperature 1, as the last of `rows` equal rows of a batch. A collective."""
     position = torch.arange(1, len(ids), device=device)
-    row = torch.zeros_like(position)
-    batch = torch.tensor([ids], device=device)
+    row = torch.full_like(position, rows - 1)
+    batch = torch.tensor([ids] * rows, device=device)
     scores = policy(Selected(batch, row, position, torch.ones(len(position), device=device)))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     return tuple(scores.logp.tolist())

@@ -28,16 +28,20 @@ from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Link, identity, local_address
 
 PROBE_TOKENS = 65
+NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other shapes are rounded otherwise
 
 
 class Publishing:
-    """Made by all ranks together. `announced`: the last version that rank 0 has announced."""
+    """Made by all ranks together. `announced`: the last version that rank 0 has announced. `noise_floor`:
+    how far the trainer's own log-probs of the probe differ when it is scored in a larger batch, at the first
+    version published; an engine cannot be expected to come closer."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
     ) -> None:
         self.config, self.mesh, self.policy = config, mesh, policy
         self.announced: Published | None = None  # set by the publisher's thread
+        self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.lm.config.vocab_size)
         self._host = HostShards(shards(policy), policy.export_dtype, config.launch.stall_timeout)
         self._publisher: Publisher | None = None
@@ -51,6 +55,8 @@ class Publishing:
     def publish(self, version: PolicyVersion) -> None:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
         of an earlier publish."""
+        if self.noise_floor is None:
+            self.noise_floor = self._measure_noise()
         start = time.monotonic()
         claimed = self._host.claim() if self.mesh.rank == 0 else 0
         index = self.mesh.gather(claimed, int)[0]
@@ -60,6 +66,10 @@ class Publishing:
         if self._publisher is not None:
             stall = time.monotonic() - start
             self._publisher.submit(self._host.snapshot(index, version, probe, stall))
+
+    def _measure_noise(self) -> float:
+        one, other = (score(self.policy, self._probe_ids, self.mesh.device, rows=n) for n in (1, NOISE_ROWS))
+        return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
     def check(self) -> None:
         """Raises the error of a failed write or broadcast."""

@@ -169,6 +169,8 @@ class TrainerRank:
         self.trained_total += len(everyone)
         self._batch = []
         metrics["trainer/trajectories_total"] = float(self.trained_total)
+        if self.publishing.noise_floor is not None:
+            metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.watch.lap(), metrics.get("perf/total_num_tokens", 0.0))
         with self.watch.phase("wait_commit", waiting=True):  # the other ranks: for the first one's ack
             publish = self._commit(plan, metrics) if self.first else True

@@ -46,7 +46,7 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
     for e in examples:
         assert e.advantage is not None
         _summarise(tally, "critic/advantages", e.advantage)
-        tally.ratio("critic/zero_advantage_frac", float(not e.advantage.any()), 1.0)
+        tally.ratio("critic/zero_advantage_frac", float(not e.has_advantage), 1.0)
         if e.returns is not None and e.value is not None:
             _summarise(tally, "critic/returns", e.returns)
             _summarise(tally, "critic/values", e.value)

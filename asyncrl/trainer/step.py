@@ -190,15 +190,28 @@ class Learner:
         """One forward and backward. Gradients add up, undivided; counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
-        optimizer steps that were taken; else they get theirs here.
+        optimizer steps that were taken; else they get theirs here. Episodes that give no gradient are only
+        scored, for the metrics.
         """
-        micro = collate(examples, self.dtype).to(self.world.device)
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
-                examples = with_values(examples, "reference", self.reference.logp(micro.selected))
+                tokens = collate(examples, self.dtype).to(self.world.device).selected
+                examples = with_values(examples, "reference", self.reference.logp(tokens))
         if not self.waits and not self.recipe.critic:
             examples = self._credited(examples, tally)
-            micro = micro.updated(examples)
+        if self.recipe.proportional:
+            inert = [e for e in examples if not e.has_advantage]
+            examples = [e for e in examples if e.has_advantage]
+            if any(self.world.gather(bool(inert), bool)):
+                with torch.no_grad():  # before the others: their backward leaves the parameters sharded
+                    self._evaluate(inert, tally, progress)
+        loss = self._evaluate(examples, tally, progress)
+        (loss * (self.averaging / self._expected)).backward()
+        self.pulse()
+
+    def _evaluate(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> Tensor:
+        """The loss of some episodes, undivided; what it is made of goes to `tally`."""
+        micro = collate(examples, self.dtype).to(self.world.device)
         scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
         value = scores.value
         if self.critic is not None:
@@ -208,12 +221,11 @@ class Learner:
             examples = self._credited(with_values(examples, "value", value.detach()), tally)
             micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
-        (found.loss * (self.averaging / self._expected)).backward()
         denominator = math.fsum(e.denominator for e in examples)
         tally.total("_D", denominator)
         tally_tokens(tally, token_sums(found.state), denominator)
         tally_terms(tally, found.terms, denominator)
-        self.pulse()
+        return found.loss
 
     def _credited(self, examples: Sequence[Example], tally: MetricSums) -> list[Example]:
         """Advantages of episodes that need no others of the batch."""

@@ -20,6 +20,7 @@ from asyncrl.observe.summary import (
     SAMPLED,
     SAMPLED_SCORE,
     VALIDATED,
+    ZERO_ADVANTAGE,
     summarize,
 )
 
@@ -121,6 +122,14 @@ def test_unknown_figures_are_left_out() -> None:
     assert plain_line(ConsoleState("demo", 10)) == "[starting] step 0/10"
 
 
+def test_a_batch_that_teaches_little_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_console("plain", "demo", 10) as shown:
+        for step, share in enumerate((0.2, 0.25, 0.75), start=1):
+            shown.step(step, {ZERO_ADVANTAGE: share})
+    said = [line for line in capsys.readouterr().out.splitlines() if "teach nothing" in line]
+    assert len(said) == 1 and said[0].startswith("step 2: 25%")
+
+
 def test_the_final_table(tmp_path: Path) -> None:
     rows = [
         {"training/step": 0, "time_s": 0.0, SAMPLED: 0.25, GREEDY: 0.0},
@@ -130,6 +139,7 @@ def test_the_final_table(tmp_path: Path) -> None:
     rows[0] |= {SAMPLED_SCORE: -0.5, GREEDY_SCORE: 0.0}
     rows[2] |= {SAMPLED_SCORE: 12.25, GREEDY_SCORE: 1.0}
     rows[1] |= {"weights/probe_logprob_diff_max": 2e-7, "weights/probe_tokens": 640.0}
+    rows[1] |= {"weights/probe_noise_floor": 3e-7, ZERO_ADVANTAGE: 0.25, "trainer/trajectories": 8.0}
     flow = {"issued": 8, "trained": 8}
     out = io.StringIO()
     summary = summarize(rows, flow, True) | {"busy_at_once": 0.625, "success_threshold": 10.0}
@@ -140,5 +150,6 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert ["score, sampled (held out)", "-0.500", "12.250"] in cells
     assert "trainer and all workers busy at once: 62%" in text
     assert "fixed probe, max: 2.0e-07" in text and "compared for that: 640" in text
+    assert "(rounding), max: 3.0e-07" in text and "advantage 0: 25.0%" in text
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text

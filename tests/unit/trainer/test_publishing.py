@@ -115,6 +115,8 @@ class Broadcasts:
 
 def publish_three(reader: type[Files | Broadcasts], world: World, folder: Path) -> Any:
     trainer, found = Trainer(world, folder, **reader.weights), []
+    measured, measure = [], trainer.publishing._measure_noise
+    trainer.publishing._measure_noise = lambda: measured.append(trainer.step) or measure()
     with closing(reader()) if world.rank == 0 else nullcontext() as reading:
         for step in range(1, 4):
             state, logprobs = trainer.publish()
@@ -127,6 +129,9 @@ def publish_three(reader: type[Files | Broadcasts], world: World, folder: Path) 
             assert manifest.probe is not None and manifest.probe.logprobs == logprobs
             trainer.publishing.check()
             found.append((_described(state), entries, manifest.delta is not None))
+    assert measured == [1]
+    floor = trainer.publishing.noise_floor
+    assert floor is not None and floor < 1e-5  # float32
     trainer.publishing.drain()
     return found
 

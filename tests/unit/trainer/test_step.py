@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from asyncrl.algorithms.recipe import compose
 from asyncrl.trainer import step
 from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
@@ -151,6 +152,53 @@ def test_a_singleton_group_has_no_gradient(world: World, model_path: str, model:
     alone = Recorder(model, seed=3).groups(1, 1, [0])
     found = final_gradients(make_learner(tiny_config(model_path), world), whole(alone))
     assert all(not gradient.any() for gradient in found.values())
+
+
+def test_episodes_without_advantage_are_only_scored(
+    world: World, model_path: str, model: Any, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradient and metrics are those of a backward over all of them."""
+    learner = at_step(make_learner(tiny_config(model_path), world))
+    equal = [(with_equal_rewards(row), turns) for row, turns in episodes[:8]]
+    batch = random_cut([*equal, *episodes[8:]], 1, 3, seed=0)
+    graded, run = [], learner.policy.forward
+
+    def forward(tokens: Any, **options: Any) -> Any:
+        graded.append((torch.is_grad_enabled(), tokens.ids.numel()))
+        return run(tokens, **options)
+
+    monkeypatch.setattr(learner.policy, "forward", forward)
+    found = final_gradients(learner, batch)
+    lean = sum(size for grad, size in graded if grad)
+    assert any(not grad for grad, _ in graded)
+    metrics = run_batch(learner, batch)
+    assert metrics["critic/zero_advantage_frac"] >= 0.5
+    graded.clear()
+    other = at_step(make_learner(tiny_config(model_path), world))
+    other.recipe = dataclasses.replace(learner.recipe, proportional=False)
+    run = other.policy.forward
+    monkeypatch.setattr(other.policy, "forward", forward)
+    assert difference(found, final_gradients(other, batch)) < TOLERANCE
+    assert lean < 0.6 * sum(size for grad, size in graded if grad) and all(grad for grad, _ in graded)
+    assert metrics == pytest.approx(run_batch(other, batch), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"entropy_coef": 0.01}},
+        {"kl": {"where": "loss"}},
+        {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}},
+    ],
+)
+def test_a_gradient_beside_the_advantage_is_kept(sections: Any, model_path: str) -> None:
+    assert compose(tiny_config(model_path)).proportional
+    assert not compose(tiny_config(model_path, **sections)).proportional
+
+
+def with_equal_rewards(row: Any) -> Any:
+    equal = tuple(msgspec.structs.replace(row.own, reward=0.5, turn_rewards=()) for _ in row.siblings)
+    return msgspec.structs.replace(row, own=equal[0], siblings=equal)
 
 
 def test_extreme_log_probs_stay_finite(world: World, model_path: str, model: Any) -> None:
