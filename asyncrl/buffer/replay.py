@@ -193,7 +193,6 @@ class ReplayBuffer:
         running and is dropped with it."""
         episode.losses += reason in LOSSES
         episode.failures += reason not in LOSSES
-        self.reasons[f"attempt_failed/{reason}"] += 1
         spent = episode.failures > self.retries or episode.losses > MAX_LOSSES
         if reason in FINAL_FAILURES or spent:
             group = self.live[episode.group]

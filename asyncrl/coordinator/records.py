@@ -54,7 +54,7 @@ class RecordHandler:
             self._apply(worker, episode, message, frames, now)
         except ProtocolError as error:
             log.error("%s: %s", worker.name, error)
-            self.workers.give_up(worker, episode, FailReason.EPISODE_ERROR, now)
+            self.workers.give_up(worker, episode, FailReason.EPISODE_ERROR, str(error), now)
 
     def _apply(
         self, worker: WorkerRecord, episode: EpisodeRecord, message: Record, frames: list[bytes], now: float
@@ -80,7 +80,7 @@ class RecordHandler:
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]
-                self.workers.fail(episode, message.reason, now)
+                self.workers.fail(episode, message.reason, message.detail, now)
 
     def _generated(
         self,
@@ -98,10 +98,11 @@ class RecordHandler:
             named = f"v{message.oldest} to v{message.newest}, after {message.seconds:g} s"
             raise ProtocolError(f"episode {episode.uid}: turn {message.turn} of {named}")
         if message.newest > self.state.versions.newest.step:
-            log.error("%s names v%d, which was never pushed", worker.name, message.newest)
+            trouble = f"{worker.name} names v{message.newest}, which was never pushed"
+            log.error(trouble)
             if not self.workers.engines.remote:
                 self.workers.engines.quarantine(worker.peer.decode(), now)
-            self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, now)
+            self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
             return
         turn = decode_turn(frame := _single_frame(frames))
         check_turn(episode.uid, turn, rows=turn.row)  # its place among the rows is checked when it is taken

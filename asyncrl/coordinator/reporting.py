@@ -130,7 +130,7 @@ class Reporter:
                 "wire/refused": float(state.outbox.refused),
             }
             | {
-                f"rollout/attempts_failed/{reason}": float(state.buffer.reasons[f"attempt_failed/{reason}"])
+                f"rollout/attempts_failed/{reason}": float(state.failed.counts.get(reason, 0))
                 for reason in FailReason
             }
             | ({"weights/push_s": trainer.write_s} if files else {})
@@ -230,5 +230,6 @@ class Reporter:
         flow, conserved = self.audit()
         summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(flow), conserved)
         ending = {"outcome": outcome, "error": error, "reasons": dict(state.buffer.reasons)}
+        ending |= {"attempts_failed": state.failed.counts, "newest_failure": state.failed.newest}
         threshold = {"success_threshold": state.config.validation.success}
         write_summary(state.run_dir, summary | threshold | ending)

@@ -16,6 +16,7 @@ from asyncrl.buffer.records import IN_FLIGHT, OVER, EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
+from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.samples import check_same_data, load_samples
 from asyncrl.errors import ProtocolError
@@ -89,6 +90,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.config, time.monotonic())
+        self.failed = FailedAttempts.stored(self.store)
 
     def futile(self) -> str:
         """Why the run learns nothing and had better end; '' when that is not so."""
@@ -164,6 +166,7 @@ class RunState:
         self.buffer.changes()
         self.batches.changes()
         try:
+            self.failed = FailedAttempts.stored(self.store)
             restore(self.config, self.store, self.buffer, self.batches)
         except StoreError as error:
             log.error("%s", error)

@@ -169,21 +169,25 @@ class WorkerHandler:
         here = {worker.hello.incarnation for worker in self.workers.values()}
         for episode in list(self.state.buffer.episodes.values()):
             if episode.state == "running" and episode.worker not in here:
-                self.fail(episode, FailReason.WORKER_LOST, now)
+                self.fail(episode, FailReason.WORKER_LOST, "", now)
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
             return  # its group was dropped with one that was lost just before
         episode = self.state.buffer.episodes.get(uid)
         if episode is not None and episode.worker == worker.hello.incarnation and episode.state == "running":
-            self.fail(episode, FailReason.WORKER_LOST, now)
+            self.fail(episode, FailReason.WORKER_LOST, "", now)
 
-    def give_up(self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
+    def give_up(
+        self, worker: WorkerRecord, episode: EpisodeRecord, reason: FailReason, detail: str, now: float
+    ) -> None:
         worker.running.pop(episode.uid, None)
         self.state.outbox.to_bulk(worker.peer, Fenced(Attempt(episode.uid, episode.attempt)))
-        self.fail(episode, reason, now)
+        self.fail(episode, reason, detail, now)
 
-    def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
+    def fail(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
+        """An attempt failed; `detail` is the cause in a line, where it is known."""
+        self.state.failed.add(reason, detail, self.state.store)
         self.cancel(self.state.buffer.fail(episode, reason, now))
         if episode.turns == 0:
             self.state.store.forget_frames(episode.uid)

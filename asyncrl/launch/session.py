@@ -43,7 +43,13 @@ class SessionView(Protocol):
     """Where a session shows its progress."""
 
     def status(
-        self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
+        self,
+        phase: str,
+        step: int,
+        total: int,
+        gauges: dict[str, float],
+        waits: tuple[str, ...],
+        failed: str,
     ) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -154,7 +160,12 @@ class Session:
                 if message.phase == "stopping" and self._stop_by is None:
                     self._follow_stop(now)
                 self._view.status(
-                    message.phase, message.step, message.total_steps, message.gauges, message.waits
+                    message.phase,
+                    message.step,
+                    message.total_steps,
+                    message.gauges,
+                    message.waits,
+                    message.failed,
                 )
             case StepReport():
                 self._running = True

@@ -26,6 +26,7 @@ from asyncrl.observe.summary import (
     SAMPLED_SCORE,
     VALIDATED,
     ZERO_ADVANTAGE,
+    failures_line,
     identity_line,
 )
 
@@ -57,6 +58,7 @@ class ConsoleState:
     metrics: dict[str, float] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
     waits: tuple[str, ...] = ()
+    failed: str = ""  # failed attempts and the newest cause
 
     def get(self, name: str) -> float | None:
         """A gauge or a metric, whichever is newer."""
@@ -77,16 +79,24 @@ class Console:
         self._advised = False
 
     def status(
-        self, phase: str, step: int, total: int, gauges: dict[str, float], waits: tuple[str, ...]
+        self,
+        phase: str,
+        step: int,
+        total: int,
+        gauges: dict[str, float],
+        waits: tuple[str, ...],
+        failed: str = "",
     ) -> None:
         """The state of the run, a few times a second."""
         state = self.state
-        changed = phase != state.phase
+        news = [f"phase: {phase}"] if phase != state.phase else []
+        news += [failed] if failed and not state.failed else []
         state.phase, state.step, state.total = phase, step, total
-        state.gauges, state.waits = gauges, waits
-        if changed:
-            self._line(f"phase: {phase}")
-        elif phase in ("starting", "stopping") or time.monotonic() - self._line_at > 6 * LINE_EVERY:
+        state.gauges, state.waits, state.failed = gauges, waits, failed
+        for line in news:
+            self._line(line)
+        late = time.monotonic() - self._line_at > 6 * LINE_EVERY
+        if not news and (late or phase in ("starting", "stopping")):
             self._progress_line()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -189,7 +199,8 @@ def render(state: ConsoleState) -> RenderableType:
     for start in range(0, len(cells), 4):
         figures.add_row(*cells[start : start + 4])
     waits = [Text(f"  {wait}", style="yellow") for wait in state.waits[:6]]
-    return Group(bar, figures, *([Text("waiting:"), *waits] if waits else []))
+    failed = [Text(state.failed, style="red")] if state.failed else []
+    return Group(bar, figures, *failed, *([Text("waiting:"), *waits] if waits else []))
 
 
 def plain_line(state: ConsoleState) -> str:
@@ -202,6 +213,8 @@ def plain_line(state: ConsoleState) -> str:
     parts = [f"[{state.phase}] step {state.step}/{state.total}"]
     if known and state.phase != "starting":
         parts.append(", ".join(known))
+    if state.failed:
+        parts.append(state.failed)
     if state.waits:
         parts.append(f"waits: {'; '.join(state.waits[:3])}")
     return " | ".join(parts)
@@ -235,6 +248,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("the trainer against itself on the probe (rounding), max", "probe_noise_floor", ".1e"),
     ):
         terminal.print(f"  {label}: {_shown(summary.get(key), form)}", highlight=False)
+    if failed := failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")):
+        terminal.print(f"  {escape(failed)}", highlight=False, soft_wrap=True)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
 

@@ -75,6 +75,14 @@ def identity_line(flow: Mapping[str, int], conserved: bool) -> str:
     return f"{flow.get('issued', 0)} issued = {parts} {'✓' if conserved else '✗ NOT CONSERVED'}"
 
 
+def failures_line(counts: Mapping[str, int], newest: str) -> str:
+    """Failed attempts by kind, and the newest cause; '' when there is none. Retries may have landed."""
+    if not counts:
+        return ""
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda one: -one[1]))
+    return f"attempts failed: {kinds}" + (f"; the newest: {newest}" if newest else "")
+
+
 def _latest(rows: Any) -> list[Row]:
     """One row per step, by step: a step repeated after a crash counts once, as it was last."""
     by_step = {row["training/step"]: row for row in rows}

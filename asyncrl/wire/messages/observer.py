@@ -19,6 +19,7 @@ class Status(WireMessage, frozen=True):
     total_steps: int
     gauges: dict[str, float]
     waits: tuple[str, ...]  # who waits for what
+    failed: str = ""  # failed attempts and the newest cause, to be shown
 
 
 class StepReport(WireMessage, frozen=True):

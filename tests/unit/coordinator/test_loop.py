@@ -21,7 +21,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
-from asyncrl.types import Message, PolicyVersion, Sample
+from asyncrl.types import FailReason, Message, PolicyVersion, Sample
 from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -235,6 +235,21 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     setup.say(TRAINER, commit)
     assert setup.coordinator.state.batches.committed == 1
     assert setup.coordinator.state.store.read.counts() == {State.TRAINED: 2}
+
+
+def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopSetup) -> None:
+    coordinator = setup.coordinator
+    coordinator.state.failed.add(
+        FailReason.REWARD_ERROR, "KeyError: 'b' (bad.py:41)", coordinator.state.store
+    )
+    assert coordinator._status().failed == (
+        "attempts failed: 1 reward_error; the newest: KeyError: 'b' (bad.py:41)"
+    )
+    assert coordinator.reporter.gauges()["rollout/attempts_failed/reward_error"] == 1.0
+    coordinator.reporter.write_summary("completed", "")
+    summary = read_summary(setup.run_dir)
+    assert summary["attempts_failed"] == {"reward_error": 1}
+    assert summary["newest_failure"] == "KeyError: 'b' (bad.py:41)"
 
 
 def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.config import parse
 from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
@@ -105,6 +106,21 @@ def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup
     setup.finish(A, 2, first)
     assert setup.acks() == [2] and [episode.uid for episode in setup.landed] == [first.uid]
     assert list(setup.state.store.read.frames(first.uid, 1)) == [turn_payload(), b""]
+
+
+def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetup) -> None:
+    (_, first), _ = setup.tick()
+    cause = "KeyError: 'b' (bad.py:41)"
+    setup.records.record(A, Failed(1, first, FailReason.REWARD_ERROR, cause), [], 0.0)
+    again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
+    setup.turn(A, 2, again)
+    setup.finish(A, 3, again)
+    setup.handler.lose(setup.handler.workers[A], "killed", 0.0)  # a loss names no cause
+    state = setup.state
+    assert state.failed == FailedAttempts({"reward_error": 1, "worker_lost": 1}, cause)
+    assert [episode.uid for episode in setup.landed] == [first.uid]
+    state.store.commit()
+    assert FailedAttempts.stored(state.store) == state.failed, "a restarted coordinator goes on counting"
 
 
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:

@@ -21,6 +21,7 @@ from asyncrl.observe.summary import (
     SAMPLED_SCORE,
     VALIDATED,
     ZERO_ADVANTAGE,
+    failures_line,
     summarize,
 )
 
@@ -42,6 +43,32 @@ def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     for part in ("reward 0.500", "tool calls/episode 2.25", "lag p95 2", "ready 12", "version acked 4"):
         assert part in line
     assert line.endswith("waits: trainer 0: trajectories of step 1")
+
+
+def test_failed_attempts_are_said_at_once_and_stay_in_view() -> None:
+    shown, out = console()
+    failed = failures_line({"worker_lost": 2, "reward_error": 1234}, "KeyError: 'b' [x] (bad.py:41)")
+    assert failed == (
+        "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: KeyError: 'b' [x] (bad.py:41)"
+    )
+    for seen in ("", failed, failed):
+        shown.status("running", 0, 10, {}, (), seen)
+    assert out.getvalue().splitlines() == ["phase: running", failed]
+    assert plain_line(shown.state).endswith(f" | {failed}")
+    shown.terminal.print(render(shown.state))
+    assert failed in out.getvalue().splitlines()[2:]
+
+
+@pytest.mark.parametrize("counts", [{}, {"reward_error": 3}])
+def test_the_final_table_names_failed_attempts(counts: dict[str, int]) -> None:
+    out = io.StringIO()
+    summary = summarize([], {"issued": 1}, True) | {
+        "attempts_failed": counts,
+        "newest_failure": "b [x] (a.py:1)",
+    }
+    print_summary(summary, Path("r"), Terminal(file=out, width=200))
+    line = "  attempts failed: 3 reward_error; the newest: b [x] (a.py:1)"
+    assert (line in out.getvalue().splitlines()) == bool(counts)
 
 
 def test_lines_are_few_but_validations_and_ends_are_never_left_out() -> None:
