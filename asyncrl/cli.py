@@ -1,15 +1,18 @@
 """`asyncrl train | runs | tools`, and Hydra's composition of a configuration. The only importer of Hydra.
 
-Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted.
+Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
+the output any more (as of a program that SIGPIPE ends).
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import site
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import msgspec
 import asyncrl
 from asyncrl.commands import runs, tools, train
 from asyncrl.config import RunConfig, parse
-from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError
+from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
@@ -45,15 +48,29 @@ HELP = """\
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. A ConfigError is printed on one line."""
+    """The command line. An error that has a name is printed on one line."""
     try:
-        return _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here: at the exit of Python its errors are a stack trace
+        return code
     except ConfigError as error:
-        print(f"asyncrl: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _report(" ".join(str(error).split()), 2)
     except AsyncrlError as error:
-        print(f"asyncrl: {error}", file=sys.stderr)
-        return 1
+        return _report(str(error), 1)
+    except BrokenPipeError:  # asyncrl runs list | head -1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 141
+    except OSError as error:  # a full disk, a file that may not be read
+        return _report(one_line(error), 1)
+    except KeyboardInterrupt:
+        return _report("interrupted", 130)
+
+
+def _report(text: str, code: int) -> int:
+    with suppress(OSError):
+        print(f"asyncrl: {text}", file=sys.stderr)
+    return code
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -87,6 +104,7 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import MarkedYAMLError
 
     base = config_root() / "configs"
     OmegaConf.register_new_resolver("asyncrl_root", lambda: str(base.parent), replace=True)
@@ -97,6 +115,16 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"configuration: {_explain(error)}") from None
+    except MarkedYAMLError as error:
+        mark, what = error.problem_mark, error.problem or error.context
+        place = f"{mark.name}, line {mark.line + 1}" if mark else "configuration"
+        raise ConfigError(f"{place}: is not YAML ({what}); correct the file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{_not_utf8(config_dir)}: is not text in UTF-8; save it as such") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"configuration: {one_line(error)}") from None
+    for key in _unknown_keys(RunConfig, found):
+        raise ConfigError(f"configuration: {_unknown(key)}")
     for key, value in _keys(found):
         if value == MISSING:
             raise MissingKeyError(key)
@@ -157,17 +185,47 @@ def _opened(overrides: list[str]) -> Iterator[str]:
 
 def _explain(error: Exception) -> str:
     """Hydra's error on one line; for an unknown key or choice, with the nearest known ones."""
-    text = " ".join(str(error).split()).partition(" See https://")[0]
+    text = " ".join(str(error).split()).partition(" See https://")[0].partition(" Config search path:")[0]
     if override := getattr(error, "override", None):
         return f"cannot read the override {override!r}: {text}; quote it for the shell, and close brackets"
     key = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     known = [name for name, _ in _keys(defaults(RunConfig))]
-    if text.startswith("Could not override") and key and key not in known:
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-        return f"unknown key {key}; " + (
-            f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
-        )
-    return text
+    return _unknown(key) if text.startswith("Could not override") and key and key not in known else text
+
+
+def _unknown(key: str) -> str:
+    """What is said of an unknown key: the nearest known ones."""
+    groups = [path.name for path in (config_root() / "configs").iterdir() if path.is_dir()]
+    if key in groups:
+        return f"the file of {key}=… has no line `# @package _global_` at its top, or no keys"
+    known = [*groups, *(name for name, _ in _keys(defaults(RunConfig)))]
+    near = difflib.get_close_matches(key, dict.fromkeys(known), n=3, cutoff=0.5)
+    return f"unknown key {key}; " + (
+        f"did you mean {', '.join(near)}?" if near else "see docs/configuration.md"
+    )
+
+
+def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") -> Iterator[str]:
+    """Keys that a file of the user's has, and the configuration has not."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(section)}
+    for name, value in tree.items():
+        kind = fields.get(name)
+        if kind is None:
+            yield prefix + name
+        elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+            yield from _unknown_keys(kind, value, f"{prefix}{name}.")
+
+
+def _not_utf8(config_dir: Path | None) -> str:
+    """The first file of the user's that is not text in UTF-8."""
+    for path in sorted((config_dir or Path("configs")).rglob("*.yaml")):
+        try:
+            path.read_text("utf-8")
+        except UnicodeDecodeError:
+            return str(path)
+        except OSError:
+            continue
+    return "configuration: a file"
 
 
 def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

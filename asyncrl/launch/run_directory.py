@@ -24,6 +24,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
         *("fuse.ceph-fuse", "fuse.lustre", "fuse.rclone", "fuse.blobfuse2"),
     }
 )
+NAME_BYTES = 200  # directories elsewhere are named after it, too: a file system allows 255
 EXISTING = ("run.db", "config.yaml")
 # What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
 PATHS = ("data.train", "model.path")
@@ -42,8 +43,14 @@ def run_directory(config: RunConfig) -> Path:
 def check_run_directory(config: RunConfig) -> None:
     """ConfigError unless it is writable, on a local disk, and new or to be resumed as `resume` says."""
     run_dir = run_directory(config)
-    if "/" in config.name or config.name in (".", ".."):
-        raise ConfigError(f"$.name: {config.name!r} is no directory name; choose one without '/'")
+    if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
+        raise ConfigError(
+            f"$.name: {config.name!r} is no directory name; choose one without '/' and line breaks"
+        )
+    if len(os.fsencode(config.name)) > NAME_BYTES:
+        raise ConfigError(
+            f"$.name: {config.name[:20]}… has more than {NAME_BYTES} bytes; choose a shorter one"
+        )
     exists = any((run_dir / name).exists() for name in EXISTING)
     if exists and config.resume == "never":
         raise ConfigError(
@@ -126,11 +133,9 @@ def _value(tree: Any, key: str) -> Any:
 def locked(config: RunConfig) -> Iterator[None]:
     """The run directory with its config.yaml, locked: one launcher at a time."""
     run_dir = run_directory(config)
-    try:
+    with _writable(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         file = (run_dir / "lock").open("a+")
-    except OSError as error:
-        raise ConfigError(f"{run_dir}: cannot be written ({error.strerror}); set run_dir=…") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,16 +144,25 @@ def locked(config: RunConfig) -> Iterator[None]:
             raise ConfigError(
                 f"{run_dir}: is being trained by process {file.read() or '?'}; end it first"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        (run_dir / "summary.json").unlink(missing_ok=True)
-        mark_start(run_dir)
-        (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
         try:
+            with _writable(run_dir):
+                file.truncate(0)
+                file.write(str(os.getpid()))
+                file.flush()
+                (run_dir / "summary.json").unlink(missing_ok=True)
+                mark_start(run_dir)
+                (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
             yield
         except ConfigError:  # nothing was started: the corrected command must find no run here
             if not (run_dir / "run.db").exists():
-                (run_dir / "config.yaml").unlink()
-                (run_dir / "started").unlink()
+                (run_dir / "config.yaml").unlink(missing_ok=True)
+                (run_dir / "started").unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def _writable(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: cannot be written ({error.strerror}); set run_dir=…") from None

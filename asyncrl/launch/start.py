@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.launch import placement, preflight
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
@@ -29,9 +31,12 @@ Rendezvous = Callable[[placement.Unit, str], str]
 def train(config: RunConfig, dry_run: bool = False) -> int:
     """Check everything, then launch and watch the run; the exit code. Raises ConfigError for bad input, while
     nothing is started."""
-    warnings = preflight.check(config)
-    run_dir, units = run_directory(config), placement.plan(config)
-    check_schema(run_dir)
+    try:
+        warnings = preflight.check(config)
+        run_dir, units = run_directory(config), placement.plan(config)
+        check_schema(run_dir)
+    except OSError as error:  # of a path that no check has foreseen
+        raise ConfigError(one_line(error)) from error
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     if dry_run:
         print(msgspec.yaml.encode(config).decode())
@@ -78,13 +83,10 @@ def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: C
     """Complete and print the summary, and draw run.png; after an interrupt neither, to end at once."""
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
-        shares = overlap(run_dir)
-        summary["busy_at_once"] = shares.both if shares.seconds else None
-        write_summary(run_dir, summary)
-        if config.observe.plot:
-            from asyncrl.observe.plot import draw
-
-            draw(run_dir)
+        with recorded() as failure:
+            _complete(config, run_dir, summary)
+        if failure:
+            console.fail(f"summary.json and run.png are not complete: {failure.line}")
     if summary:
         print_summary(summary, run_dir)
     if error:
@@ -92,3 +94,13 @@ def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: C
     if not summary:
         console.fail(f"no summary was written; logs: {run_dir / 'logs'}")
     return code
+
+
+def _complete(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
+    shares = overlap(run_dir)
+    summary["busy_at_once"] = shares.both if shares.seconds else None
+    write_summary(run_dir, summary)
+    if config.observe.plot:
+        from asyncrl.observe.plot import draw
+
+        draw(run_dir)

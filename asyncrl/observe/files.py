@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.errors import UNDECODABLE, ConfigError, one_line
+
 ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 
@@ -29,9 +31,14 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The summary of a run, {} while there is none."""
+    """The summary of a run, {} while there is none. ConfigError for one that cannot be read."""
     path = run_dir / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, *UNDECODABLE) as error:
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

@@ -259,6 +259,9 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "unwritable run directory": (under_a_file, ("run_dir",)),
     "no such place": (setting("run_dir=/proc/asyncrl"), ("run_dir",)),
     "name with a slash": (setting("name=a/b"), ("$.name",)),
+    "name of 300 characters": (setting(f"name={300 * 'a'}"), ("$.name", "200 bytes")),
+    "name of two lines": (setting("name='a\nb'"), ("$.name",)),
+    "path of 300 characters": (setting(f"model.path={300 * 'a'}"), ("File name too long", "aaaa")),
     "no Ray cluster": (
         setting("launch=ray", "launch.ray_address=auto"),
         ("$.launch.ray_address 'auto': no Ray cluster",),

@@ -169,6 +169,100 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"# @package _global_\nmodel: {path: [m\n", "mine.yaml, line 3: is not YAML"),
+        (b"# @package _global_\nname: x\n\ttrainer:\n", "mine.yaml, line 3: is not YAML"),
+        (b"# @package _global_\nname: x\nname: y\n", "mine.yaml, line 3: is not YAML (found duplicate key"),
+        (b"\xff\xfe", "mine.yaml: is not text in UTF-8"),
+        (b"name: mine\n", "experiment=… has no line `# @package _global_`"),
+        (b"", "experiment=… has no line `# @package _global_`"),
+        (b"# @package _global_\ntrainer: {lrr: 1}\n", "unknown key trainer.lrr; did you mean trainer.lr"),
+        (b"# @package _global_\ndefaults: [/algorithm: nope]\n", "Could not find 'algorithm/nope'"),
+    ],
+)
+def test_a_file_of_ones_own_that_is_wrong_is_named_in_one_line(
+    text: bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_bytes(text)
+    assert cli.main(["train", "--config-dir", str(tmp_path), "experiment=mine", *NAMED]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and complaint in error and "Config search path" not in error
+
+
+@pytest.mark.parametrize("override", ["=3", "experimnt=calculator"])
+def test_a_slip_of_the_fingers(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *NAMED, override]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert override == "=3" or "did you mean experiment" in error
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (
+            OSError(28, "No space left on device", "summary.json"),
+            1,
+            "No space left on device: 'summary.json'",
+        ),
+        (KeyboardInterrupt(), 130, "asyncrl: interrupted"),
+    ],
+)
+def test_other_ends_are_one_line_too(
+    raised: BaseException,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def end(arguments: list[str]) -> int:
+        raise raised
+
+    monkeypatch.setattr(cli.runs, "main", end)
+    assert cli.main(["runs", "list"]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and says in error
+
+
+def test_a_reader_that_has_enough_ends_a_list_in_silence(tmp_path: Path) -> None:
+    """As `asyncrl runs list | head -1`, where the list is longer than what a pipe holds."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "config.yaml").write_text("{}")
+    command = [sys.executable, "-m", "asyncrl.cli", "runs", "list", "--run-dir", str(tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_summary_that_cannot_be_read_is_named_and_hides_no_other_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (
+        ("cut", b'{"steps"'),
+        ("binary", b"\xff"),
+        ("other", b'{"steps": 3}'),
+        ("list", b"[]"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("{}")
+        (tmp_path / name / "summary.json").write_bytes(text)
+        assert cli.main(["runs", "show", name, "--run-dir", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{name}/summary.json" in error
+    assert cli.main(["runs", "list", "--run-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("unreadable") == 3
+
+
+def test_a_directory_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["runs", "list", "--run-dir", str(tmp_path / "runz")]) == 2
+    assert "runz: no such directory" in capsys.readouterr().err
+
+
 def test_runs_are_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "first"
     run.mkdir()
@@ -178,3 +272,5 @@ def test_runs_are_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["runs", "show", "--run-dir", str(tmp_path)]) == 2
     assert cli.main(["runs", "show", "other", "--run-dir", str(tmp_path)]) == 2
     assert "there are: first" in capsys.readouterr().err
+    assert cli.main(["runs", "show", str(run)]) == 2  # by its path
+    assert "has no summary.json" in capsys.readouterr().err

@@ -59,3 +59,28 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
     console = Console("plain", ConsoleState("x", 1), Terminal(file=out))
     assert start.conclude(config, run_dir, code, "", console) == code
     assert read_summary(run_dir).get("busy_at_once") == share
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_run(
+    tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "check", lambda config: [])
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):
+        start.train(config)
+    run_directory.check_run_directory(config)  # with resume=never: there is no run
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_more_than_the_picture(
+    tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "x"
+    run_dir.mkdir()
+    write_summary(run_dir, summarize([], {}, True))
+    (run_dir / "summary.tmp").symlink_to("/dev/full")
+    console = Console("plain", ConsoleState("x", 1), Terminal())
+    assert start.conclude(config, run_dir, COMPLETED, "", console) == COMPLETED
+    shown = capsys.readouterr()
+    assert "0 issued" in shown.out and "No space left on device" in shown.err
+    assert read_summary(run_dir)["steps"] == 0
