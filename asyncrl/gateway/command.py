@@ -41,11 +41,16 @@ class CommandError(AsyncrlError):
 class Command:
     """Runs `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
     where the run was started). Its first word `python` is the run's own interpreter, with the packages that
-    the run has. Of the sample's extra_info, which may hold the answer, the program gets the named entries.
+    the run has. Of the sample's `extra_info`, which may hold the answer, the program gets the entries named
+    here, with commas.
     ConfigError for a line or a directory that cannot be used."""
 
-    def __init__(self, *, line: Line, directory: str = "", extra_info: tuple[str, ...] = ()) -> None:
-        self._words, self._directory, self._extra_info = _split(line), directory or None, extra_info
+    def __init__(self, *, line: Line, directory: str = "", extra_info: str = "") -> None:
+        self._words, self._directory, self._extra_info = (
+            _split(line),
+            directory or None,
+            extra_info.split(","),
+        )
         if directory and not Path(directory).is_dir():
             raise ConfigError(f"directory {directory!r}: no such directory")
         program = self._words[0]
@@ -110,7 +115,7 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
             "data_source": sample.data_source,
             "ability": sample.ability,
             "prompt": sample.prompt,
-            "extra_info": {name: extra[name] for name in names if name in extra},
+            "extra_info": {name: extra[name] for name in map(str.strip, names) if name in extra},
         }
     )
 

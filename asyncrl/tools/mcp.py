@@ -12,12 +12,21 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.remote import bearer, check_url
+from asyncrl.remote import check_url
 from asyncrl.tools.base import Tool, tools
-from asyncrl.tools.mcp_client import McpConnection, McpError, McpServer, SharedConnection, close_servers
+from asyncrl.tools.mcp_client import (
+    VARIABLE,
+    McpConnection,
+    McpError,
+    McpServer,
+    SharedConnection,
+    close_servers,
+)
 from asyncrl.tools.schema import Decode
 
 NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
+HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # RFC 9110, 5.6.2
+SECRET = ("authorization", "proxy-authorization", "cookie")
 
 
 @tools.register("mcp")
@@ -32,6 +41,7 @@ def mcp(
     start_timeout: float = 60.0,
     env: str = "",
     api_key_env: str = "",
+    headers: str = "",
 ) -> Sequence[Tool]:
     """One tool for each tool of the server, which lists them now, over a connection for this purpose.
 
@@ -39,7 +49,8 @@ def mcp(
     runs. `prefix` goes before the tools' names; `allow`: the server's names of those to take, with commas;
     empty: all. `timeout`: seconds of a call; 0: rollout.tool_timeout. `start_timeout`: seconds for the
     handshake. `env`: environment variables that a started server may see, with commas; `api_key_env`: the
-    one with a URL's bearer token.
+    one with a URL's bearer token. `headers` of requests to a URL: `Name: value`, with commas or one a line;
+    $NAME in a value is the environment variable, whose content stays out of every file and log.
 
     A worker shares one connection among its episodes; `per_episode` gives each its own, from the episode's
     start to its end. ConfigError for options that cannot be, and for a server that does not answer.
@@ -48,8 +59,8 @@ def mcp(
         raise ConfigError("mcp: set command, to start a server, or url, to use one; and not both")
     if url:
         check_url(url)
-    bearer(api_key_env)
-    server = McpServer(command, url, tuple(_names(env)), api_key_env, start_timeout)
+    server = McpServer(command, url, tuple(_names(env)), api_key_env, start_timeout, _headers(headers))
+    server.sent()
     options: dict[str, Any] = {"timeout": timeout or None, "end": close_servers}
     if per_episode:
         options |= {"state": functools.partial(McpConnection, server), "replay": "reapply"}
@@ -160,6 +171,19 @@ def _decoder(found: Any) -> Decode:
         return arguments
 
     return decode
+
+
+def _headers(text: str) -> tuple[tuple[str, str], ...]:
+    """ConfigError for what is no header, and for a secret that would be written into config.yaml."""
+    found = []
+    for line in filter(None, map(str.strip, re.split(r"[,\n]", text))):
+        name, colon, value = (part.strip() for part in line.partition(":"))
+        if not colon or not HEADER.fullmatch(name) or not (value.isascii() and value.isprintable()):
+            raise ConfigError(f"mcp: headers: {name!r} is no header; write Name: value, with commas between")
+        if name.lower() in SECRET and not VARIABLE.search(value):
+            raise ConfigError(f"mcp: headers: {name} is a secret; name a variable: {name}: Bearer $MY_TOKEN")
+        found.append((name, value))
+    return tuple(found)
 
 
 def _names(text: str) -> list[str]:

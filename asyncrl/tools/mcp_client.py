@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shlex
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.isolation.child import wrapped
 from asyncrl.remote import bearer
 from asyncrl.tools import mcp_relay
@@ -30,6 +31,7 @@ MAX_TOOLS = 256  # that one server may have
 CLOSE_SECONDS = 5.0  # seconds to close a connection; the package asks a server to end, and kills it after 4
 MAX_UNANSWERED = 8  # calls in a row that ended without an answer, after which a server counts as hung
 PAUSES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before a connection, by failures in a row before it
+VARIABLE = re.compile(r"\$(\w+)")
 ENDED = ("Connection closed", "Session terminated")  # the package's errors after which no call can succeed
 
 
@@ -46,7 +48,9 @@ class McpServer:
     """Where a server is: the `command` line that starts it, or its `url`. `python` is this interpreter.
 
     `env` names variables of this process that a started server sees beside the usual ones (PATH, HOME, ...);
-    `api_key_env` the one that holds the bearer token of a URL. `start_timeout`: seconds for the handshake.
+    `api_key_env` the one that holds the bearer token of a URL. `headers` of requests to a URL: (name, value),
+    where $NAME stands for a variable, which is read when a connection is made. `start_timeout`: seconds for
+    the handshake.
     """
 
     command: str = ""
@@ -54,9 +58,21 @@ class McpServer:
     env: tuple[str, ...] = ()
     api_key_env: str = ""
     start_timeout: float = 60.0
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return self.command or self.url
+
+    def sent(self) -> dict[str, str]:
+        """The headers with their values. ConfigError: a variable holds nothing."""
+        return bearer(self.api_key_env) | {name: VARIABLE.sub(_variable, text) for name, text in self.headers}
+
+
+def _variable(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1], "")
+    if not (value.isascii() and value.isprintable() and value):  # else an error of httpx2 would quote it
+        raise ConfigError(f"the environment variable {match[1]} holds no value of a header; set it")
+    return value
 
 
 _connections: set[McpConnection] = set()
@@ -70,6 +86,7 @@ class McpConnection:
         self._stderr = os.fdopen(os.memfd_create("mcp_stderr"), "w+")
         self._wrote = ""  # the end of it
         self._problem = ""
+        self._refusal = ""  # the newest answer to a request was this HTTP error
         self._ending = asyncio.Event()
         self._messages: Any = None  # from a server that was started
         self.loop = asyncio.get_running_loop()
@@ -102,7 +119,7 @@ class McpConnection:
             if error.message in ENDED:
                 self.end(error.message)
             if not self.over and error.code != CONNECTION_CLOSED:
-                raise McpError(f"{name}: {one_line(error)}") from error
+                raise McpError(f"{name}: {self._refusal or one_line(error)}") from error
             lost = f"the MCP server was lost during the call: {self._why(error.message)}"
             raise McpServerLost(lost) from error
 
@@ -143,7 +160,7 @@ class McpConnection:
             await asyncio.sleep(pause)
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(server.start_timeout):
-                    transport = _started(server, self._stderr) if server.command else _http(server)
+                    transport = _started(server, self._stderr) if server.command else self._http()
                     streams = await stack.enter_async_context(transport)
                     client = await stack.enter_async_context(Client(nullcontext(streams), cache=None))
                 self._messages = streams[0] if server.command else None
@@ -152,7 +169,8 @@ class McpConnection:
         except Exception as error:  # the boundary: of the package, its transports and the server
             cause = _first_cause(error)
             late = isinstance(cause, TimeoutError)
-            problem = f"no handshake within {server.start_timeout:g} s" if late else one_line(cause)
+            late_by = f"no handshake within {server.start_timeout:g} s"
+            problem = self._refusal or (late_by if late else one_line(cause))
         finally:
             why = self._why(problem)
             if not self._client.done():
@@ -160,6 +178,28 @@ class McpConnection:
             self.end(problem)
             self._stderr.close()
             _connections.discard(self)
+
+    @asynccontextmanager
+    async def _http(self) -> AsyncIterator[Any]:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        client = httpx2.AsyncClient(
+            timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            follow_redirects=True,
+            event_hooks={"request": [_adds(self._server)], "response": [self._note, _bound]},
+        )
+        async with client, streamable_http_client(self._server.url, http_client=client) as streams:
+            yield streams
+
+    async def _note(self, response: Any) -> None:
+        """Keep what the package does not pass on: why the server refused a message of ours."""
+        if response.request.method != "POST" or response.is_redirect:
+            return
+        status = response.status_code
+        hint = "; set headers or api_key_env" if status in (401, 403) else ""
+        self._refusal = f"HTTP {status} {response.reason_phrase}{hint}" if status >= 400 else ""
 
     def _why(self, problem: str) -> str:
         """Why it ended, and what the server wrote to standard error at last."""
@@ -233,20 +273,20 @@ def _started(server: McpServer, stderr: Any) -> Any:
     return stdio_client(StdioServerParameters(command=run, args=args, env=passed), errlog=stderr)
 
 
-@asynccontextmanager
-async def _http(server: McpServer) -> AsyncIterator[Any]:
+def _adds(server: McpServer) -> Callable[[Any], Awaitable[None]]:
+    """A hook that adds the headers. No other host gets them, wherever the server redirects to."""
     import httpx2
-    from mcp.client.streamable_http import streamable_http_client
 
-    client = httpx2.AsyncClient(
-        headers=bearer(server.api_key_env),
-        timeout=httpx2.Timeout(10.0, read=None, pool=None),  # deadlines of answers are those of the calls
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
-        follow_redirects=True,
-        event_hooks={"response": [_bound]},
-    )
-    async with client, streamable_http_client(server.url, http_client=client) as streams:
-        yield streams
+    own, headers = httpx2.URL(server.url), server.sent()
+
+    async def add(request: Any) -> None:
+        same = (request.url.scheme, request.url.netloc) == (own.scheme, own.netloc)
+        for name, value in headers.items():
+            request.headers.pop(name, None)
+            if same:
+                request.headers[name] = value
+
+    return add
 
 
 async def _bound(response: Any) -> None:

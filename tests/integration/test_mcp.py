@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +361,69 @@ def test_over_http() -> None:
         assert ask(tools, "pid").content == str(server.pid)
 
 
+class Guarded(BaseHTTPRequestHandler):
+    """A server with one tool, for requests with the right key; what it saw is kept."""
+
+    key, seen = "sesame", set[tuple[str | None, ...]]()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.add((self.headers["X-Key"], self.headers["X-Team"]))
+        if self.headers["X-Key"] != self.key:
+            self.answer(401, {})
+        elif "id" not in asked:
+            self.answer(202, {})
+        else:
+            self.answer(200, {"jsonrpc": "2.0", "id": asked["id"], "result": self.result(asked)})
+
+    def result(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if asked["method"] == "tools/list":
+            return {"tools": [{"name": "look", "inputSchema": {"type": "object"}}]}
+        if asked["method"] == "tools/call":
+            return {"content": [{"type": "text", "text": "seen"}]}
+        version = asked.get("params", {}).get("protocolVersion", "2025-06-18")
+        info = {"name": "guarded", "version": "1"}
+        return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
+
+    def do_GET(self) -> None:
+        self.answer(405, {})
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def guarded() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/mcp"
+        server.shutdown()
+
+
+def test_headers_reach_the_server_and_a_refusal_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TEAM_KEY", "sesame")
+    with guarded() as url:
+        options = {"command": "", "url": url, "headers": "X-Key: $TEAM_KEY, X-Team: a b"}
+        tools = tools_of(**options)
+        assert ask(tools, "look").content == "seen"
+        assert Guarded.seen == {("sesame", "a b")}
+        monkeypatch.setattr(Guarded, "key", "another")
+        assert "look: HTTP 401 Unauthorized; set headers or api_key_env" in (ask(tools, "look").error or "")
+        with pytest.raises(ConfigError, match=r"no MCP server at http.*: HTTP 401 Unauthorized; set headers"):
+            tools_of(**options)
+    assert "sesame" not in caplog.text
+
+
 # -- what is no server -------------------------------------------------------------------------------------
 
 
@@ -381,6 +447,10 @@ def test_over_http() -> None:
         ({"command": "", "url": "http://127.0.0.1:1/mcp"}, "ConnectError"),
         ({"comand": "x"}, "unknown option 'comand'"),
         ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY holds no key"),
+        ({"headers": "X-Key: $NO_SUCH_KEY"}, "NO_SUCH_KEY holds no value of a header; set it"),
+        ({"headers": "Authorization: Bearer abc"}, "Authorization is a secret; name a variable"),
+        ({"headers": "X Key: a"}, "'X Key' is no header; write Name: value"),
+        ({"headers": "sesame"}, "'sesame' is no header"),
     ],
 )
 def test_what_is_refused_before_the_run(options: dict[str, Any], complaint: str) -> None:

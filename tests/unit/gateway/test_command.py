@@ -46,9 +46,9 @@ def test_a_program_gets_the_sample_and_the_endpoint(tmp_path: Path) -> None:
 
 def test_a_program_does_not_get_the_answer() -> None:
     """Whatever a program can read, the model that leads it may read. Of extra_info it gets what is named."""
-    assert run("cat", extra_info=("y", "z"))["extra_info"] == {"y": 1}
+    assert run("cat", extra_info="y, z")["extra_info"] == {"y": 1}
     assert "ground_truth" not in run("cat")
-    assert "42" not in json.dumps(run("cat", extra_info=("y",)))
+    assert "42" not in json.dumps(run("cat", extra_info="y"))
 
 
 @pytest.mark.parametrize(
