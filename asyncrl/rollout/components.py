@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.tokenizer import load_tokenizer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.rollout.scoring import Scorer
@@ -50,12 +50,22 @@ def load_chat(config: RunConfig) -> Chat:
 
 
 def _ends(path: Path) -> list[int]:
-    """The ids with which generation ends, by a model's generation_config.json, which need not be there."""
+    """The ids with which generation ends, by a model's generation_config.json, which need not be there.
+    ConfigError for one that cannot be read: its turns would end elsewhere than the model was trained to."""
     try:
-        found: Any = json.loads(path.read_text()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
+        found: Any = json.loads(path.read_bytes()).get("eos_token_id")
+    except FileNotFoundError:
         return []
-    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: no readable JSON object ({one_line(error)}); write it anew, or remove it"
+        ) from None
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(end) is int for end in ends):
+        raise ConfigError(
+            f"{path}: eos_token_id is {found!r}, and must be an id or a list of ids; correct it"
+        )
+    return ends
 
 
 def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Message, ...]) -> list[str]:

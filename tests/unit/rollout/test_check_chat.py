@@ -82,3 +82,20 @@ def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None)
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
     ends = json.loads(f"[{(found or 'null').strip('[]')}]")
     assert load_chat(config(tmp_path)).stop_ids == (*own, *(end for end in ends if end is not None))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "no readable JSON object"),
+        ("[257]", "no readable JSON object"),
+        ('{"eos_token_id": "257"}', "eos_token_id is '257'"),
+        ('{"eos_token_id": [257, true]}', "must be an id or a list of ids"),
+    ],
+)
+def test_a_generation_configuration_that_cannot_be_read_is_refused(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    (saved("qwen2.5", tmp_path) / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: .*{says}"):
+        load_chat(config(tmp_path))
