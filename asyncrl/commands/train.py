@@ -29,7 +29,7 @@ Add to any of these:
 Common keys (all of them, with bounds and meaning: docs/configuration.md):
   name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
   total_steps, seed            optimizer batches; seed of data order and sampling
-  model.path, data.train       a Hugging Face model directory; parquet with verl's columns
+  model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns
   rollout.tools, rollout.reward        names, module:function or file.py:function
   buffer.max_staleness         bound on the lag of every trained token; 0 is synchronous
   trainer.lr, trainer.ranks, rollout.workers, rollout.slots
@@ -52,7 +52,9 @@ def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]
     )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the plan; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check everything (a model of the hub is fetched for that) and print the plan; start nothing",
     )
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)

@@ -47,7 +47,9 @@ class Chat:
         ends: Iterable[int] = (),
     ) -> None:
         if not tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template; use an instruct model, or add one to it")
+            raise ConfigError(
+                "the tokenizer has no chat template; use an instruct model, or set model.template"
+            )
         day = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
         self._render = Renderer(tokenizer, find_shape(tokenizer, day, options), day, options)
@@ -126,8 +128,10 @@ class Chat:
         if self._render.shape.user_replies:
             warnings.append("the chat template has no tool role: replies are shown as messages of the user")
         if not self._probe.shows_tools():
+            ready = "chatml_tools" if "<|im_end|>" in self._tokenizer.get_added_vocab() else "a Jinja file"
             warnings.append(
-                "the chat template does not show the tools to the model: describe them in the prompts"
+                f"the chat template does not show the tools to the model: set model.template to {ready} that "
+                "does, or describe them in the prompts"
             )
         if history != "append" and not self._probe.shows_calls():
             warnings.append(

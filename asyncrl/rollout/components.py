@@ -37,16 +37,24 @@ def load_scorer(config: RunConfig) -> Scorer:
 
 
 def load_chat(config: RunConfig) -> Chat:
-    """The model's chat template. ConfigError if there is no usable one."""
+    """The chat template of the model, or `model.template`. ConfigError if there is no usable one."""
     tokenizer, options = load_tokenizer(config.model.path), config.model.template_args
+    if config.model.template:
+        tokenizer.chat_template = config.model.template
     names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     if unread := sorted(options.keys() - names):
         raise ConfigError(
-            f"$.model.template_args: the model's chat template does not read {unread[0]!r}; correct the "
+            f"$.model.template_args: the chat template does not read {unread[0]!r}; correct the "
             "name, or leave it out"
         )
     today = first_day(Path(config.run_dir) / config.name)
-    return Chat(tokenizer, today, options, _ends(Path(config.model.path) / "generation_config.json"))
+    ends = _ends(Path(config.model.path) / "generation_config.json")
+    try:
+        return Chat(tokenizer, today, options, ends)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{'$.model.template' if config.model.template else config.model.path}: {error}"
+        ) from error
 
 
 def _ends(path: Path) -> list[int]:

@@ -294,7 +294,14 @@ def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
     ("name", "warned"),
     [
         ("qwen2.5", []),
-        ("gemma3", ["no tool role", "does not show the tools", "shows no tool calls"]),
+        (
+            "gemma3",
+            [
+                "no tool role",
+                "does not show the tools to the model: set model.template to a Jinja file",
+                "shows no tool calls",
+            ],
+        ),
         ("deepseek-v3-0324", ["does not show the tools"]),
     ],
 )

@@ -22,7 +22,7 @@ from asyncrl.weights import disk
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    model, data = {"path": "m"}, {"train": "t"}
+    model, data = {"path": str(tmp_path)}, {"train": "t"}
     return parse({"name": "x", "run_dir": str(tmp_path), "model": model, "data": data})
 
 
