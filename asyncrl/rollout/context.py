@@ -37,6 +37,10 @@ _decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
 class Sampler(Protocol):
     """Where an episode is sampled: an engine of this process, or a pool of servers."""
 
+    @property
+    def version(self) -> int:
+        """The newest one that a turn can be sampled with; -1 if there is none."""
+
     def episode(self) -> AbstractAsyncContextManager[None]:
         """The body is one episode."""
 
