@@ -45,10 +45,16 @@ asyncrl: model.path has no value. Three ways to begin:
 docs/configuration.md lists all keys, examples/multiturn/README.md all examples."""
 
 
-def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]) -> int:
+def main(
+    argv: list[str],
+    compose: Callable[[list[str], Path | None], RunConfig],
+    prog: str = "asyncrl train",
+    help_text: str = HELP,
+    begin: str = BEGIN,
+) -> int:
     """Parse the arguments, compose the configuration and train. Exit code 2 without a model."""
     parser = argparse.ArgumentParser(
-        prog="asyncrl train", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument(
@@ -63,7 +69,7 @@ def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]
     except MissingKeyError as error:
         if error.key != "model.path":
             raise
-        print(BEGIN, file=sys.stderr)
+        print(begin, file=sys.stderr)
         return 2
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
     from asyncrl.launch.start import train

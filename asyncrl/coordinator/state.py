@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.algorithms.advantages import advantages
+from asyncrl.algorithms.library import imitates
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.payloads import cut_back, sound_turns
 from asyncrl.buffer.prompts import Prompts
@@ -18,7 +19,7 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.data.samples import check_same_data, load_samples
+from asyncrl.data.samples import check_same_data, load_demonstrations, load_samples
 from asyncrl.errors import ProtocolError
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
@@ -174,7 +175,8 @@ class RunState:
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
-    samples, store = load_samples(config.data.train), RunStore(run_dir)
+    load = load_demonstrations if imitates(config) else load_samples
+    samples, store = load(config.data.train), RunStore(run_dir)
     store.put_meta("data", check_same_data(config.data.train, samples, store.read.meta("data")))
     buffer = _new_buffer(config, len(samples))
     batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")

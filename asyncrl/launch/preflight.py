@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -30,11 +30,11 @@ def check(config: RunConfig) -> list[str]:
     check_logins(config)
     check_model(config)
     tools = check_names(config)
-    first = check_data(config, tools)
+    samples = check_data(config, tools)
     check_device(config)
     check_weights_directory(config)
     check_servers(config)
-    return warnings(config) + check_template(config, tools, first)
+    return warnings(config) + check_template(config, tools, samples)
 
 
 def check_installed(
@@ -72,14 +72,17 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     return toolbox.tools
 
 
-def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
+def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sequence[Sample]:
     """The data sets load, hold at least a batch, and name only configured tools; a resumed run finds the
-    samples that it was begun with. Returns the first sample."""
-    from asyncrl.data import check_same_data, load_samples
+    samples that it was begun with. Returns those of training."""
+    from asyncrl.algorithms.library import imitates
+    from asyncrl.data import check_same_data, load_demonstrations, load_samples
 
+    load = load_demonstrations if imitates(config) else load_samples
     with _quiet():
-        paths = [config.data.train, *([config.data.test] if config.data.test else [])]
-        loaded = {path: load_samples(path) for path in paths}
+        loaded = {config.data.train: load(config.data.train)}
+        if config.data.test:
+            loaded[config.data.test] = load_samples(config.data.test)
     for path, samples in loaded.items():
         if config.rollout.agent:  # the agent itself reads what its data says about tools
             break
@@ -92,7 +95,7 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
             f"buffer.groups_per_batch ({needed}) or add samples"
         )
     check_same_data(config.data.train, loaded[config.data.train], _kept_data(config))
-    return loaded[config.data.train][0]
+    return loaded[config.data.train]
 
 
 def _kept_data(config: RunConfig) -> str:
@@ -104,13 +107,17 @@ def _kept_data(config: RunConfig) -> str:
         return reader.meta("data")
 
 
-def check_template(config: RunConfig, tools: Mapping[str, Tool], first: Sample) -> list[str]:
+def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]) -> list[str]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
-    what answers a turn. Returns warnings about what it does."""
+    what answers a turn; or the conversations that are to be learned. Returns warnings about what it does."""
+    from asyncrl.algorithms.library import imitates
     from asyncrl.rollout.components import check_chat
+    from asyncrl.rollout.demonstrations import check_demonstrations
 
     with _quiet():
-        return check_chat(config, tools, first.prompt)
+        if imitates(config):
+            return check_demonstrations(config, tools, samples)
+        return check_chat(config, tools, samples[0].prompt)
 
 
 def check_device(config: RunConfig) -> None:

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from asyncrl.conversation.commands import Done, Fail
+from asyncrl.config import RunConfig
+from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.parsers import load_parser
 from asyncrl.engines.base import Request
-from asyncrl.errors import EngineError, ProtocolError
+from asyncrl.errors import ConfigError, EngineError, ProtocolError
+from asyncrl.rollout.components import load_chat
 from asyncrl.rollout.context import EpisodeRun, Outcome
-from asyncrl.tools import Toolbox
-from asyncrl.types import EpisodeResult, Generation, Sample, Turn
+from asyncrl.tools import Tool, Toolbox
+from asyncrl.types import EpisodeResult, FailReason, Generation, Sample, Turn
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
+
+CHECKED = 256  # conversations that are written before the start, which takes less than a second
 
 
 @dataclass
@@ -59,6 +64,24 @@ def shown_tools(toolbox: Toolbox, sample: Sample) -> tuple[str, ...]:
     """The schemas (JSON text) that the prompt of a conversation shows: its own, or those of the run."""
     own = msgspec.json.decode(sample.extra_info).get("tool_schemas")
     return toolbox.schemas(sample) if own is None else tuple(map(json.dumps, own))
+
+
+def check_demonstrations(
+    config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]
+) -> list[str]:
+    """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
+    cannot be learned, or if all are too long; a warning where some are: the run leaves these out."""
+    rules = Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)
+    box, every = Toolbox(tools), -(-len(samples) // CHECKED)
+    tried = [(sample, demonstrated(rules, sample, shown_tools(box, sample))) for sample in samples[::every]]
+    failed = [(sample, found) for sample, found in tried if isinstance(found, Fail)]
+    for sample, found in failed:
+        if found.reason is not FailReason.PROMPT_TOO_LONG:
+            raise ConfigError(f"{config.data.train}, sample {sample.row}: {found.detail}")
+    if len(failed) == len(tried):
+        raise ConfigError(f"{config.data.train}: no conversation can be learned; {failed[0][1].detail}")
+    share = f"{len(failed)} of {len(tried)} conversations"
+    return [f"{share} that were looked at are left out: {failed[0][1].detail}"] if failed else []
 
 
 class NoEngine:

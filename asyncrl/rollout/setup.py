@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.library import losses
+from asyncrl.algorithms.library import imitates
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import load_parser
@@ -49,7 +49,7 @@ def prepare(config: RunConfig) -> WorkerParts:
         scorer=load_scorer(config),
         environment=load_environment(rollout.environment) if rollout.environment else None,
         agent=load_agent(rollout.agent) if rollout.agent else None,
-        demonstrations=losses.load(config.algorithm.loss).demonstrations,
+        demonstrations=imitates(config),
     )
 
 
