@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Fail, Rules
 from asyncrl.conversation.turns import read_turn
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 from asyncrl.types import FailReason, Message, Sample, StopReason, ToolCall, Turn, VersionSpan
 
 
@@ -45,7 +45,7 @@ def demonstrated(
                 message = replace(message, content=rules.shorten(message.content))
             said += (message,)
     except ConfigError as error:
-        return Fail(FailReason.MISALIGNED, f"message {len(said)}: {one_line(error)}")
+        return Fail(FailReason.MISALIGNED, f"message {len(said)}: {error}")
     return _problem(rules, lengths) or tuple(turns)
 
 

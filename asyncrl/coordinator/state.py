@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.algorithms.advantages import advantages
-from asyncrl.algorithms.library import imitates
 from asyncrl.buffer.batches import Batches
 from asyncrl.buffer.payloads import cut_back, sound_turns
 from asyncrl.buffer.prompts import Prompts
@@ -175,7 +174,7 @@ class RunState:
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
-    load = load_demonstrations if imitates(config) else load_samples
+    load = load_demonstrations if config.algorithm.loss == "sft" else load_samples
     samples, store = load(config.data.train), RunStore(run_dir)
     store.put_meta("data", check_same_data(config.data.train, samples, store.read.meta("data")))
     buffer = _new_buffer(config, len(samples))

@@ -56,6 +56,8 @@ def evaluate(
         terms[name] = ((weight * term).detach().sum(), None)
         return total + coefficient * (weight * term).sum()
 
+    if recipe.loss.demonstrations:
+        terms["actor/nll"] = (torch.where(fresh, -logp.detach(), 0.0).sum(), fresh.sum())
     if reference is not None:
         distance = torch.where(fresh, kl_tokens(logp.detach(), reference, "k3"), 0.0)
         terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
