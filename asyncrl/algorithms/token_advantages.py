@@ -35,7 +35,7 @@ def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor 
 def constant(given: CreditInput) -> Credit:
     """A = 1, whatever the reward (plain).
 
-    Use: with the loss sft, whose episodes have no reward.
+    Use: with the loss sft, whose episodes have no reward; at any staleness.
     """
     return 1.0
 

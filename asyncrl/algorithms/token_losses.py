@@ -37,7 +37,7 @@ def reinforce(given: LossInput) -> TokenLoss:
 def sft(given: LossInput) -> TokenLoss:
     """L = −log π: the negative log-likelihood of demonstrated tokens, whatever A is (plain).
 
-    Use: `asyncrl sft`, on conversations of the data instead of sampled ones. They have no μ and do not age.
+    Use: `asyncrl sft`, on conversations of the data instead of sampled ones: no μ, no staleness.
     """
     return TokenLoss(given.weighed(-given.logp), torch.zeros_like(given.fresh))
 
