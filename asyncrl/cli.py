@@ -43,6 +43,7 @@ HELP = """\
   asyncrl train --help                  flags, examples, and the most common keys
   asyncrl sft --help                    train on conversations first: formats a model has never seen
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
+  asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
   asyncrl tools call NAME '{"a": 1}'    call one
 """

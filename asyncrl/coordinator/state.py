@@ -98,7 +98,7 @@ class RunState:
         if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts"
+                f"{buffer.untrained_reason}; see logs/ for errors, and transcripts/"
             )
         if self.skipped > MAX_SKIPPED_BATCHES:
             return (
