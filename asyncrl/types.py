@@ -33,6 +33,7 @@ class StopReason(enum.StrEnum):
     """Why one generation ended."""
 
     STOP = "stop"  # the model wrote a stop id
+    TEXT = "text"  # its watch ended it: the model wrote a text at which an agent wants turns to end
     LENGTH = "length"  # the token budget ran out
     ABORT = "abort"  # the engine got an abort request
 
@@ -151,8 +152,7 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text. `prompt` of a
-    demonstration: the whole conversation, of which the first `given` messages are not to be learned."""
+    """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text."""
 
     row: int
     data_source: str
@@ -160,7 +160,6 @@ class Sample(msgspec.Struct, frozen=True):
     ground_truth: str
     ability: str = ""
     extra_info: str = "{}"
-    given: int = 0
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

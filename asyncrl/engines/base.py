@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -20,18 +21,25 @@ class Sampling(msgspec.Struct, frozen=True):
     temperature: float = 1.0
 
 
+Watch = Callable[[Sequence[int]], bool]
+"""Called with the ids of a turn so far, once for each new one: whether the turn ends with it. It is cheap,
+never raises, and keeps no hold of the ids. Fewer ids than before: those since then were lost."""
+
+
 class Request(msgspec.Struct, frozen=True):
     """One turn of one episode.
 
     `session` names the episode: its prefix may be kept between turns. `ids` is the whole prefix.
     `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
-    weights only.
+    weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
+    ids that were sampled after that one are dropped.
     """
 
     session: str
     ids: tuple[int, ...]
     sampling: Sampling
     key: int = 0
+    watch: Watch | None = None
 
 
 class EngineBusy(EngineError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.engines.base import Request
+from asyncrl.engines.base import Request, Watch
 from asyncrl.types import Generation, StopReason, VersionSpan
 
 NOTHING = Generation((), (), (), StopReason.ABORT)
@@ -19,7 +19,13 @@ def rest(request: Request, sampled: Generation) -> Request:
     """What is left to ask for: the same turn, with `sampled` as part of its prompt."""
     left = request.sampling.max_new_tokens - len(sampled.ids)
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left)
-    return msgspec.structs.replace(request, ids=request.ids + sampled.ids, sampling=sampling)
+    watch = None if request.watch is None else _after(sampled.ids, request.watch)
+    return msgspec.structs.replace(request, ids=request.ids + sampled.ids, sampling=sampling, watch=watch)
+
+
+def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
+    """The same watch, of what follows the ids that it has heard of."""
+    return (lambda ids: watch((*sampled, *ids))) if sampled else watch
 
 
 def extended(request: Request, sampled: Generation, part: Generation) -> Generation:

@@ -100,6 +100,8 @@ class SGLangClient:
                     before = len(stream.tokens)
                     stream.add(decode(payload))
                     self.use.tokens += len(stream.tokens) - before  # at once: a sign of life
+                    if stream.watched():
+                        break  # which aborts the request
         finally:
             self.use.requests += 1
             self.use.prompt_tokens += stream.prompt_tokens

@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.engines.base import EngineBusy, Request
 from asyncrl.engines.continuation import ending
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation, PolicyVersion, VersionSpan
+from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights.manifest import version_of
 
 # Tokens from this one on were sampled by that version; False: or by a newer one.
@@ -109,6 +109,8 @@ class StreamedTurn:
         self._started = time.perf_counter()
         self._labels: set[str] = set()
         self._spans: tuple[LabelSpan, ...] | None = None
+        self._heard: list[int] = []  # ids that the request's watch has heard of
+        self._ended = False  # by the watch
 
     def add(self, event: StreamEvent) -> None:
         """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
@@ -134,17 +136,33 @@ class StreamedTurn:
             lost = total - len(self.tokens) - len(new)
             raise EngineError(f"the server's stream lost {lost} of {total} tokens")
 
+    def watched(self) -> bool:
+        """Tell the request's watch of the new ids; whether the turn ends with one of them. Those after it are
+        forgotten."""
+        watch = self.request.watch
+        if watch is None:
+            return False
+        for token in self.tokens[len(self._heard) :]:
+            self._heard.append(token.id)
+            if watch(self._heard):
+                del self.tokens[len(self._heard) :]
+                self._ended = True
+                return True
+        return False
+
     def generation(self) -> Generation:
         """What there is; stop ABORT: the turn does not end there. Raises ForeignWeights."""
         ids = tuple(token.id for token in self.tokens)
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
-        return Generation(ids, logprobs, self.spans(), ending(self.request, ids), seconds)
+        stop = StopReason.TEXT if self._ended else ending(self.request, ids)
+        return Generation(ids, logprobs, self.spans(), stop, seconds)
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens. Raises ForeignWeights."""
         stamps = self._recorded(self._spans) if self._spans is not None else self._cautious()
-        ends = [start for start, _, _ in stamps[1:]] + [len(self.tokens)]
+        count = len(self.tokens)  # fewer than the record is of where the watch ended the turn
+        ends = [min(start, count) for start, _, _ in stamps[1:]] + [count]
         return tuple(
             VersionSpan(start, end, version.step, self._oldest_kv(version).step if certain else UNKNOWN)
             for (start, version, certain), end in zip(stamps, ends, strict=True)

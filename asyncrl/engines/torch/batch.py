@@ -37,6 +37,7 @@ class Run:
         self.limit = limit  # length at which it ends
         self.slot: Slot | None = None
         self.filled = 0  # leading prompt ids whose KV is in the cache
+        self.heard: list[int] = []  # sampled ids that its watch has heard of
         self.decoding = False
         self.marks = [(0, version)]  # (ids sampled before, version in use from there on)
         self.started = time.perf_counter()
@@ -98,6 +99,14 @@ class Batcher:
             self._filled(run, chunk)
         self.generated += len(self._decoding)
         return [self._decoding[slot] for slot in done]
+
+    def watched(self, run: Run) -> bool:
+        """Tell the run's watch of its new id; whether the run ends with it."""
+        watch, sampled = run.request.watch, self._sampled(run)
+        if watch is None or sampled == len(run.heard):
+            return False
+        run.heard.append(int(self.cache.ids[run.index, run.prompt + sampled - 1]))
+        return watch(run.heard)
 
     def end(self, run: Run, stop: StopReason | None = None) -> Generation:
         """Take a run out of the batch with what it has sampled. `stop` says why if it was not done. Raises

@@ -103,14 +103,20 @@ class TorchEngine:
         try:
             while True:
                 if self._futures:
-                    for run in self._batcher.step():
-                        self._end(run)
+                    self._step()
                     await asyncio.sleep(0)
                 else:
                     self._wake.clear()
                     await self._wake.wait()
         except Exception as error:
             self._break(EngineError(f"the engine broke: {one_line(error)}"))
+
+    def _step(self) -> None:
+        """One more id for every running turn; answer those that end with it."""
+        done: dict[Run, StopReason | None] = dict.fromkeys(self._batcher.step())
+        done |= {run: StopReason.TEXT for run in self._futures if self._batcher.watched(run)}
+        for run, stop in done.items():
+            self._end(run, stop)
 
     def _end(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request; its log-probs may make that an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,16 @@ def test_what_is_left_continues_the_tokens_within_the_limit() -> None:
     left = rest(REQUEST, extended(REQUEST, NOTHING, part(3, 4)))
     assert left == Request("s", (1, 2, 3, 4), Sampling(4, (STOP_ID,), temperature=0.7), key=5)
     assert rest(REQUEST, NOTHING) == REQUEST
+
+
+def test_the_watch_hears_of_the_whole_turn() -> None:
+    heard: list[tuple[int, ...]] = []
+    request = msgspec.structs.replace(REQUEST, watch=lambda ids: bool(heard.append(tuple(ids))))
+    for sampled in (NOTHING, part(3, 4)):
+        watch = rest(request, sampled).watch
+        assert watch is not None
+        watch([5, 6])
+    assert heard == [(5, 6), (3, 4, 5, 6)]
 
 
 def test_parts_line_up() -> None:

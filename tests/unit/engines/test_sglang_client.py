@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.engines.base import EngineBusy, EngineLost
 from asyncrl.engines.sglang import client as sglang_client
@@ -190,4 +191,33 @@ def test_who_waits_for_room_can_leave(monkeypatch: pytest.MonkeyPatch):
         assert len(bodies(script)) == 1
 
     monkeypatch.setattr(sglang_client, "MAX_REQUESTS", 1)
+    run(test)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_watch_ends_the_turn_within_an_event(finished: bool):
+    """The request is aborted; what the server sampled after the id is forgotten, its versions too."""
+
+    async def test(script: Script, engine: SGLangClient) -> None:
+        engine.mark(PolicyVersion(0, 3))
+        spans = [{"version": "e0-v3", "start": 0, "end": 4}, {"version": "e0-v4", "start": 4, "end": 6}]
+        end = event([9, 10], 6, "e0-v4", LENGTH, weight_versions=spans)
+        first = event([5, 6], 2, "e0-v3")
+        gone = asyncio.Event()
+        if finished:
+            script.streams(first, event([7, 8, 9, 10], 6, "e0-v4", LENGTH, weight_versions=spans), DONE)
+        else:
+            script.streams(first, event([7, 8], 4, "e0-v3"), end, then=gone)
+        heard: list[tuple[int, ...]] = []
+
+        def watch(ids: Sequence[int]) -> bool:
+            heard.append(tuple(ids))
+            return ids[-1] == 7
+
+        sampled = await engine.generate(replace(ask((1, 2), 6), watch=watch))
+        gone.set()
+        assert heard == [(5,), (5, 6), (5, 6, 7)]
+        assert (sampled.ids, sampled.logprobs) == ((5, 6, 7), (-2.5, -3.0, -3.5))
+        assert (sampled.stop, sampled.spans) == (StopReason.TEXT, (VersionSpan(0, 3, 3, 3),))
+
     run(test)

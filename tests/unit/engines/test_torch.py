@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from asyncrl.engines.base import engines
+from asyncrl.engines.base import Watch, engines
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.types import StopReason, VersionSpan
@@ -241,3 +242,28 @@ def test_a_sliding_window_is_refused():
     model = tiny(use_sliding_window=True, sliding_window=4, max_window_layers=0)
     with pytest.raises(ConfigError, match="sliding_window"):
         serve(model)
+
+
+def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
+    async def main() -> None:
+        engine, asked = serve(), [ask(prompt(9, n), 20, f"{n}", n) for n in range(3)]
+        whole = await asyncio.gather(*map(engine.generate, asked))
+        heard: dict[int, list[tuple[int, ...]]] = {0: [], 1: []}
+
+        def watch(n: int) -> Watch:
+            return lambda ids: heard[n].append(tuple(ids)) or len(ids) == (7, 20)[n]  # type: ignore[func-returns-value]
+
+        again = [
+            replace(one, session=f"again {n}", watch=watch(n) if n < 2 else None)
+            for n, one in enumerate(asked)
+        ]
+        cut, last, free = await asyncio.gather(*map(engine.generate, again))
+        assert (cut.stop, last.stop, free.stop) == (StopReason.TEXT, StopReason.TEXT, StopReason.LENGTH)
+        assert cut.ids == whole[0].ids[:7] and cut.logprobs == whole[0].logprobs[:7]
+        assert cut.spans == (VersionSpan(0, 7, 0, 0),)
+        assert (last.ids, free.ids) == (whole[1].ids, whole[2].ids)
+        assert heard[0] == [whole[0].ids[:n] for n in range(1, 8)]
+        assert heard[1] == [whole[1].ids[:n] for n in range(1, 21)]
+        await engine.close()
+
+    asyncio.run(main())
