@@ -28,11 +28,13 @@ CHARACTERS = 16  # of a token, at most, on average: more text than that is too l
 
 
 class AgentRequest(msgspec.Struct, frozen=True):
-    """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's."""
+    """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's.
+    `stops`: texts in front of which the answer ends."""
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     max_new_tokens: int | None = None
+    stops: tuple[str, ...] = ()
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -58,8 +60,9 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True):
-    """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. `busy`: a request
-    is extending the row. `undelivered`: the client left before it got the last turn."""
+    """`last`, the row's newest turn, answers `request`; `messages` and `ids` end with it. (The
+    message of a turn that ended at a text has that text, too, as its ids do; the agent got what is before.)
+    `busy`: a request is extending the row. `undelivered`: the client left before it got the last turn."""
 
     request: AgentRequest
     session: int
@@ -104,15 +107,39 @@ class Branches:
     @property
     def calls(self) -> int:
         """Well-formed tool calls of the model."""
-        return sum(len(self._message(turn, self.rows[turn.row].request).tool_calls) for turn in self.turns)
+        return sum(len(self.said(turn).tool_calls) for turn in self.turns)
 
     @property
     def answer(self) -> str:
         """The last turn's text outside tool calls."""
         last = self.turns[-1]
-        return read_turn(self._rules, last, self.rows[last.row].request.tools).content
+        request = self.rows[last.row].request
+        return read_turn(self._rules, last, request.tools, request.stops).content
+
+    def said(self, turn: Turn) -> Message:
+        """The model's message in a turn as the agent gets it. An agent that sends no tools gets all of it as
+        text, calls included."""
+        request = self.rows[turn.row].request
+        return turn_message(self._rules, turn, request.tools, request.stops)
 
     # -- a request -----------------------------------------------------------------------------------
+
+    def find(self, request: AgentRequest, count: int) -> list[Turn | Placement] | Refusal:
+        """For each of `count` answers the place it goes to, or the turn that it is: one that was not
+        delivered."""
+        found: list[Turn | Placement] = []
+        for _ in range(count):
+            one = self.redeliver(request) or self.place(request)
+            if isinstance(one, Refusal):
+                self.give_back(found)
+                return one
+            found.append(one)
+        return found
+
+    def give_back(self, found: Sequence[Turn | Placement]) -> None:
+        """They do not answer the request."""
+        for one in found:
+            self.mark_undelivered(one) if isinstance(one, Turn) else self.cancel(one)
 
     def place(self, request: AgentRequest) -> Placement | Refusal:
         """Where the answer to a request goes. ConfigError when the template cannot write its messages."""
@@ -150,7 +177,7 @@ class Branches:
         before = () if place.row is None else self.rows[row].ids
         if (turn.index, turn.row, before + turn.context) != (len(self.turns), row, place.ids):
             raise ProtocolError(f"turn {turn.index} does not continue the tokens of row {turn.row}")
-        message = self._message(turn, place.request)
+        message = turn_message(self._rules, turn, place.request.tools)
         messages, ids = (*place.messages, message), place.ids + turn.ids
         self.rows[row : row + 1] = [TokenRow(place.request, place.session, messages, ids, turn)]
         self.turns.append(turn)
@@ -209,17 +236,14 @@ class Branches:
         characters += sum(map(_characters, new))
         if characters <= CHARACTERS * (most - tokens):
             return None
-        return Refusal(
-            EpisodeEnd.LENGTH, f"{characters} new characters are too long, rollout.max_tokens is {most}"
-        )
+        return _too_many(most, f"{characters} new characters are more")
 
     def _limited(self, place: Placement) -> Placement | Refusal:
         """The placement with its token limit, or a refusal because its row is full."""
         limits, asked = self._rules.config, place.request.max_new_tokens
         room = limits.max_tokens - len(place.ids)
         if room < 1:
-            detail = f"the messages have {len(place.ids)} tokens, rollout.max_tokens is {limits.max_tokens}"
-            return Refusal(EpisodeEnd.LENGTH, detail)
+            return _too_many(limits.max_tokens, f"the messages have {len(place.ids)}")
         most = limits.max_new_tokens if asked is None else min(asked, limits.max_new_tokens)
         return replace(place, max_new_tokens=min(room, most))
 
@@ -234,7 +258,7 @@ class Branches:
 
     def _extends(self, row: TokenRow, messages: tuple[Message, ...]) -> bool:
         new = messages[len(row.messages) :]
-        ended = row.ids[-1] in self._rules.chat.stop_ids  # else the template's delta does not fit after it
+        ended = row.last.stop is not StopReason.LENGTH  # else the message is not whole
         answers = bool(new) and all(message.role in ANSWERING_ROLES for message in new)
         return ended and answers and _common(row.messages, messages) == len(row.messages)
 
@@ -242,10 +266,6 @@ class Branches:
         """The longest beginning of the messages that a row shows; the model's messages as it wrote them."""
         shown = (row.messages[: _common(row.messages, messages)] for row in self.rows)
         return max(shown, key=len, default=())
-
-    def _message(self, turn: Turn, request: AgentRequest) -> Message:
-        """An agent that sends no tools gets all of the turn as text, calls included."""
-        return turn_message(self._rules, turn, request.tools)
 
     def _number(self, place: Placement) -> int:
         return len(self.rows) if place.row is None else place.row
@@ -274,6 +294,14 @@ def same_message(ours: Message, theirs: Message) -> bool:
 
 def _refusal(end: EpisodeEnd, what: str, most: int) -> Refusal:
     return Refusal(end, f"the episode has had its {most} {what} (rollout.max_{what})")
+
+
+def _too_many(most: int, what: str) -> Refusal:
+    """In the words by which clients know that the context is full."""
+    return Refusal(
+        EpisodeEnd.LENGTH,
+        f"This model's maximum context length is {most} tokens (rollout.max_tokens); {what}",
+    )
 
 
 def _characters(message: Message) -> int:

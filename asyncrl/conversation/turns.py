@@ -6,8 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.parsers import Parsed, parse_turn
+from asyncrl.conversation.watch import before
 from asyncrl.types import (
     EpisodeEnd,
     EpisodeResult,
@@ -55,17 +58,26 @@ def make_turn(index: int, row: int, context: tuple[int, ...], generation: Genera
     )
 
 
-def read_turn(rules: Rules, turn: Turn, tools: tuple[str, ...]) -> Parsed:
-    """The turn's content, calls and reasoning. Without `tools` (schemas) nothing is a call."""
-    prompt = rules.chat.decode(turn.context[-OPENING:])
-    return parse_turn(rules.parse, rules.chat.decode(turn.ids), tools, prompt)
+def opening(rules: Rules, context: tuple[int, ...]) -> str:
+    """The end of a turn's prompt, which may open a thought."""
+    return rules.chat.decode(context[-OPENING:])
 
 
-def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...]) -> Message:
-    """The model's message. A turn with malformed calls is quoted as it is."""
-    parsed = read_turn(rules, turn, tools)
+def read_turn(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[str] = ()) -> Parsed:
+    """The turn's content, calls and reasoning, up to the first of the texts `stops`. Without `tools`
+    (schemas) nothing is a call."""
+    text = before(rules.chat.decode(turn.ids), stops)
+    return parse_turn(rules.parse, text, tools, opening(rules, turn.context))
+
+
+def turn_message(rules: Rules, turn: Turn, tools: tuple[str, ...], stops: Sequence[str] = ()) -> Message:
+    """The model's message. A turn with malformed calls is quoted as it is. White space in front of a text of
+    `stops` stays: agents put the text behind it again."""
+    parsed, text = read_turn(rules, turn, tools, stops), before(rules.chat.decode(turn.ids), stops)
     if parsed.errors:
-        return Message("assistant", rules.chat.decode(turn.ids))
+        return Message("assistant", text)
+    if turn.stop is StopReason.TEXT and stops and not parsed.calls:
+        parsed = replace(parsed, content=parsed.content + text[len(text.rstrip()) :])
     return Message("assistant", parsed.content, parsed.calls, reasoning=parsed.reasoning)
 
 

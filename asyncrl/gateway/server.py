@@ -1,9 +1,9 @@
 """The endpoint: one HTTP server per worker, on 127.0.0.1, for the agents of the episodes that it runs.
 
-    agent program ──key, request──► Host ──AgentReply | Refusal──► JSON, or a stream of events
+    agent program ──key, request──► Exchange ──► Host ──AgentReply | Refusal──► JSON, or a stream of events
 
 A key is random and names one episode, as long as that runs. Errors are answered in OpenAI's format, and none
-ends the server. A stream of events is sent when the turn is complete.
+ends the server. A stream tells the text of a turn as it is sampled; calls, and the end, when it is durable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,8 +21,8 @@ from aiohttp import web
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import wire
-from asyncrl.gateway.wire import AgentReply, ApiError, ChatRequest
+from asyncrl.gateway import responses, wire
+from asyncrl.gateway.wire import AgentReply, ApiError, Event, Exchange, ToldOf
 
 log = logging.getLogger("asyncrl.gateway")
 
@@ -44,17 +44,27 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Host(Protocol):
     """An episode that answers an agent. Requests may overlap; one whose client has left is cancelled."""
 
-    async def answer(self, ask: AgentRequest) -> AgentReply | Refusal:
-        """ConfigError: the template cannot write the messages. Anything else it raises ends the episode."""
+    async def answer(
+        self, ask: AgentRequest, count: int, told: ToldOf | None
+    ) -> Sequence[AgentReply] | Refusal:
+        """`count` answers; `told`, if given, hears of each as it grows. ConfigError: the template cannot
+        write the messages. Anything else it raises ends the episode."""
 
     def lose(self, reply: AgentReply) -> None:
         """Called when the client left before it got this answer; it may ask again."""
 
 
+Answering = asyncio.Task[Sequence[AgentReply] | Refusal]
+
+
 @dataclass(eq=False)
 class _Admitted:
     host: Host
-    running: set[asyncio.Task[AgentReply | Refusal]] = field(default_factory=set)
+    running: set[Answering] = field(default_factory=set)
+
+
+_News = tuple[int, str, str]
+"""What is new of an answer: see `ToldOf`."""
 
 
 class Gateway:
@@ -63,11 +73,13 @@ class Gateway:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._admitted: dict[str, _Admitted] = {}  # by key
-        self._logged: set[str] = set()  # ignored parameters that were logged
+        self._logged: set[str] = set()  # unheeded parameters that were logged
         self._url = ""
         app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/responses", self._respond)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS
         )
@@ -101,30 +113,73 @@ class Gateway:
         self._by_key(request)
         return _json(wire.models())
 
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        self._by_key(request)
+        return _json({**wire.model(), "id": request.match_info["name"]})  # requests may have any name for it
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._exchange(request, lambda body: wire.ChatExchange(wire.read_request(body)))
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        return await self._exchange(
+            request, lambda body: responses.ResponsesExchange(responses.read_request(body))
+        )
+
+    async def _exchange(self, request: web.Request, read: Callable[[bytes], Exchange]) -> web.StreamResponse:
         admitted = self._by_key(request)  # before the body is read
         async with asyncio.timeout(READ_SECONDS):
             body = await request.read()
-        chat = wire.read_request(body)
-        self._log_ignored(chat.ignored)
-        task = asyncio.ensure_future(admitted.host.answer(wire.agent_request(chat)))
+        asked, news = read(body), asyncio.Queue[_News]()
+        self._log_unheeded(asked.unheeded)
+        told: ToldOf | None = (lambda *what: news.put_nowait(what)) if asked.stream else None
+        task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, told))
         admitted.running.add(task)
         task.add_done_callback(admitted.running.discard)
         try:
-            return await self._send(request, chat, await _outcome(task))
+            if asked.stream:
+                return await self._stream(request, asked, task, news)
+            replies = await _outcome(task)
+            response = _json(asked.whole(replies, self._texts(asked, replies)))
+            await response.prepare(request)
+            await response.write_eof()
+            return response
         except (asyncio.CancelledError, ConnectionError):  # the client has left
-            if not task.cancel() and (reply := _finished(task)) is not None:
-                admitted.host.lose(reply)
+            if not task.cancel():
+                for reply in _finished(task):
+                    admitted.host.lose(reply)
             raise
 
-    async def _send(self, request: web.Request, chat: ChatRequest, reply: AgentReply) -> web.StreamResponse:
-        texts = [self._decode((token,)) for token in reply.turn.ids] if chat.logprobs else []
-        if chat.stream:
-            return await _stream(request, wire.chunks(chat, reply, texts))
-        response = _json(wire.completion(chat, reply, texts))
+    async def _stream(
+        self, request: web.Request, asked: Exchange, task: Answering, news: asyncio.Queue[_News]
+    ) -> web.StreamResponse:
+        """Server-sent events, as there is something to tell. An error before the first one is an answer of
+        its own; later it is told by an event."""
+        heard = await _next(news, task)
+        replies = await _outcome(task) if heard is None else ()
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
+        await _send(response, asked.begin())
+        while heard is not None:
+            await _send(response, asked.told(*heard))
+            heard = await _next(news, task)
+        try:
+            replies = replies or await _outcome(task)
+        except Exception as error:
+            await _send(response, [("error", _error(error).body)])
+        else:
+            await _send(response, asked.end(replies, self._texts(asked, replies)))
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def _texts(self, asked: Exchange, replies: Sequence[AgentReply]) -> list[list[str]]:
+        """The text of each token, where log-probs are asked for."""
+        return [
+            [self._decode((token,)) for token in reply.turn.ids] if asked.logprobs else []
+            for reply in replies
+        ]
 
     def _by_key(self, request: web.Request) -> _Admitted:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -133,14 +188,14 @@ class Gateway:
             raise ApiError(401, "this API key names no running episode", "invalid_api_key")
         return admitted
 
-    def _log_ignored(self, ignored: list[str]) -> None:
+    def _log_unheeded(self, unheeded: Mapping[str, str]) -> None:
         """Once per parameter."""
-        for name in [name for name in ignored if name not in self._logged]:
+        for name in unheeded.keys() - self._logged:
             self._logged.add(name)
-            log.warning("agents set %s, which is ignored: sampling is the run's (rollout.temperature)", name)
+            log.warning("agents set %s, which %s", name, unheeded[name])
 
 
-async def _outcome(task: asyncio.Task[AgentReply | Refusal]) -> AgentReply:
+async def _outcome(task: Answering) -> Sequence[AgentReply]:
     """Wait for the answer to a request. ApiError when it was refused or failed."""
     await asyncio.wait([task])
     if task.cancelled():
@@ -154,23 +209,28 @@ async def _outcome(task: asyncio.Task[AgentReply | Refusal]) -> AgentReply:
     return found
 
 
-def _finished(task: asyncio.Task[AgentReply | Refusal]) -> AgentReply | None:
-    """The answer, if the task has one."""
+def _finished(task: Answering) -> Sequence[AgentReply]:
+    """The answers, if the task has them."""
     if not task.done() or task.cancelled() or task.exception() is not None:
-        return None
+        return ()
     found = task.result()
-    return found if isinstance(found, AgentReply) else None
+    return () if isinstance(found, Refusal) else found
 
 
-async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
-    """Server-sent events."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for chunk in chunks:
-        await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+async def _next(news: asyncio.Queue[_News], task: Answering) -> _News | None:
+    """What is to be told next; None when the task is done and all was told."""
+    getting = asyncio.ensure_future(news.get())
+    try:
+        await asyncio.wait([getting, task], return_when=asyncio.FIRST_COMPLETED)
+        return getting.result() if getting.done() else None
+    finally:
+        getting.cancel()
+
+
+async def _send(response: web.StreamResponse, events: Iterable[Event]) -> None:
+    for kind, data in events:
+        named = f"event: {kind}\n".encode() if kind else b""
+        await response.write(named + b"data: " + msgspec.json.encode(data) + b"\n\n")
 
 
 @web.middleware
@@ -178,17 +238,35 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
     """Every error becomes an answer."""
     try:
         return await handler(request)
-    except ApiError as error:
-        return _json(error.body, error.status)
-    except web.HTTPException as error:  # no such path, no such method, a body that is too large
-        return _json(ApiError(error.status, error.reason).body, error.status)
-    except TimeoutError:
-        return _json(ApiError(408, f"no request within {READ_SECONDS:g} s").body, 408)
     except ConnectionError:
         raise  # the client has left
     except Exception as error:
-        log.warning("a request failed: %s", one_line(error))
-        return _json(ApiError(500, one_line(error), kind="server_error").body, 500)
+        if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
+            found = _unknown(request, error)
+        else:
+            found = _error(error)
+        return _json(found.body, found.status)
+
+
+def _unknown(request: web.Request, error: web.HTTPException) -> ApiError:
+    """No such path, or no such method of it."""
+    there = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, GET /v1/models/NAME"
+    return ApiError(
+        error.status, f"there is no {request.method} {request.path}; there are {there}", "unknown_url"
+    )
+
+
+def _error(error: Exception) -> ApiError:
+    """What a client is told of an error."""
+    match error:
+        case ApiError():
+            return error
+        case web.HTTPException():  # a body that is too large
+            return ApiError(error.status, error.reason)
+        case TimeoutError():
+            return ApiError(408, f"no request within {READ_SECONDS:g} s")
+    log.warning("a request failed: %s", one_line(error))
+    return ApiError(500, one_line(error), kind="server_error")
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

@@ -18,10 +18,11 @@ from typing import Any
 
 from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
 from asyncrl.conversation.commands import Fail
-from asyncrl.conversation.turns import problem, scored
+from asyncrl.conversation.turns import opening, problem, scored
+from asyncrl.conversation.watch import Told, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
 from asyncrl.gateway import Agent, Endpoint, Gateway, result_of
-from asyncrl.gateway.wire import AgentReply
+from asyncrl.gateway.wire import AgentReply, ToldOf
 from asyncrl.isolation.calls import LoopThread
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.rollout.episode_runner import AgentError
@@ -69,13 +70,15 @@ class AgentHost:
         self._posting = asyncio.Lock()  # turns are posted in the order of their numbers
         self._changed = Notifier()  # there is one more turn
 
-    async def answer(self, request: AgentRequest) -> AgentReply | Refusal:
-        found = self._branches.redeliver(request) or self._branches.place(request)
+    async def answer(
+        self, request: AgentRequest, count: int, told: ToldOf | None
+    ) -> Sequence[AgentReply] | Refusal:
+        found = self._branches.find(request, count)
         if isinstance(found, Refusal):
             return found
         try:
             with self._idle.paused():
-                return await self._deliver(found if isinstance(found, Turn) else await self._turn(found))
+                return await self._together(found, told)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
@@ -84,17 +87,34 @@ class AgentHost:
     def lose(self, reply: AgentReply) -> None:
         self._branches.mark_undelivered(reply.turn)
 
-    async def _turn(self, place: Placement) -> Turn:
-        """A recorded turn, or one that is sampled and posted."""
+    async def _together(self, found: list[Turn | Placement], told: ToldOf | None) -> list[AgentReply]:
+        """All answers to a request. When one fails, or the client leaves, none is left under way, and none
+        counts as delivered."""
+        answers = [self._one(one, told and partial(told, index)) for index, one in enumerate(found)]
+        tasks = list(map(asyncio.ensure_future, answers))
         try:
-            return await self._recorded(place) or await self._sample(place)
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            self._branches.give_back([*found, *(one.turn for one in ended if isinstance(one, AgentReply))])
+            raise
+
+    async def _one(self, found: Turn | Placement, told: Told | None) -> AgentReply:
+        """A turn that was not delivered, a recorded one, or one that is sampled and posted."""
+        if isinstance(found, Turn):
+            return await self._deliver(found)
+        try:
+            turn = await self._recorded(found) or await self._sample(found, told)
         finally:
-            self._branches.cancel(place)
+            self._branches.cancel(found)
+        return await self._deliver(turn)
 
     async def _deliver(self, turn: Turn) -> AgentReply:
         """The answer, once the turn is durable."""
         row = self._branches.rows[turn.row]
-        reply = AgentReply(row.messages[-1], turn, len(row.ids) - len(turn.ids))
+        reply = AgentReply(self._branches.said(turn), turn, len(row.ids) - len(turn.ids))
         try:
             await self._run.until_durable()
         except asyncio.CancelledError:  # the client has left
@@ -113,8 +133,9 @@ class AgentHost:
             await self._changed.wait()
         return None
 
-    async def _sample(self, place: Placement) -> Turn:
-        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session)
+    async def _sample(self, place: Placement, told: Told | None) -> Turn:
+        watch = self._watch(place, told) if place.request.stops or told else None
+        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch)
         stop_ids = self._run.context.rules.chat.stop_ids
         if trouble := problem(stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
@@ -122,6 +143,10 @@ class AgentHost:
             turn = self._branches.turn(place, generation)
             await self._run.post_turn(turn)
             return self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
+
+    def _watch(self, place: Placement, told: Told | None) -> TurnWatch:
+        rules, asked = self._run.context.rules, place.request
+        return TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), told)
 
     def _add(self, place: Placement, turn: Turn) -> Turn:
         self._branches.add(place, turn)

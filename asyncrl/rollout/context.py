@@ -15,7 +15,7 @@ import msgspec
 
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import rows_of
-from asyncrl.engines.base import Request, Sampling
+from asyncrl.engines.base import Request, Sampling, Watch
 from asyncrl.errors import ProtocolError
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
@@ -27,7 +27,6 @@ from asyncrl.wire.messages.worker_control import Assign
 from asyncrl.wire.outbox import Outbox
 
 _ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
-TEXT_LIMIT = 20_000  # characters of a transcript that is kept
 _KEYS = (1 << 63) - 1
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -37,10 +36,6 @@ _decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
 
 class Sampler(Protocol):
     """Where an episode is sampled: an engine of this process, or a pool of servers."""
-
-    @property
-    def version(self) -> int:
-        """The newest one that a turn can be sampled with; -1 if there is none."""
 
     def episode(self) -> AbstractAsyncContextManager[None]:
         """The body is one episode."""
@@ -93,13 +88,15 @@ class EpisodeRun:
     def name(self) -> str:
         return f"{self.attempt.uid}/{self.attempt.attempt}"
 
-    async def generate(self, ids: tuple[int, ...], max_new_tokens: int, row: int = 0) -> Generation:
+    async def generate(
+        self, ids: tuple[int, ...], max_new_tokens: int, row: int = 0, watch: Watch | None = None
+    ) -> Generation:
         """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
         sampling = Sampling(max_new_tokens, self.context.rules.chat.stop_ids, self.assign.temperature)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        return await self.sampler.generate(Request(session, ids, sampling, key), self._oldest)
+        return await self.sampler.generate(Request(session, ids, sampling, key, watch), self._oldest)
 
     def _oldest(self) -> int:
         """The version that a turn which begins now must not be below: the buffer counts on what the episode
@@ -207,16 +204,9 @@ class EpisodeRun:
                 seconds=self.seconds,
                 tool_s=outcome.tool_s,
             ),
-            text=_cut(self.transcript(outcome.turns)) if self.assign.transcript else "",
-            notes=self._notes if self.assign.transcript else {},
+            text=self.transcript(outcome.turns) if self.assign.lane == "eval" else "",
+            notes=self._notes,
         )
-
-
-def _cut(text: str) -> str:
-    """Beginning and end of a transcript that is too long to keep."""
-    over = len(text) - TEXT_LIMIT
-    half = TEXT_LIMIT // 2
-    return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
 
 
 def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:

@@ -36,7 +36,9 @@ class FakeChat:
         return (*encode("".join(tools) + "".join(_written(message) for message in messages)), OPEN)
 
     def delta_ids(self, messages: tuple[Message, ...], after: int) -> tuple[int, ...] | None:
-        assert after in self.stop_ids
+        if after not in self.stop_ids:  # the turn ended at a text: its end comes first
+            found = self.delta_ids(messages, END)
+            return found and (END, *found)
         if any(message.role in self._rewrites for message in messages):
             return None
         return (*encode("".join(_written(message) for message in messages)), OPEN)

@@ -64,8 +64,7 @@ class FakeCoordinator:
     ) -> Attempt:
         self.assigned += 1
         tried = Attempt(uid, attempt)
-        asked = Assign(self.assigned, tried, sample, lane, 1.0, key=self.assigned, transcript=lane == "eval")
-        self.send(asked, frames)
+        self.send(Assign(self.assigned, tried, sample, lane, 1.0, key=self.assigned), frames)
         return tried
 
     # -- receiving ---------------------------------------------------------------------------------

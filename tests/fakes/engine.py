@@ -20,6 +20,16 @@ def generation(text: str, version: int = 0, stop: StopReason = StopReason.STOP) 
     return Generation(ids, tuple(-0.5 for _ in ids), (span,), stop)
 
 
+async def _watched(request: Request, turn: Generation) -> Generation:
+    """The turn, as far as the request's watch lets it come, id by id."""
+    for count in range(1, len(turn.ids) + 1 if request.watch else 0):
+        await asyncio.sleep(0)
+        if request.watch and request.watch(turn.ids[:count]):
+            span = VersionSpan(0, count, turn.spans[0].version, turn.spans[0].version)
+            return Generation(turn.ids[:count], turn.logprobs[:count], (span,), StopReason.TEXT)
+    return turn
+
+
 class ScriptedEngine:
     """`script` gives the text of a turn, or raises. `gate` is open unless a test closes it."""
 
@@ -47,7 +57,7 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.session)
             raise
-        turn = generation(self.script(request), self._version)
+        turn = await _watched(request, generation(self.script(request), self._version))
         self.tokens += len(turn.ids)
         return turn
 

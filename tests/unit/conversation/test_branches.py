@@ -216,7 +216,7 @@ def test_text_that_no_row_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyP
         refusal = branches.place(ask)
         assert isinstance(refusal, Refusal)
         assert refusal.end is EpisodeEnd.LENGTH
-        assert "rollout.max_tokens is 100" in refusal.detail
+        assert "maximum context length is 100 tokens (rollout.max_tokens)" in refusal.detail
     assert read == []
     placed(branches, Message("user", "x" * (most - CHARACTERS)))
     assert len(read) == 1

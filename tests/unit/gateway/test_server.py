@@ -34,7 +34,7 @@ class FakeHost:
     def lose(self, reply: AgentReply) -> None:
         self.lost.append(reply)
 
-    async def answer(self, ask: AgentRequest) -> AgentReply | Refusal:
+    async def answer(self, ask: AgentRequest, count: int, told: Any) -> list[AgentReply] | Refusal:
         self.asked.append(ask)
         self.entered.set()
         try:
@@ -47,7 +47,7 @@ class FakeHost:
         if isinstance(self.found, Refusal):
             return self.found
         turn = Turn(0, (1,), (65, 66), (-0.5, -1.5), (VersionSpan(0, 2, 0, 0),), StopReason.STOP)
-        return AgentReply(Message("assistant", self.found), turn, 1)
+        return [AgentReply(Message("assistant", self.found), turn, 1)] * count
 
 
 def serve(test: Test) -> None:
@@ -120,9 +120,11 @@ def test_broken_requests_get_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await post(endpoint, b" " * 1001))[0] == 413
             status, body = await post(endpoint, b"{}", "/embeddings")
             assert (status, body["error"]["type"]) == (404, "invalid_request_error")
+            assert "there is no POST /v1/embeddings; there are POST /v1/chat" in body["error"]["message"]
             url = endpoint.base_url + "/chat/completions"
             async with aiohttp.ClientSession() as session, session.get(url) as answer:
-                assert answer.status == 405
+                found = (answer.status, (await answer.json())["error"]["code"])
+                assert found == (405, "unknown_url")
 
     serve(test)
 
@@ -153,6 +155,9 @@ def test_the_models_are_listed_for_guests() -> None:
             headers = {"Authorization": f"Bearer {endpoint.api_key}"}
             async with session.get(endpoint.base_url + "/models", headers=headers) as answer:
                 assert [model["id"] for model in (await answer.json())["data"]] == [endpoint.model]
+            for name in (endpoint.model, "org/model"):
+                async with session.get(f"{endpoint.base_url}/models/{name}", headers=headers) as answer:
+                    assert (await answer.json())["id"] == name
 
     serve(test)
 
@@ -172,6 +177,33 @@ def test_a_stream_is_server_sent_events() -> None:
         assert events[-2:] == ["data: [DONE]", ""]
         parts = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
         assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "42"
+
+    serve(test)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+@pytest.mark.parametrize("told", [False, True])
+def test_an_error_in_a_stream_is_a_status_or_an_event(told: bool, path: str) -> None:
+    class Breaking(FakeHost):
+        async def answer(self, ask: AgentRequest, count: int, tell: Any) -> list[AgentReply] | Refusal:
+            if told:
+                tell(0, "", "4")
+            raise EngineError("broke")
+
+    async def test(gateway: Gateway) -> None:
+        async with gateway.admit(Breaking()) as endpoint:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            body = {"messages": [{"role": "user", "content": "q"}], "input": "q", "stream": True}
+            url = f"{endpoint.base_url}/{path}"
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.post(url, json=body) as answer,
+            ):
+                text = await answer.text()
+                assert answer.status == (200 if told else 500)
+                assert "EngineError: broke" in text
+                assert ("data: [DONE]" in text) is False
+                assert text.startswith("{") is not told
 
     serve(test)
 
@@ -205,9 +237,9 @@ def test_no_request_outlives_its_episode() -> None:
     class Slow(FakeHost):
         ended = False
 
-        async def answer(self, ask: AgentRequest) -> AgentReply | Refusal:
+        async def answer(self, ask: AgentRequest, count: int, told: Any) -> list[AgentReply] | Refusal:
             try:
-                return await super().answer(ask)
+                return await super().answer(ask, count, told)
             finally:
                 try:
                     await asyncio.Event().wait()

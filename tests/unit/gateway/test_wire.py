@@ -9,16 +9,19 @@ import pytest
 
 from asyncrl.conversation.branches import AgentRequest
 from asyncrl.gateway import wire
-from asyncrl.gateway.wire import AgentReply, ApiError
+from asyncrl.gateway.wire import AgentReply, ApiError, ChatExchange
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
 USER = {"role": "user", "content": "q"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
+def exchange(**body: Any) -> ChatExchange:
+    return ChatExchange(wire.read_request(json.dumps({"messages": [USER], **body}).encode()))
+
+
 def ask(**body: Any) -> AgentRequest:
-    asked = wire.read_request(json.dumps({"messages": [USER], **body}).encode())
-    return wire.agent_request(asked)
+    return exchange(**body).ask
 
 
 def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
@@ -57,8 +60,22 @@ def test_without_a_choice_there_are_no_tools() -> None:
 def test_what_a_client_sends_as_a_matter_of_course_is_fine() -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 3, "user": "me", "metadata": {}}
     assert ask(**common, response_format={"type": "text"}).max_new_tokens is None
-    body = json.dumps({"messages": [USER], **common}).encode()
-    assert wire.read_request(body).ignored == ["temperature", "top_p", "seed"]
+    assert exchange(**common).unheeded.keys() == {"temperature", "top_p", "seed"}
+
+
+def test_a_form_that_is_asked_for_is_a_hint() -> None:
+    named = {"type": "function", "function": {"name": "look"}}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object"}}}
+    body = {"tools": [TOOL], "parallel_tool_calls": False, "response_format": form}
+    for choice in ("required", named):
+        asked = exchange(tool_choice=choice, **body)
+        assert asked.unheeded.keys() == {"tool_choice", "parallel_tool_calls", "response_format"}
+        assert set(asked.unheeded.values()) == {wire.HINT}
+        assert asked.ask == ask(tools=[TOOL])
+
+
+def test_texts_to_stop_at() -> None:
+    assert [ask(stop=stop).stops for stop in ("a", ["a", "b"], [], None)] == [("a",), ("a", "b"), (), ()]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -75,10 +92,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "no JSON object",
     ),
     "a tool that is none": ({"tools": [{"name": "look"}]}, "a tool is"),
-    "several answers": ({"n": 2}, "n: ask several times"),
-    "stop sequences": ({"stop": ["\n"]}, "stop:"),
-    "a schema": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "a forced call": ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    "no answer": ({"n": 0}, "n`"),
+    "more answers than anyone reads": ({"n": 129}, "n`"),
+    "an empty text to stop at": ({"stop": [""]}, "stop"),
+    "too many texts to stop at": ({"stop": ["a"] * 33}, "stop"),
+    "an unknown format": ({"response_format": {"type": "yaml"}}, "'yaml' of the answer"),
+    "an unknown choice": ({"tools": [TOOL], "tool_choice": "must"}, "'must' is none of auto"),
     "alternatives": ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
     "functions": ({"functions": [{}]}, "use tools"),
     "no room for an answer": ({"max_tokens": 0}, "max_tokens"),
@@ -105,8 +124,7 @@ def test_what_is_no_request_is_told(body: bytes) -> None:
 
 
 def completion(message: Message, stop: StopReason = StopReason.STOP, **body: Any) -> dict[str, Any]:
-    asked = wire.read_request(json.dumps({"messages": [USER], **body}).encode())
-    return wire.completion(asked, reply(message, stop), ["x", "é"])
+    return exchange(**body).whole([reply(message, stop)], [["x", "é"]])
 
 
 def test_an_answer() -> None:
@@ -138,24 +156,44 @@ def test_a_cut_turn_and_log_probs() -> None:
     assert second == {"token": "é", "logprob": -0.25, "bytes": [0xC3, 0xA9], "top_logprobs": []}
 
 
-def test_a_stream_adds_up_to_the_answer() -> None:
-    calls = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
-    said = reply(Message("assistant", "let me", calls, reasoning="hm"))
-    body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
-    asked = wire.read_request(json.dumps(body).encode())
-    parts = list(wire.chunks(asked, said, []))
+CALLS = (ToolCall("look", "{}", "call_0"), ToolCall("see", '{"a": 1}', "call_1"))
+
+
+@pytest.mark.parametrize("told", [[], [("h", ""), ("m", "let"), ("", " m")]], ids=["at once", "bit by bit"])
+def test_a_stream_adds_up_to_the_answer(told: list[tuple[str, str]]) -> None:
+    said = reply(Message("assistant", "let me", CALLS, reasoning="hm"))
+    asked = exchange(stream=True, stream_options={"include_usage": True})
+    events = [*asked.begin(), *(event for new in told for event in asked.told(0, *new))]
+    parts = [data for _, data in (*events, *asked.end([said], [[]]))]
     deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
     assert len({part["id"] for part in parts}) == 1
-    assert [key for delta in deltas for key in delta] == [
-        "role",
-        "content",
-        "reasoning_content",
-        "content",
-        "tool_calls",
-        "tool_calls",
-    ]
+    assert list(deltas[0]) == ["role", "content"]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
     assert "".join(delta.get("content", "") for delta in deltas) == "let me"
     assert [delta["tool_calls"][0]["index"] for delta in deltas if "tool_calls" in delta] == [0, 1]
     assert parts[-2]["choices"][0]["finish_reason"] == "tool_calls"
     assert (parts[-1]["choices"], parts[-1]["usage"]["total_tokens"]) == ([], 7)
+
+
+def test_several_answers_have_their_numbers() -> None:
+    asked, said = exchange(n=2, stream=True), [reply(Message("assistant", text)) for text in ("a", "b")]
+    whole = asked.whole(said, [[], []])
+    assert [(one["index"], one["message"]["content"]) for one in whole["choices"]] == [(0, "a"), (1, "b")]
+    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    events = [*asked.begin(), *asked.told(1, "", "b"), *asked.end(said, [[], []])]
+    choices = [data["choices"][0] for _, data in events]
+    texts = [
+        "".join(one["delta"].get("content", "") for one in choices if one["index"] == number)
+        for number in (0, 1)
+    ]
+    assert texts == ["a", "b"]
+
+
+def test_calls_that_turn_out_malformed_are_told_to_the_end() -> None:
+    """The message then quotes the whole turn."""
+    asked = exchange(stream=True)
+    list(asked.told(0, "", "let me"))
+    said = reply(Message("assistant", " let me <tool_call>{"))
+    deltas = [data["choices"][0]["delta"] for _, data in asked.end([said], [[]])]
+    assert "".join(delta.get("content", "") for delta in deltas) == " <tool_call>{"

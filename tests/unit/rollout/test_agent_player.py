@@ -6,16 +6,17 @@ import asyncio
 import threading
 from typing import Any
 
+import aiohttp
 import pytest
 
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint
 from asyncrl.rewards import RewardInput
-from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample
+from asyncrl.types import EpisodeEnd, FailReason, Generation, Message, Sample, StopReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
 from tests.fakes.agents import AgentBench, ask, message
-from tests.fakes.chat import FakeChat, call
+from tests.fakes.chat import FakeChat, call, encode
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import settle
 
@@ -350,7 +351,9 @@ def test_a_prompt_that_is_too_long_at_once_says_so() -> None:
 
     reason, detail = failed(AgentBench(agent, limits={"max_tokens": 4, "max_new_tokens": 4}))
     assert reason is FailReason.PROMPT_TOO_LONG
-    assert "rollout.max_tokens is 4" in detail
+    assert (
+        detail == "This model's maximum context length is 4 tokens (rollout.max_tokens); the messages have 14"
+    )
 
 
 # -- going on after a crash --------------------------------------------------------------------------
@@ -453,3 +456,116 @@ def test_calls_are_for_agents_that_send_tools() -> None:
     assert [finished(bench).stats.tool_calls for bench in (plain, none, tools)] == [0, 0, 2]
     assert [said["content"] for said in heard] == [text, text, None]
     assert [len(said.get("tool_calls", ())) for said in heard] == [0, 0, 2]
+
+
+# -- turns that end at a text, several answers, streams ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "rows"),
+    [("a </code>", ["qa </code>sure?42"]), ("a ", ["qa </code>", "qa sure?42"])],
+)
+def test_a_text_ends_the_turn_and_its_row_goes_on_if_the_agent_sends_it_back(
+    returned: str, rows: list[str]
+) -> None:
+    """The row keeps the token in which the text ends. An agent that leaves the text out begins a new row:
+    its next turn does not follow these tokens."""
+    said: list[str] = []
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        _, body = await ask(endpoint, "q", stop=["</code>", "never"])
+        choice = body["choices"][0]
+        said.extend((choice["message"]["content"], choice["finish_reason"]))
+        await message(endpoint, "q", {"role": "assistant", "content": returned}, "sure?")
+
+    bench = AgentBench(agent, lambda prompt: "42" if "sure" in prompt else "a </code> and on")
+    finished(bench)
+    assert said == ["a ", "stop"]
+    assert [turn.stop for turn in bench.turns] == [StopReason.TEXT, StopReason.STOP]
+    assert [len(turn.ids) for turn in bench.turns] == [len("a </code>"), 3]
+    assert bench.rows == rows
+    again = AgentBench(agent)
+    assert finished(again, frames=bench.record).stats.turns == 2
+    assert again.engine.requests == []
+
+
+def test_several_answers_become_rows() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        _, body = await ask(endpoint, "q", n=3)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        second = body["choices"][1]["message"]
+        await message(endpoint, "q", second, "sure?")
+
+    texts = iter(["a", "b", "c", "yes"])
+    bench = AgentBench(agent, lambda prompt: next(texts))
+    assert finished(bench).stats.rows == 3
+    assert bench.rows == ["qa", "qbsure?yes", "qc"]
+    assert len({request.key for request in bench.engine.requests[:3]}) == 3
+
+
+def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        status, body = await ask(endpoint, "q", n=3)
+        assert (status, body["error"]["code"]) == (400, "max_turns")
+        assert (await ask(endpoint, "q", n=2))[0] == 200
+
+    assert finished(AgentBench(agent, limits={"max_turns": 2})).stats.turns == 2
+
+
+def test_of_several_answers_that_were_lost_none_is_sampled_again() -> None:
+    entered = threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        asking = asyncio.ensure_future(ask(endpoint, "q", n=2))
+        await asyncio.to_thread(entered.wait, 30)
+        asking.cancel()
+        await asyncio.to_thread(left.wait, 30)
+        assert (await ask(endpoint, "q", n=3))[0] == 200
+
+    left = threading.Event()
+    bench = AgentBench(agent)
+    bench.auto_ack = False
+
+    async def main() -> None:
+        playing = asyncio.create_task(bench.run())
+        while not playing.done() and len(bench.turns) < 2:
+            await settle()
+        entered.set()
+        while not playing.done() and "not yet durable" in str(bench.waits._open.values()):
+            await settle()
+        left.set()
+        bench.auto_ack = True
+        bench.outbox.ack(2)
+        await playing
+
+    asyncio.run(main())
+    assert len(bench.turns) == len(bench.engine.requests) == 3
+
+
+def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
+    heard: list[str] = []
+    told = threading.Event()
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        body = {"messages": [{"role": "user", "content": "q"}], "stream": True}
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        url = endpoint.base_url + "/chat/completions"
+        async with aiohttp.ClientSession(headers=headers) as session, session.post(url, json=body) as answer:
+            async for line in answer.content:
+                heard.append(line.decode())
+                if '"content":"4"' in heard[-1]:
+                    told.set()
+
+    class Slow(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            assert request.watch is not None
+            assert not request.watch(encode("4"))
+            await asyncio.to_thread(told.wait, 30)  # the rest is sampled when the agent has read this much
+            assert told.is_set()
+            return await super().generate(request)
+
+    bench = AgentBench(agent)
+    bench.engine = Slow(bench.script)
+    finished(bench)
+    assert heard[-2] == "data: [DONE]\n"
+    assert sum('"content":"2"' in line for line in heard) == 1

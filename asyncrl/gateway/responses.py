@@ -1,0 +1,325 @@
+"""OpenAI's Responses API, as far as agents use it that keep their history themselves (openai-agents does, by
+default): the same turns as by chat completions, read from items and written as items.
+
+    reasoning, message, function_call ... (one turn of the model) , function_call_output ... (its replies)
+
+Nothing is stored: `previous_response_id`, conversations and references to items are refused, as are tools
+that OpenAI would run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from asyncrl.conversation.branches import AgentRequest
+from asyncrl.gateway.wire import (
+    MODEL,
+    AgentReply,
+    ApiError,
+    ContentPart,
+    Event,
+    Limit,
+    ToldText,
+    calls_of,
+    new_id,
+    own_id,
+    refuse,
+    text_of,
+    tool,
+    tool_call,
+    unheeded,
+)
+from asyncrl.types import Message, StopReason
+
+Text = str | list[ContentPart] | None
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One item of the input."""
+
+    type: str = "message"
+    role: str = ""
+    content: Text = None
+    summary: list[ContentPart] = []
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: Text = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True):
+    """The body of a request. Fields that are not here have no effect, as have those in wire.IGNORED."""
+
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Limit | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    temperature: Any = None
+    top_p: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+
+
+_decode = msgspec.json.Decoder(ResponsesRequest).decode
+
+
+def read_request(body: bytes) -> ResponsesRequest:
+    """ApiError for an invalid request, or an unsupported option."""
+    try:
+        request = _decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the request cannot be read: {error}") from error
+    refuse(
+        {
+            "previous_response_id: responses are not kept; send the whole input": (
+                request.previous_response_id is not None
+            ),
+            "conversation: none is kept; send the whole input": request.conversation is not None,
+            "background": bool(request.background),
+            "prompt: none is kept; send instructions": request.prompt is not None,
+        }
+    )
+    return request
+
+
+def agent_request(request: ResponsesRequest) -> AgentRequest:
+    """The request as the episode sees it. ApiError for an item or a tool that no template can write."""
+    items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    first = [Item(role="system", content=request.instructions)] if request.instructions else []
+    tools = () if request.tool_choice == "none" else tuple(map(_tool, request.tools or ()))
+    return AgentRequest(tuple(_messages((*first, *items))), tools, request.max_output_tokens)
+
+
+def _tool(given: dict[str, Any]) -> str:
+    if given.get("type") != "function":
+        raise ApiError(400, f"a tool of type {given.get('type')!r} is not supported; use functions")
+    names = ("name", "description", "parameters", "strict")
+    return tool({"type": "function", "function": {key: given[key] for key in names if key in given}})
+
+
+def _messages(items: Sequence[Item]) -> Iterator[Message]:
+    """Items of the model that follow each other are one message, in the order of `Exchange`'s items."""
+    names: dict[str, str] = {}
+    own: Message | None = None  # the model's message so far
+    for item in items:
+        begins = item.type == "reasoning" or (item.type == "message" and item.role == "assistant")
+        if own is not None and not (item.type == "function_call" or (begins and _continues(own, item))):
+            yield own
+            own = None
+        match item.type:
+            case "reasoning":
+                own = Message("assistant", reasoning=text_of(item.content) or text_of(item.summary))
+            case "message" if item.role == "assistant":
+                own = replace(own or Message("assistant"), content=text_of(item.content))
+            case "function_call":
+                call = tool_call(item.name, item.arguments, item.call_id)
+                names[item.call_id] = item.name
+                own = own or Message("assistant")
+                own = replace(own, tool_calls=(*own.tool_calls, call))
+            case "function_call_output":
+                name = names.get(item.call_id, "")
+                yield Message("tool", text_of(item.output), tool_call_id=own_id(item.call_id), name=name)
+            case "message" if item.role:
+                role = "system" if item.role == "developer" else item.role
+                yield Message(role, text_of(item.content))
+            case _:
+                raise ApiError(400, f"an item of type {item.type!r} is not supported, or has no role")
+    if own is not None:
+        yield own
+
+
+def _continues(own: Message, item: Item) -> bool:
+    """Whether the item is of the same turn: its message follows its reasoning."""
+    return item.type == "message" and not own.content and not own.tool_calls
+
+
+# -- answers -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class ResponsesExchange:
+    """See `Exchange`. There is one answer."""
+
+    request: ResponsesRequest
+    ask: AgentRequest = field(init=False)
+    unheeded: dict[str, str] = field(init=False)
+    count: int = 1
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        form = self.request.text.format if self.request.text is not None else None
+        self.unheeded = unheeded(self.request, form)
+        self.ask = agent_request(self.request)
+        self.stream = bool(self.request.stream)
+        self._id, self._created = new_id("resp"), int(time.time())
+        self._told = ToldText()
+        self._open: list[str] = []  # the kinds of the items begun: reasoning, message
+        self._events = 0
+
+    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+        [reply] = replies
+        message = reply.message
+        kinds = [*self._open]  # what was told has its place already
+        if message.reasoning and "reasoning" not in kinds:
+            kinds.append("reasoning")
+        if "message" not in kinds and (message.content or not message.tool_calls):
+            kinds.append("message")
+        items = {"reasoning": self._reasoning(message.reasoning), "message": self._message(message.content)}
+        output = [items[kind] for kind in kinds]
+        output += [self._call(number, reply) for number in range(len(message.tool_calls))]
+        cut = reply.turn.stop is StopReason.LENGTH
+        read, written = reply.prompt_tokens, len(reply.turn.ids)
+        usage = {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        }
+        return {
+            **self._response("incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output,
+            "usage": usage,
+        }
+
+    def begin(self) -> Iterator[Event]:
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+
+    def told(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
+        self._told.reasoning += reasoning
+        self._told.content += content
+        if reasoning:
+            yield from self._begun("reasoning")
+            yield self._event("response.reasoning_text.delta", **self._part("reasoning"), delta=reasoning)
+        if content:
+            yield from self._begun("message")
+            yield self._event(
+                "response.output_text.delta", **self._part("message"), delta=content, logprobs=[]
+            )
+
+    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
+        """What was not told yet, the ends of the items, one item per call, the end."""
+        [reply] = replies
+        yield from self.told(0, *self._told.rest(reply.message))
+        if not self._open and not reply.message.tool_calls:
+            yield from self._begun("message")
+        response = self.whole(replies, texts)
+        yield from self._closed()
+        for at, item in enumerate(response["output"]):
+            if item["type"] == "function_call":
+                yield from self._called(at, item)
+        cut = response["status"] == "incomplete"
+        yield self._event("response.incomplete" if cut else "response.completed", response=response)
+
+    def _begun(self, kind: str) -> Iterator[Event]:
+        """The item's beginning, if it is new; the end of the one before it."""
+        if kind in self._open:
+            return
+        yield from self._closed()
+        self._open.append(kind)
+        item = {**(self._reasoning("") if kind == "reasoning" else self._message("")), "content": []}
+        at = len(self._open) - 1
+        yield self._event(
+            "response.output_item.added", output_index=at, item={**item, "status": "in_progress"}
+        )
+        if kind == "message":
+            yield self._event("response.content_part.added", **self._part(kind), part=_output_text(""))
+
+    def _closed(self) -> Iterator[Event]:
+        """The end of the newest item."""
+        if not self._open:
+            return
+        kind, at = self._open[-1], len(self._open) - 1
+        if kind == "reasoning":
+            text, item = self._told.reasoning, self._reasoning(self._told.reasoning)
+            yield self._event("response.reasoning_text.done", **self._part(kind), text=text)
+        else:
+            text, item = self._told.content, self._message(self._told.content)
+            yield self._event("response.output_text.done", **self._part(kind), text=text, logprobs=[])
+            yield self._event("response.content_part.done", **self._part(kind), part=_output_text(text))
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def _called(self, at: int, item: dict[str, Any]) -> Iterator[Event]:
+        where, text = {"item_id": item["id"], "output_index": at}, item["arguments"]
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=at, item=begun)
+        yield self._event("response.function_call_arguments.delta", **where, delta=text)
+        yield self._event("response.function_call_arguments.done", **where, name=item["name"], arguments=text)
+        yield self._event("response.output_item.done", output_index=at, item=item)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._events += 1
+        return kind, {"type": kind, "sequence_number": self._events - 1, **data}
+
+    def _part(self, kind: str) -> dict[str, Any]:
+        """Where the text of an item is."""
+        item = self._reasoning("") if kind == "reasoning" else self._message("")
+        return {"item_id": item["id"], "output_index": self._open.index(kind), "content_index": 0}
+
+    def _reasoning(self, text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"id": f"rs_{self._id}", "type": "reasoning", "summary": [], "content": content}
+
+    def _message(self, text: str) -> dict[str, Any]:
+        found = {"id": f"msg_{self._id}", "type": "message", "role": "assistant", "status": "completed"}
+        return {**found, "content": [_output_text(text)]}
+
+    def _call(self, number: int, reply: AgentReply) -> dict[str, Any]:
+        call = calls_of(reply)[number]
+        return {
+            "id": f"fc_{self._id}_{number}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        request = self.request
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": {},
+            "model": MODEL,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": None,
+            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": None,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
