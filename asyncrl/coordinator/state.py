@@ -18,7 +18,7 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.data.samples import check_same_data, load_demonstrations, load_samples
+from asyncrl.data.samples import check_same_data, load_samples
 from asyncrl.errors import ProtocolError
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
@@ -98,7 +98,7 @@ class RunState:
         if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; see logs/ for errors, and transcripts/"
+                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts"
             )
         if self.skipped > MAX_SKIPPED_BATCHES:
             return (
@@ -174,8 +174,7 @@ class RunState:
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
-    load = load_demonstrations if config.algorithm.loss == "sft" else load_samples
-    samples, store = load(config.data.train), RunStore(run_dir)
+    samples, store = load_samples(config.data.train), RunStore(run_dir)
     store.put_meta("data", check_same_data(config.data.train, samples, store.read.meta("data")))
     buffer = _new_buffer(config, len(samples))
     batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")
