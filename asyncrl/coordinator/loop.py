@@ -107,6 +107,7 @@ class Coordinator:
             self.workers.reissue_orphans(time.monotonic())
             state.versions.ref = None  # its files may have been damaged by a power cut
             state.store.put_meta("launch", incarnation)
+        state.first_attempts.landed = state.store.read.meta("landed") == incarnation
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
 
     # -- the loop --------------------------------------------------------------------------------------

@@ -77,10 +77,17 @@ class RecordHandler:
                 del worker.running[episode.uid]
                 state.buffer.finish(episode, message.result, message.stats, now)
                 self.reporter.on_landed(episode)
+                self._first_landed()
             case Failed():
                 log.info("episode %s failed: %s (%s)", episode.uid, message.reason, message.detail)
                 del worker.running[episode.uid]
                 self.workers.fail(episode, message.reason, message.detail, now)
+
+    def _first_landed(self) -> None:
+        """Kept in the store: after a restart of this process alone, what follows are no first attempts."""
+        if not self.state.first_attempts.landed:
+            self.state.first_attempts.landed = True
+            self.state.store.put_meta("landed", self.state.launch)
 
     def _generated(
         self,

@@ -17,6 +17,7 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
+from asyncrl.coordinator.first_attempts import FirstAttempts
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data.samples import check_same_data, load_samples
 from asyncrl.errors import ProtocolError
@@ -91,10 +92,14 @@ class RunState:
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.config, time.monotonic())
         self.failed = FailedAttempts.stored(self.store)
+        self.first_attempts = FirstAttempts(len(self.samples))
 
     def futile(self) -> str:
         """Why the run learns nothing and had better end; '' when that is not so."""
         buffer = self.buffer
+        running = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
+        if hopeless := self.first_attempts.verdict(running):
+            return f"{hopeless}: {self.failed.newest}; mend that, then go on with resume=auto"
         if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "

@@ -169,7 +169,7 @@ class WorkerHandler:
         here = {worker.hello.incarnation for worker in self.workers.values()}
         for episode in list(self.state.buffer.episodes.values()):
             if episode.state == "running" and episode.worker not in here:
-                self.fail(episode, FailReason.WORKER_LOST, "", now)
+                self._reissue(episode, FailReason.WORKER_LOST, now)  # a stop of the run is no failed attempt
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
         if worker.running.pop(uid, None) is None:
@@ -188,6 +188,12 @@ class WorkerHandler:
     def fail(self, episode: EpisodeRecord, reason: FailReason, detail: str, now: float) -> None:
         """An attempt failed; `detail` is the cause in a line, where it is known."""
         self.state.failed.add(reason, detail, self.state.store)
+        sample = self.state.buffer.live[episode.group].sample
+        self.state.first_attempts.fail(episode.assign_seq, sample, reason)
+        self._reissue(episode, reason, now)
+
+    def _reissue(self, episode: EpisodeRecord, reason: FailReason, now: float) -> None:
+        """Issue it again, or give it up."""
         self.cancel(self.state.buffer.fail(episode, reason, now))
         if episode.turns == 0:
             self.state.store.forget_frames(episode.uid)

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.config import parse
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
+from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
@@ -204,6 +205,21 @@ def test_batches_that_learn_nothing_end_the_run_with_a_checkpoint(coordinator: C
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING
     assert "took no optimizer step" in coordinator.lifecycle.error
+
+
+def test_first_attempts_that_all_fail_end_the_run_with_their_cause(coordinator: Coordinator) -> None:
+    """Also before the first step, when there is nothing to save."""
+    cause = "KeyError: 'b' (bad.py:41)"
+    for place in range(128):
+        coordinator.state.first_attempts.fail(place, place % 4, FailReason.REWARD_ERROR)
+    coordinator.state.failed.add(FailReason.REWARD_ERROR, cause, coordinator.state.store)
+    tick(coordinator, 0.0)
+    tick(coordinator, 0.0)
+    assert coordinator.lifecycle.outcome == "failed"
+    assert coordinator.lifecycle.error == (
+        f"the first 128 attempts (samples: 4) all failed with reward_error: {cause}; "
+        "mend that, then go on with resume=auto"
+    )
 
 
 def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:

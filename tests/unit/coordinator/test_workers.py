@@ -123,6 +123,24 @@ def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetu
     assert FailedAttempts.stored(state.store) == state.failed, "a restarted coordinator goes on counting"
 
 
+def test_first_attempts_are_judged_until_one_lands(setup: WorkerSetup) -> None:
+    state, seq = setup.state, 0
+    for _ in range(100):  # groups of failing attempts follow each other
+        for _, attempt in setup.tick():
+            seq += 1
+            setup.records.record(A, Failed(seq, attempt, FailReason.TOOL_ERROR, "no"), [], 0.0)
+        if state.buffer.waiting == 0:
+            admit(state.buffer, 1)
+    assert state.futile() == (
+        f"the first {seq} attempts (samples: 1) all failed with tool_error: no; "
+        "mend that, then go on with resume=auto"
+    )
+    (_, first), *_ = setup.tick()
+    setup.turn(A, seq + 1, first)
+    setup.finish(A, seq + 2, first)
+    assert state.first_attempts.landed and state.futile() == ""
+
+
 def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
