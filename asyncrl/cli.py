@@ -1,4 +1,4 @@
-"""`asyncrl train | runs | tools`, and Hydra's composition of a configuration. The only importer of Hydra.
+"""`asyncrl train | sft | runs | tools`, and Hydra's composition of a configuration; the only importer of it.
 
 Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
 the output any more (as of a program that SIGPIPE ends).
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.commands import runs, tools, train
+from asyncrl.commands import runs, sft, tools, train
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
@@ -41,7 +41,9 @@ ONE_NAME = ("rollout.environment", "rollout.agent", "algorithm.advantage", "algo
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
   asyncrl train --help                  flags, examples, and the most common keys
+  asyncrl sft --help                    train on conversations first: formats a model has never seen
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
+  asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
   asyncrl tools call NAME '{"a": 1}'    call one
 """
@@ -82,12 +84,14 @@ def _dispatch(argv: list[str]) -> int:
         epilog=HELP,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
-    parser.add_argument("command", choices=("train", "runs", "tools"), help="see below")
+    parser.add_argument("command", choices=("train", "sft", "runs", "tools"), help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(argv)
     match options.command:
         case "runs":
             return runs.main(options.arguments)
+        case "sft":
+            return sft.main(options.arguments, compose)
         case "tools":
             return tools.main(options.arguments)
         case _:

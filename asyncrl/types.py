@@ -152,7 +152,8 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text."""
+    """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text. `prompt` of a
+    demonstration: the whole conversation, of which the first `given` messages are not to be learned."""
 
     row: int
     data_source: str
@@ -160,6 +161,7 @@ class Sample(msgspec.Struct, frozen=True):
     ground_truth: str
     ability: str = ""
     extra_info: str = "{}"
+    given: int = 0
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -84,7 +84,8 @@ class Loss:
     gradient at the end of a stream. `reference`: it reads the reference policy. `prepare`: called with the
     traces of the whole batch and those options of the loss that it names, gives one number per token; the
     loss needs the barrier then. `whole_group`: every member of a group must be in the batch. `level`: of the
-    weight it is corrected with unless the configuration says otherwise.
+    weight it is corrected with unless the configuration says otherwise. `demonstrations`: it learns from
+    conversations of the data, which nothing has sampled: there is no mu, and pi takes its place.
     """
 
     of: Callable[..., TokenLoss]
@@ -96,6 +97,7 @@ class Loss:
     prepare: Prepare | None = None
     whole_group: bool = False
     level: Level = "token"
+    demonstrations: bool = False
 
     @property
     def trusts(self) -> bool:

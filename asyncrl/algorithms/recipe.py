@@ -120,7 +120,7 @@ def default_rules(loss: Loss) -> Mapping[str, Options]:
 
 def _refusals(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Combinations of valid values that are wrong: message → whether it applies."""
-    parts = (_of_ratios, _of_groups, _of_filters, _of_no_effect)
+    parts = (_of_ratios, _of_groups, _of_filters, _of_demonstrations, _of_no_effect)
     return {message: refused for part in parts for message, refused in part(config, recipe).items()}
 
 
@@ -224,6 +224,23 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
         "kl.where=loss": on and config.kl.where == "reward",
+    }
+
+
+def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
+    """What makes no sense of conversations that nothing has sampled, and that earn no reward."""
+    demonstrations, name = recipe.loss.demonstrations, f"$.algorithm.loss {recipe.loss_name!r}"
+    size, temperature = config.buffer.episodes_per_group, config.rollout.temperature
+    return {
+        f"$.buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
+            demonstrations and size != 1
+        ),
+        f"$.rollout.temperature ({temperature}): {name} is the likelihood at temperature 1; set 1": (
+            demonstrations and temperature != 1
+        ),
+        f"{name} reads no reward; leave out $.algorithm.shaping, and kl.where=reward (kl.where=loss works)": (
+            demonstrations and (bool(config.algorithm.shaping) or config.kl.where == "reward")
+        ),
     }
 
 

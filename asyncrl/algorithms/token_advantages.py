@@ -31,6 +31,15 @@ def reinforce_pp(given: CreditInput, *, gamma: Factor = 1.0, turn_gamma: Factor 
     return returns(given.rewards, _discounts(given.turn, gamma, turn_gamma))
 
 
+@advantage("constant", siblings=False)
+def constant(given: CreditInput) -> Credit:
+    """A = 1, whatever the reward (plain).
+
+    Use: with the loss sft, whose episodes have no reward; at any staleness.
+    """
+    return 1.0
+
+
 @advantage("remax", siblings=False, greedy=True, turns=True)
 def remax(given: CreditInput) -> Credit:
     """G_t − R of the sample's greedy episode, G_t = Σ_{s≥t} r_s (ReMax, arXiv 2310.10505).

@@ -33,6 +33,15 @@ def reinforce(given: LossInput) -> TokenLoss:
     return policy_gradient(given, torch.ones_like(given.logp), torch.zeros_like(given.fresh))
 
 
+@loss("sft", ratio="mu", demonstrations=True)
+def sft(given: LossInput) -> TokenLoss:
+    """L = −log π: the negative log-likelihood of demonstrated tokens, whatever A is (plain).
+
+    Use: `asyncrl sft`, on conversations of the data instead of sampled ones: no μ, no staleness.
+    """
+    return TokenLoss(given.weighed(-given.logp), torch.zeros_like(given.fresh))
+
+
 @loss("ppo", ratio="prox", clips=True, linear=True)
 def ppo(
     given: LossInput, *, clip_low: Share = 0.2, clip_high: Positive = 0.2, dual_clip: AtLeastZero = 3.0

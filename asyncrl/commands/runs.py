@@ -1,4 +1,4 @@
-"""`asyncrl runs list | show`: the runs in a directory, and the summary of one."""
+"""`asyncrl runs list | show | transcripts`: the runs in a directory, the summary and the episodes of one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import os
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
-from asyncrl.observe.files import read_summary
+from asyncrl.observe.files import read_lines, read_summary
 
 
 def main(argv: list[str]) -> int:
     """Parse the arguments and run the action."""
-    parser = argparse.ArgumentParser(prog="asyncrl runs", description="List runs, or show one's summary.")
-    parser.add_argument("action", choices=("list", "show"))
+    parser = argparse.ArgumentParser(prog="asyncrl runs", description="List runs, or show one.")
+    parser.add_argument("action", choices=("list", "show", "transcripts"))
     parser.add_argument("name", nargs="?", default="", help="run to show; the newest one by default")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    parser.add_argument(
+        "--of", choices=("validation", "training"), default="validation", help="which transcripts"
+    )
+    parser.add_argument("--step", type=int, help="transcripts of this step; the last one by default")
     options = parser.parse_intermixed_args(argv)
     if options.action == "list":
         return list_runs(options.run_dir)
+    if options.action == "transcripts":
+        return transcripts(find_run(options.run_dir, options.name), options.of, options.step)
     return show(options.run_dir, options.name)
 
 
@@ -48,6 +54,21 @@ def show(directory: Path, name: str) -> int:
     from asyncrl.observe.console import print_summary
 
     print_summary(found, path)
+    return 0
+
+
+def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
+    """Print the episodes of a step that were kept as text."""
+    paths = (run_dir / "transcripts" / kind).glob("step-*.jsonl")
+    steps = {int(path.stem.partition("-")[2]): path for path in paths}
+    chosen = max(steps, default=None) if step is None else step
+    if chosen is None or chosen not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise ConfigError(f"{run_dir}: no {kind} transcripts of that step; there are those of: {known}")
+    for entry in read_lines(steps[chosen]):
+        text = entry.pop("text", "")
+        print(f"== {kind}, step {chosen}: " + ", ".join(f"{key} {value}" for key, value in entry.items()))
+        print(text, end="\n\n")
     return 0
 
 

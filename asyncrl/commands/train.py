@@ -29,7 +29,7 @@ Add to any of these:
 Common keys (all of them, with bounds and meaning: docs/configuration.md):
   name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
   total_steps, seed            optimizer batches; seed of data order and sampling
-  model.path, data.train       a Hugging Face model directory; parquet with verl's columns
+  model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns
   rollout.tools, rollout.reward        names, module:function or file.py:function
   buffer.max_staleness         bound on the lag of every trained token; 0 is synchronous
   trainer.lr, trainer.ranks, rollout.workers, rollout.slots
@@ -45,14 +45,22 @@ asyncrl: model.path has no value. Three ways to begin:
 docs/configuration.md lists all keys, examples/multiturn/README.md all examples."""
 
 
-def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]) -> int:
+def main(
+    argv: list[str],
+    compose: Callable[[list[str], Path | None], RunConfig],
+    prog: str = "asyncrl train",
+    help_text: str = HELP,
+    begin: str = BEGIN,
+) -> int:
     """Parse the arguments, compose the configuration and train. Exit code 2 without a model."""
     parser = argparse.ArgumentParser(
-        prog="asyncrl train", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and print the plan; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check everything (a model of the hub is fetched for that) and print the plan; start nothing",
     )
     parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
     options = parser.parse_intermixed_args(argv)
@@ -61,7 +69,7 @@ def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]
     except MissingKeyError as error:
         if error.key != "model.path":
             raise
-        print(BEGIN, file=sys.stderr)
+        print(begin, file=sys.stderr)
         return 2
     sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
     from asyncrl.launch.start import train

@@ -25,7 +25,11 @@ class ModelConfig(Section, frozen=True):
     """The policy, a Hugging Face causal language model with its tokenizer."""
 
     path: Text
-    """Directory with config.json, model.safetensors, tokenizer.json and a chat template."""
+    """Directory with config.json, model.safetensors, tokenizer.json and a chat template; or `owner/name` of
+    the Hugging Face hub, `@revision` if another than the newest is wanted."""
+    template: str = ""
+    """Chat template instead of the model's: a Jinja file, or `chatml_tools`, which comes with the package.
+    Exports contain it."""
     template_args: Options = {}
     """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -107,7 +111,8 @@ class LaunchConfig(Section, frozen=True):
     restarts: Count = 5
     """Restarts per role before the run is given up; earlier ones do not count after 10 minutes and a step."""
     threads: Positive = 1
-    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank."""
+    """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More than cores for
+    all of them together wait for each other: two each on two cores made 7 s of work 95 s."""
     lease: Seconds = 10.0
     """A worker silent for this long loses its episodes."""
     start_timeout: Seconds = 120.0

@@ -108,7 +108,8 @@ class KLConfig(Section, frozen=True):
     horizon: Positive = 10_000
     """target: episodes over which the coefficient adapts."""
     reference: str = ""
-    """Model directory of the reference; empty: the initial policy (with LoRA: the base of the adapter)."""
+    """Model directory or hub repository of the reference; empty: the initial policy (with LoRA: the base of
+    the adapter)."""
     offload: bool = False
     """Keep the reference's shards in main memory between its forwards."""
 
@@ -123,7 +124,7 @@ class CriticConfig(Section, frozen=True):
     backbone: Literal["own", "shared"] = "own"
     """A model of its own, or a value head on the policy's last hidden states."""
     path: str = ""
-    """own: model directory it starts from; empty: model.path."""
+    """own: model directory or hub repository it starts from; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
     """own: peak learning rate of its AdamW; the schedule is the policy's."""
     warmup_steps: Count = 0

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from asyncrl.conversation.chat_probe import TemplateProbe
+from asyncrl.conversation.chat_probe import TemplateProbe, alike
 from asyncrl.conversation.chat_render import Renderer, Tokenizer, find_shape
 from asyncrl.conversation.commands import Cut
 from asyncrl.conversation.pieces import PieceEncoder
@@ -29,6 +29,7 @@ from asyncrl.types import Message
 __all__ = ["Chat", "Tokenizer"]
 
 CACHED = 16_384  # characters of the longest messages whose tokens are cached
+SHOWN = 60  # characters of a text that an error quotes
 
 
 class Chat:
@@ -47,7 +48,9 @@ class Chat:
         ends: Iterable[int] = (),
     ) -> None:
         if not tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template; use an instruct model, or add one to it")
+            raise ConfigError(
+                "the tokenizer has no chat template; use an instruct model, or set model.template"
+            )
         day = (today or datetime.date.today()).strftime
         self._tokenizer = tokenizer
         self._render = Renderer(tokenizer, find_shape(tokenizer, day, options), day, options)
@@ -59,6 +62,7 @@ class Chat:
         eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         stops = [*(controls[token] for token in self._probe.stops()), *eos, *ends]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
+        self._stop = _any_of(token for token, number in controls.items() if number in self.stop_ids)
         # The episodes of a group share their prompt and most replies; a rendering costs 0.2 ms or more.
         self._prompt = lru_cache(maxsize=1024)(self._prompt_uncached)
         self._delta = lru_cache(maxsize=1024)(self._delta_uncached)
@@ -81,6 +85,36 @@ class Chat:
         ids = (self._delta_uncached if _long(messages) else self._delta)(messages)
         ended = bool(self._probe.end(messages).token) and after in self.stop_ids
         return ids[1:] if ended or ids[:1] == (after,) else ids
+
+    def turn_ids(
+        self, history: tuple[Message, ...], message: Message, tools: tuple[str, ...] = ()
+    ) -> tuple[int, ...]:
+        """The tokens with which the model would write this message after the prompt of `history`, the stop id
+        at their end included. ConfigError where the template writes the message otherwise than as a turn of
+        the model after its opening, or not all of it."""
+        history = self._safe_replies(history)
+        opened, whole = self._render(history, tools), self._render((*history, message), tools, opening=False)
+        if not whole.startswith(opened):
+            opens, writes = (text[len(alike(opened, whole)) :][:SHOWN] for text in (opened, whole))
+            raise ConfigError(
+                f"the chat template opens the model's turn with {opens!r}, but writes this one as {writes!r}"
+            )
+        text = whole.removeprefix(opened)
+        end = self._stop.search(text)
+        turn = text[: end.start()] if end else text
+        if message.content.strip() not in turn or message.reasoning.strip() not in turn:
+            raise ConfigError(
+                f"the chat template writes {turn[:SHOWN]!r} where the turn says {message.content[:SHOWN]!r}"
+            )
+        return self._encode(text[: end.end()]) if end else (*self._encode(turn), self._begin(message))
+
+    def _begin(self, turn: Message) -> int:
+        """The token with which the answer to a turn begins, where that ends the turn. ConfigError if not."""
+        replies = tuple(Message("tool", tool_call_id=call.id, name=call.name) for call in turn.tool_calls)
+        first = self._encode(self._probe.rest(replies or (Message("user"),)))[0]
+        if first not in self.stop_ids:
+            raise ConfigError(f"the chat template writes no end of the turn {turn.content[:SHOWN]!r}")
+        return first
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a turn without its stop id; tags of tool calls stay, even as special tokens."""
@@ -126,8 +160,10 @@ class Chat:
         if self._render.shape.user_replies:
             warnings.append("the chat template has no tool role: replies are shown as messages of the user")
         if not self._probe.shows_tools():
+            ready = "chatml_tools" if "<|im_end|>" in self._tokenizer.get_added_vocab() else "a Jinja file"
             warnings.append(
-                "the chat template does not show the tools to the model: describe them in the prompts"
+                f"the chat template does not show the tools to the model: set model.template to {ready} that "
+                "does, or describe them in the prompts"
             )
         if history != "append" and not self._probe.shows_calls():
             warnings.append(

@@ -190,7 +190,7 @@ class TemplateProbe:
         after = later.partition(mark)[2]
         if after.startswith(tail):
             return tail
-        both = _alike(tail, after).partition(self._beginning(later))[0]
+        both = alike(tail, after).partition(self._beginning(later))[0]
         end = max((both.rfind(token) + len(token) for token in self._controls if token in both), default=0)
         return both[:end] or tail  # nothing in common: a turn that is answered ends otherwise (gpt-oss)
 
@@ -200,7 +200,7 @@ class TemplateProbe:
         return min(tokens, key=text.find, default="\0")
 
 
-def _alike(one: str, other: str) -> str:
+def alike(one: str, other: str) -> str:
     """What both begin with."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(left for left, _ in pairs)

@@ -11,6 +11,7 @@ import math
 
 from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
+from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.validation import Validation
@@ -75,6 +76,7 @@ class RecordHandler:
                     known = f"{episode.turns} of its turns are durable"
                     raise ProtocolError(f"episode {episode.uid}: ends after {message.stats.turns}, {known}")
                 del worker.running[episode.uid]
+                self._keep_text(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, now)
                 self.reporter.on_landed(episode)
                 self._first_landed()
@@ -88,6 +90,18 @@ class RecordHandler:
         if not self.state.first_attempts.landed:
             self.state.first_attempts.landed = True
             self.state.store.put_meta("landed", self.state.launch)
+
+    def _keep_text(self, episode: EpisodeRecord, message: Finished) -> None:
+        """Of an episode that is transcribed. `versions`: of the policy, from the oldest to the newest."""
+        if not message.text:
+            return
+        state = self.state
+        mode = "greedy" if episode.greedy else "sampled"
+        became = {"mode": mode, **transcripts.earned(message.result), "turns": message.stats.turns}
+        became |= {"versions": (episode.oldest, episode.newest), "notes": message.notes, "text": message.text}
+        sample = state.samples[state.buffer.live[episode.group].sample]
+        found = transcripts.entry(episode.uid, sample, **became)
+        transcripts.save(state.run_dir, "training", state.batches.committed + 1, [found])
 
     def _generated(
         self,

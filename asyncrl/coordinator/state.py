@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.first_attempts import FirstAttempts
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.data.samples import check_same_data, load_samples
+from asyncrl.data.samples import check_same_data, load_demonstrations, load_samples
 from asyncrl.errors import ProtocolError
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
@@ -103,7 +103,7 @@ class RunState:
         if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; see logs/ for errors and validation/ for transcripts"
+                f"{buffer.untrained_reason}; see logs/ for errors, and transcripts/"
             )
         if self.skipped > MAX_SKIPPED_BATCHES:
             return (
@@ -179,7 +179,8 @@ class RunState:
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
-    samples, store = load_samples(config.data.train), RunStore(run_dir)
+    load = load_demonstrations if config.algorithm.loss == "sft" else load_samples
+    samples, store = load(config.data.train), RunStore(run_dir)
     store.put_meta("data", check_same_data(config.data.train, samples, store.read.meta("data")))
     buffer = _new_buffer(config, len(samples))
     batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")

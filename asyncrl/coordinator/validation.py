@@ -10,13 +10,14 @@ unblocks: the end of the run (the last validation)
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord, sampling_key
@@ -30,9 +31,6 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel
 MODES = ("sampled", "greedy")
 MID_RUN_SHARE = 0.5  # of a worker's slots
 ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
-TRANSCRIPTS = 8  # samples whose episodes are saved as text
-
-
 NOTHING = "null"  # is under way, but something has been
 
 
@@ -55,7 +53,7 @@ class ValidationSession:
     running: dict[str, tuple[WorkerRecord, int]] = field(default_factory=dict)  # uid -> (whose, assign seq)
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     scores: dict[str, Finished] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # why, each time
     failed: list[str] = field(default_factory=list)  # given up
     versions: set[int] = field(default_factory=set)  # that sampled its tokens
 
@@ -94,6 +92,10 @@ class Validation:
             log.warning("the validation of step %d was cut short: it begins again", start.step)
             if not self._start(start, now):
                 self.begin(committed, start.final, now)
+
+    @property
+    def _transcribed(self) -> frozenset[int]:
+        return transcripts.kept_questions(self._count)
 
     @property
     def _count(self) -> int:
@@ -143,6 +145,7 @@ class Validation:
             session.scores[uid] = message
         elif isinstance(message, Failed):
             log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
+            session.failures[uid].append(f"{message.reason}: {message.detail}")
             self._retry(session, uid)
         else:
             if isinstance(message, Generated) and message.model_tokens:
@@ -153,8 +156,7 @@ class Validation:
 
     def _retry(self, session: ValidationSession, uid: str) -> None:
         """An attempt failed: try again as often as in training."""
-        session.failures[uid] += 1
-        if session.failures[uid] > self.state.config.rollout.retries:
+        if len(session.failures[uid]) > self.state.config.rollout.retries:
             session.failed.append(uid)
         else:
             session.attempts[uid] += 1
@@ -209,6 +211,7 @@ class Validation:
                 lane="eval",
                 temperature=temperature,
                 key=sampling_key(self.state.config.seed, uid, attempt),
+                transcript=int(row) in self._transcribed,
             ),
         )
 
@@ -279,24 +282,17 @@ class Validation:
         return result.judged >= self.state.config.validation.success - ROUNDING
 
     def _save(self, session: ValidationSession) -> None:
-        """The transcripts. A full disk costs no more than them."""
-        path = self.state.run_dir / "validation" / f"step-{session.step}.jsonl"
-        kept = list(session.scores.items())[: 2 * TRANSCRIPTS]
-        lines = [
-            json.dumps(
-                {
-                    "uid": uid,
-                    "reward": done.result.reward,
-                    "end": done.result.end,
-                    "turns": done.stats.turns,
-                    "notes": done.notes,
-                    "text": done.text,
-                }
-            )
-            for uid, done in kept
-        ]
-        try:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text("\n".join(lines) + "\n")
-        except OSError as error:
-            log.error("no transcripts of the validation of step %d: %s", session.step, error)
+        """The transcripts: the same questions at each validation, whatever became of them."""
+        entries = []
+        for row in sorted(self._transcribed):
+            for mode in MODES:
+                uid, sample = f"{EVAL}{session.step}/{mode}/{row}", self.samples[row]
+                entries.append(transcripts.entry(uid, sample, mode=mode, **self._became(session, uid)))
+        transcripts.save(self.state.run_dir, "validation", session.step, entries, anew=True)
+
+    def _became(self, session: ValidationSession, uid: str) -> dict[str, Any]:
+        done = session.scores.get(uid)
+        if done is None:
+            return {"failed": session.failures[uid][-1] if uid in session.failed else "not over in time"}
+        judged = {"success": self._succeeds(done.result), **transcripts.earned(done.result)}
+        return judged | {"turns": done.stats.turns, "notes": done.notes, "text": done.text}

@@ -15,6 +15,7 @@ from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import NEVER, EpisodeRecord
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.state import RunState, log
+from asyncrl.coordinator.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
 from asyncrl.wire.messages.worker_bulk import Fenced
@@ -260,6 +261,7 @@ class WorkerHandler:
             lane="train",
             temperature=0.0 if episode.greedy else self.state.config.rollout.temperature,
             key=sampling_key(self.state.config.seed, episode.uid, episode.attempt),
+            transcript=is_kept(group.id, episode.member, self.state.config.buffer.groups_per_batch),
             oldest=oldest,
             seconds=episode.seconds,
         )

@@ -74,14 +74,19 @@ def environment(place: RolePlace) -> dict[str, str]:
     }
 
 
-def describe(config: RunConfig, units: Iterable[Unit]) -> list[str]:
-    """The plan for a person to read: one line per kind of process."""
+def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None) -> list[str]:
+    """The plan for a person to read: one line per kind of process. `gpu`: whether this machine has one; None:
+    unknown, as on a cluster."""
+    device = config.model.device
+    if device == "auto" and gpu is not None:
+        device = "cuda" if gpu else "cpu"
+    gpus = "" if gpu is False or config.engine.server_command else f" on {config.engine.tp} GPU(s)"
     rows = [("process", "count", "threads", "does")]
     does = {
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
-        ENGINE: ", ".join(config.engine.urls) or f"a server on {config.engine.tp} GPU(s), supervised",
+        ENGINE: ", ".join(config.engine.urls) or f"a server{gpus}, supervised",
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
-        TRAINER: f"{config.buffer.batch_size} episodes per step on {config.model.device}",
+        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}",
     }
     places = [place for unit in units for place in unit.places]
     for role, text in does.items():

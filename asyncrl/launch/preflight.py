@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.launch.run_directory import check_resumed, check_run_directory, creatable, run_directory
+from asyncrl.launch.estimates import cost_warnings
+from asyncrl.launch.model_directory import chat_template, check_model, weight_bytes
+from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_logins
 from asyncrl.store.reader import RunReader
@@ -25,17 +25,16 @@ from asyncrl.types import Sample
 def check(config: RunConfig) -> list[str]:
     """Raise the first ConfigError, cheap checks first; return warnings about what is valid, but probably a
     mistake, one line each. Nothing is written and nothing started."""
-    check_run_directory(config)
     check_resumed(config)
     check_installed(config)
     check_logins(config)
     check_model(config)
     tools = check_names(config)
-    first = check_data(config, tools)
+    samples = check_data(config, tools)
     check_device(config)
     check_weights_directory(config)
     check_servers(config)
-    return warnings(config) + check_template(config, tools, first)
+    return warnings(config) + check_template(config, tools, samples)
 
 
 def check_installed(
@@ -46,50 +45,6 @@ def check_installed(
     for extra in extras:  # each is named like its module
         if find(extra) is None:
             raise ConfigError(f"{extra} is not installed; pip install 'asyncrl[{extra}]', or do without it")
-
-
-def check_model(config: RunConfig) -> None:
-    """config.json, weights, tokenizer and chat template are there; the context is long enough."""
-    path = Path(config.model.path)
-    if not path.is_dir():
-        raise ConfigError(f"$.model.path: {path} is no directory; give a local Hugging Face model directory")
-    settings = _json(path / "config.json")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{path}: no *.safetensors; save the weights with save_pretrained(...)")
-    if not (path / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
-        )
-    if not chat_template(path):
-        raise ConfigError(
-            f"{path}: no chat template; add chat_template.jinja, or chat_template to tokenizer_config.json"
-        )
-    longest = settings.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < config.rollout.max_tokens:
-        raise ConfigError(
-            f"$.rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
-            "lower it"
-        )
-
-
-def chat_template(path: Path) -> str:
-    """The text of a model's chat template, '' if it has none."""
-    file, inside = path / "chat_template.jinja", path / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text()
-    return str((_json(inside) if inside.is_file() else {}).get("chat_template") or "")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; a model directory needs it") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error}); write it anew") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: is no JSON object; write it anew")
-    return value
 
 
 def check_names(config: RunConfig) -> Mapping[str, Tool]:
@@ -117,14 +72,17 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     return toolbox.tools
 
 
-def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
+def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sequence[Sample]:
     """The data sets load, hold at least a batch, and name only configured tools; a resumed run finds the
-    samples that it was begun with. Returns the first sample."""
-    from asyncrl.data import check_same_data, load_samples
+    samples that it was begun with. Returns those of training."""
+    from asyncrl.algorithms.library import imitates
+    from asyncrl.data import check_same_data, load_demonstrations, load_samples
 
+    load = load_demonstrations if imitates(config) else load_samples
     with _quiet():
-        paths = [config.data.train, *([config.data.test] if config.data.test else [])]
-        loaded = {path: load_samples(path) for path in paths}
+        loaded = {config.data.train: load(config.data.train)}
+        if config.data.test:
+            loaded[config.data.test] = load_samples(config.data.test)
     for path, samples in loaded.items():
         if config.rollout.agent:  # the agent itself reads what its data says about tools
             break
@@ -137,7 +95,7 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sample:
             f"buffer.groups_per_batch ({needed}) or add samples"
         )
     check_same_data(config.data.train, loaded[config.data.train], _kept_data(config))
-    return loaded[config.data.train][0]
+    return loaded[config.data.train]
 
 
 def _kept_data(config: RunConfig) -> str:
@@ -149,22 +107,23 @@ def _kept_data(config: RunConfig) -> str:
         return reader.meta("data")
 
 
-def check_template(config: RunConfig, tools: Mapping[str, Tool], first: Sample) -> list[str]:
+def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]) -> list[str]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
-    what answers a turn. Returns warnings about what it does."""
+    what answers a turn; or the conversations that are to be learned. Returns warnings about what it does."""
+    from asyncrl.algorithms.library import imitates
     from asyncrl.rollout.components import check_chat
+    from asyncrl.rollout.demonstrations import check_demonstrations
 
     with _quiet():
-        return check_chat(config, tools, first.prompt)
+        if imitates(config):
+            return check_demonstrations(config, tools, samples)
+        return check_chat(config, tools, samples[0].prompt)
 
 
 def check_device(config: RunConfig) -> None:
-    """A GPU that is asked for exists. On Ray the processes may be on other machines."""
-    if config.model.device == "cuda" and config.launch.kind == "local":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError("$.model.device is cuda, and torch sees no GPU here; use auto or cpu")
+    """A GPU that is asked for exists."""
+    if config.model.device == "cuda" and sees_gpu(config) is False:
+        raise ConfigError("$.model.device is cuda, and torch sees no GPU here; use auto or cpu")
 
 
 def check_weights_directory(config: RunConfig) -> None:
@@ -172,8 +131,9 @@ def check_weights_directory(config: RunConfig) -> None:
     as many as are kept."""
     from asyncrl.weights.disk import bytes_needed, weights_directory
 
-    size = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed = bytes_needed(size, config.weights.full_every > 1, config.engine.keepers)
+    needed = bytes_needed(
+        weight_bytes(config.model.path), config.weights.full_every > 1, config.engine.keepers
+    )
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
 
@@ -193,9 +153,9 @@ def warnings(config: RunConfig) -> list[str]:
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
-    path, parser = Path(config.model.path), config.rollout.parser
+    parser = config.rollout.parser
     calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
-    fitting = detect(chat_template(path)) if calls else None
+    fitting = detect(chat_template(config)) if calls else None
     found = {
         f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
         "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group": slots > live,
@@ -206,7 +166,17 @@ def warnings(config: RunConfig) -> list[str]:
         f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
     }
-    return [message for message, applies in found.items() if applies]
+    costs = cost_warnings(config, sees_gpu(config))
+    return [*(message for message, applies in found.items() if applies), *costs]
+
+
+def sees_gpu(config: RunConfig) -> bool | None:
+    """Whether torch sees a GPU on this machine; None on Ray, whose processes may be on other machines."""
+    if config.launch.kind == "ray":
+        return None
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED
 from asyncrl.wire.sockets import Endpoints, flush_sockets
@@ -46,16 +47,17 @@ def execute(
     rendezvous: str,
 ) -> int:
     """Run a role function; an exception is logged and becomes an exit code."""
-    arguments: dict[str, tuple[object, ...]] = {
-        COORDINATOR: (config, endpoints, incarnation),
-        ENGINE: (config, endpoints, index, incarnation),
-        ROLLOUT: (config, endpoints, index, incarnation),
-        TRAINER: (config, endpoints, index, incarnation, rendezvous),
+    more: dict[str, tuple[object, ...]] = {
+        COORDINATOR: (incarnation,),
+        ENGINE: (index, incarnation),
+        ROLLOUT: (index, incarnation),
+        TRAINER: (index, incarnation, rendezvous),
     }
     log.info("%s-%d starts, pid %d, incarnation %s", role, index, os.getpid(), incarnation)
     try:
+        config = resolve_models(config)  # on another machine a model of the hub is fetched into its cache
         module, _, function = target.partition(":")
-        code = int(getattr(importlib.import_module(module), function)(*arguments[role]))
+        code = int(getattr(importlib.import_module(module), function)(config, endpoints, *more[role]))
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT

@@ -32,7 +32,7 @@ KEPT = (
     *PATHS,
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
     *("algorithm.steps_per_batch", "model.lora_rank", "model.lora_alpha", "critic.backbone"),
-    "model.template_args",
+    *("model.template", "model.template_args"),
 )
 
 
@@ -100,6 +100,11 @@ def check_resumed(config: RunConfig) -> None:
     for key in KEPT:
         old, new = _value(before, key), _value(now, key)
         moved = key in PATHS and old is not None and Path(old).resolve() == Path(new).resolve()
+        if old not in (None, new) and not moved and key == "model.template":
+            raise ConfigError(
+                f"$.model.template: {path.parent} was begun with another chat template, which is in its "
+                "config.yaml; restore that, or begin a new run with another name=…"
+            )
         if old not in (None, new) and not moved:
             raise ConfigError(
                 f"$.{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "

@@ -33,8 +33,8 @@ def check_servers(config: RunConfig) -> None:
         )
     elif not engine.server_command and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
-            "$.engine.name is sglang, which is not installed here; pip install sglang, or attach to servers "
-            "with engine.urls=[…], or set engine.server_command"
+            "$.engine.name is sglang, which is not installed here: pip install sglang (for GPUs), or attach "
+            "to servers with engine.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
         )
 
 

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.launch import placement, preflight
+from asyncrl.launch.estimates import describe_costs
 from asyncrl.launch.local import LocalSpawner
+from asyncrl.launch.models import resolve_models
 from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
-from asyncrl.launch.run_directory import locked, run_directory
+from asyncrl.launch.run_directory import check_run_directory, locked, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.observe.console import Console, open_console, print_summary
@@ -31,7 +34,10 @@ Rendezvous = Callable[[placement.Unit, str], str]
 def train(config: RunConfig, dry_run: bool = False) -> int:
     """Check everything, then launch and watch the run; the exit code. Raises ConfigError for bad input, while
     nothing is started."""
+    named = config.model.template
     try:
+        check_run_directory(config)  # before a model is fetched
+        config = resolve_models(config, run_directory(config))
         warnings = preflight.check(config)
         run_dir, units = run_directory(config), placement.plan(config)
         check_schema(run_dir)
@@ -39,8 +45,11 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         raise ConfigError(one_line(error)) from error
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     if dry_run:
-        print(msgspec.yaml.encode(config).decode())
-        print(*placement.describe(config, units), *(f"warning: {line}" for line in warnings), sep="\n")
+        shown = replace(config, model=replace(config.model, template=named))  # not the template's whole text
+        print(msgspec.yaml.encode(shown).decode())
+        gpu = preflight.sees_gpu(config)
+        plan = [*placement.describe(config, units, gpu), *describe_costs(config, gpu)]
+        print(*plan, *(f"warning: {line}" for line in warnings), sep="\n")
         print(f"\nrun directory: {run_dir}")
         return COMPLETED
     with ExitStack() as stack:

@@ -21,6 +21,7 @@ from rich.text import Text
 from asyncrl.observe.summary import (
     GREEDY,
     GREEDY_SCORE,
+    NLL,
     REWARD,
     SAMPLED,
     SAMPLED_SCORE,
@@ -165,6 +166,7 @@ def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, tota
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
+    ("loss per token", NLL, ".4f"),
     ("success (sampled)", SAMPLED, ".1%"),
     ("success (greedy)", GREEDY, ".1%"),
     ("score (sampled)", SAMPLED_SCORE, ".3f"),
@@ -195,7 +197,7 @@ def render(state: ConsoleState) -> RenderableType:
         f"step {state.step}/{state.total}",
     )
     figures = Table.grid(padding=(0, 3))
-    cells = [f"[dim]{label}[/] {_shown(state.get(name), form)}" for label, name, form in FIGURES]
+    cells = [f"[dim]{label}[/] {_shown(state.get(name), form)}" for label, name, form in _figures(state)]
     for start in range(0, len(cells), 4):
         figures.add_row(*cells[start : start + 4])
     waits = [Text(f"  {wait}", style="yellow") for wait in state.waits[:6]]
@@ -207,7 +209,7 @@ def plain_line(state: ConsoleState) -> str:
     """The same on one line; figures that are unknown are left out."""
     known = [
         f"{label} {_shown(value, form)}"
-        for label, name, form in FIGURES
+        for label, name, form in _figures(state)
         if (value := state.get(name)) is not None and not name.startswith("val-core/")
     ]
     parts = [f"[{state.phase}] step {state.step}/{state.total}"]
@@ -218,6 +220,12 @@ def plain_line(state: ConsoleState) -> str:
     if state.waits:
         parts.append(f"waits: {'; '.join(state.waits[:3])}")
     return " | ".join(parts)
+
+
+def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:
+    """Those of this kind of run: a supervised one has a loss, all others a reward."""
+    other = REWARD if NLL in state.metrics else NLL
+    return [figure for figure in FIGURES if figure[1] != other]
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
@@ -258,7 +266,10 @@ def _before_and_after(summary: Mapping[str, Any], name: str) -> Table:
     """Training reward, and what validations found; `≥`: the threshold that makes an episode a success."""
     threshold = _shown(summary.get("success_threshold"), "g")
     table = Table("", "before", "after", title=f"{name}: {summary.get('outcome', '')}")
-    table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
+    if summary.get("nll_first") is None:
+        table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
+    else:
+        table.add_row("loss per token (training)", *_pair(summary, "nll_first", "nll_last", ".4f"))
     for mode, success, score in (
         ("sampled", "success", "score"),
         ("greedy", "greedy", "greedy_score"),

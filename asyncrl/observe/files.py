@@ -19,7 +19,7 @@ ID_BYTES = 10  # as hex digits: an id that wandb and swanlab take
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, none while there is no file; a line cut by a crash is left out."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else []:
         with suppress(json.JSONDecodeError):
             if isinstance(row := json.loads(line), dict):
                 yield row

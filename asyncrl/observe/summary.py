@@ -22,6 +22,7 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
 }
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
+NLL = "actor/nll"  # per token, of a supervised run, which has no reward
 VALIDATED = "val-aux/policy_version"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
 
@@ -32,6 +33,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
     validations = [row for row in rows if SAMPLED in row or GREEDY in row]
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
+    learned = [row for row in steps if NLL in row]
     tokens = _sum(steps, "trainer/model_tokens")
     busy_s = _sum(steps, "timing_s/step")
     return {
@@ -40,6 +42,8 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "seconds": round(rows[-1].get("time_s", 0.0), 3) if rows else 0.0,
         "reward_first": _mean(scored[:edge], REWARD),
         "reward_last": _mean(scored[-edge:], REWARD),
+        "nll_first": _mean(learned[:edge], NLL),
+        "nll_last": _mean(learned[-edge:], NLL),
         **{f"{key}_before": _first(validations, name) for key, name in BEFORE_AND_AFTER.items()},
         **{f"{key}_after": _after(validations, name) for key, name in BEFORE_AND_AFTER.items()},
         "policy_version": int(max(_max(rows, "weights/pushed") or 0, _max(rows, VALIDATED) or 0)),

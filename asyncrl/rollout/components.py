@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.tokenizer import load_tokenizer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, one_line
 from asyncrl.observe.files import first_day
 from asyncrl.rewards import load_rewards, select_shapings
 from asyncrl.rollout.scoring import Scorer
@@ -37,25 +37,43 @@ def load_scorer(config: RunConfig) -> Scorer:
 
 
 def load_chat(config: RunConfig) -> Chat:
-    """The model's chat template. ConfigError if there is no usable one."""
+    """The chat template of the model, or `model.template`. ConfigError if there is no usable one."""
     tokenizer, options = load_tokenizer(config.model.path), config.model.template_args
+    if config.model.template:
+        tokenizer.chat_template = config.model.template
     names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     if unread := sorted(options.keys() - names):
         raise ConfigError(
-            f"$.model.template_args: the model's chat template does not read {unread[0]!r}; correct the "
+            f"$.model.template_args: the chat template does not read {unread[0]!r}; correct the "
             "name, or leave it out"
         )
     today = first_day(Path(config.run_dir) / config.name)
-    return Chat(tokenizer, today, options, _ends(Path(config.model.path) / "generation_config.json"))
+    ends = _ends(Path(config.model.path) / "generation_config.json")
+    try:
+        return Chat(tokenizer, today, options, ends)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{'$.model.template' if config.model.template else config.model.path}: {error}"
+        ) from error
 
 
 def _ends(path: Path) -> list[int]:
-    """The ids with which generation ends, by a model's generation_config.json, which need not be there."""
+    """The ids with which generation ends, by a model's generation_config.json, which need not be there.
+    ConfigError for one that cannot be read: its turns would end elsewhere than the model was trained to."""
     try:
-        found: Any = json.loads(path.read_text()).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
+        found: Any = json.loads(path.read_bytes()).get("eos_token_id")
+    except FileNotFoundError:
         return []
-    return [end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: no readable JSON object ({one_line(error)}); write it anew, or remove it"
+        ) from None
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(end) is int for end in ends):
+        raise ConfigError(
+            f"{path}: eos_token_id is {found!r}, and must be an id or a list of ids; correct it"
+        )
+    return ends
 
 
 def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Message, ...]) -> list[str]:

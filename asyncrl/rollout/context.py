@@ -27,6 +27,7 @@ from asyncrl.wire.messages.worker_control import Assign
 from asyncrl.wire.outbox import Outbox
 
 _ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
+TEXT_LIMIT = 20_000  # characters of a transcript that is kept
 _KEYS = (1 << 63) - 1
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -36,6 +37,10 @@ _decode_reply = msgspec.msgpack.Decoder(TurnReply).decode
 
 class Sampler(Protocol):
     """Where an episode is sampled: an engine of this process, or a pool of servers."""
+
+    @property
+    def version(self) -> int:
+        """The newest one that a turn can be sampled with; -1 if there is none."""
 
     def episode(self) -> AbstractAsyncContextManager[None]:
         """The body is one episode."""
@@ -204,9 +209,16 @@ class EpisodeRun:
                 seconds=self.seconds,
                 tool_s=outcome.tool_s,
             ),
-            text=self.transcript(outcome.turns) if self.assign.lane == "eval" else "",
-            notes=self._notes,
+            text=_cut(self.transcript(outcome.turns)) if self.assign.transcript else "",
+            notes=self._notes if self.assign.transcript else {},
         )
+
+
+def _cut(text: str) -> str:
+    """Beginning and end of a transcript that is too long to keep."""
+    over = len(text) - TEXT_LIMIT
+    half = TEXT_LIMIT // 2
+    return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
 
 
 def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:

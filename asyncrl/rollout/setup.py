@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.algorithms.library import imitates
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import load_parser
@@ -24,7 +25,8 @@ from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 @dataclass(frozen=True)
 class WorkerParts:
     """`build` makes an embedded engine with the initial weights; it may be called from a thread. `connect`
-    makes a client of a server. A run has one or the other. `environment` makes one for an episode."""
+    makes a client of a server. A run has one or the other. `environment` makes one for an episode.
+    `demonstrations`: training episodes are conversations of the data."""
 
     build: Callable[[], Engine] | None
     connect: Connect | None
@@ -33,6 +35,7 @@ class WorkerParts:
     scorer: Scorer
     environment: Callable[[], Environment] | None = None
     agent: Agent | None = None
+    demonstrations: bool = False
 
 
 def prepare(config: RunConfig) -> WorkerParts:
@@ -46,6 +49,7 @@ def prepare(config: RunConfig) -> WorkerParts:
         scorer=load_scorer(config),
         environment=load_environment(rollout.environment) if rollout.environment else None,
         agent=load_agent(rollout.agent) if rollout.agent else None,
+        demonstrations=imitates(config),
     )
 
 

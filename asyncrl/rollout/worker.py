@@ -31,7 +31,8 @@ from asyncrl.gateway import Gateway
 from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.agent_player import Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
-from asyncrl.rollout.episode_runner import EpisodeRunner
+from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
+from asyncrl.rollout.episode_runner import EpisodeRunner, Player
 from asyncrl.rollout.samplers import LocalSampler
 from asyncrl.rollout.server_pool import Connect, ServerPool
 from asyncrl.rollout.setup import WorkerParts, prepare
@@ -57,7 +58,9 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Run a rollout worker until `Stop` or a signal. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     parts = prepare(config)
-    engine = parts.build() if parts.build is not None else None
+    engine: Engine | None = NoEngine() if parts.demonstrations else None
+    if engine is None and parts.build is not None:
+        engine = parts.build()
     gc.collect()
     gc.freeze()  # a collection that scans torch and all modules stops every episode for a third of a second
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
@@ -101,12 +104,16 @@ class RolloutWorker:
             parts.rules, parts.scorer, self.outbox, self.waits, oldest=lambda: self._oldest
         )
         self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
-        self.runner = EpisodeRunner(context, self.agents.player if self.agents else self._turn_player)
+        self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
         self._assigned = self._oldest = self._beats = 0
         self._epoch = -1
 
-    def _turn_player(self, run: EpisodeRun) -> TurnPlayer:
+    def _player(self, run: EpisodeRun) -> Player:
+        if self._parts.demonstrations and run.assign.lane == "train":
+            return DemonstrationPlayer(run, self._parts.toolbox)
+        if self.agents is not None:
+            return self.agents.player(run)
         return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
 
     def _local_samplers(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:

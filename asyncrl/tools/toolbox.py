@@ -60,6 +60,12 @@ class Toolbox:
             if isinstance(problem, Exception):
                 log.warning("closing tools: %s", one_line(problem))
 
+    def schemas(self, sample: Sample) -> tuple[str, ...]:
+        """Of the tools that a sample is given, as JSON text. ToolError for an unknown one."""
+        return tuple(
+            tool.schema_text for tool in select_tools(self.tools, read_sample_tools(sample)).values()
+        )
+
     def limit(self, tool: Tool) -> float:
         """Seconds that one call of a tool may take."""
         return self.timeout if tool.timeout is None else tool.timeout

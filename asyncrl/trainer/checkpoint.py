@@ -50,7 +50,8 @@ def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf:
         _together(learner, lambda: _clear(partial) if first else None)
         _together(learner, lambda: save_shards(_state(learner), checkpoint_id=partial / STATE))
         if hf:
-            _together(learner, lambda: export_hf(partial / "hf", learner.policy, learner.config.model.path))
+            model = learner.config.model
+            _together(learner, lambda: export_hf(partial / "hf", learner.policy, model.path, model.template))
         _together(learner, lambda: _seal(partial, final, manifest, learner.pulse) if first else None)
     except CheckpointError as error:
         if first:

@@ -19,17 +19,20 @@ from asyncrl.weights.snapshot import as_bytes
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
-def export_hf(directory: Path, policy: Policy, source: str) -> None:
+def export_hf(directory: Path, policy: Policy, source: str, template: str = "") -> None:
     """Write what `from_pretrained` reads, in the configured dtype, adapters merged, no value head. A
     collective; rank 0 writes.
 
-    Everything but the weights (tokenizer, chat template, generation settings) is that of `source`.
+    Everything but the weights (tokenizer, chat template, generation settings) is that of `source`; the chat
+    template is `template`, if there is one.
     """
     layout = layout_of(shards(policy), policy.export_dtype)
     tensors = whole_tensors(policy)
     try:
         if dist.get_rank() == 0:
             _write(directory, policy, source, layout, tensors)
+            if template:  # from_pretrained prefers this file to what tokenizer_config.json says
+                (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     finally:
         for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
             pass

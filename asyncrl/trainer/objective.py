@@ -56,6 +56,8 @@ def evaluate(
         terms[name] = ((weight * term).detach().sum(), None)
         return total + coefficient * (weight * term).sum()
 
+    if recipe.loss.demonstrations:
+        terms["actor/nll"] = (torch.where(fresh, -logp.detach(), 0.0).sum(), fresh.sum())
     if reference is not None:
         distance = torch.where(fresh, kl_tokens(logp.detach(), reference, "k3"), 0.0)
         terms["actor/ref_kl"] = (distance.sum(), fresh.sum())
@@ -105,7 +107,8 @@ def loss_input(micro: MicroBatch, scores: Scores, recipe: Recipe, progress: floa
         fresh = fresh if numbers is None else fresh & torch.isfinite(numbers)
     # It must be gone before exp: weight zero times infinity is not zero.
     prox = torch.where(fresh, prox, 0.0)
-    mu, logp = torch.where(fresh, micro.mu, prox), torch.where(fresh, scores.logp, prox)
+    sampled = fresh & (not recipe.loss.demonstrations)
+    mu, logp = torch.where(sampled, micro.mu, prox), torch.where(fresh, scores.logp, prox)
     reference = None if micro.reference is None else torch.where(fresh, micro.reference, logp.detach())
     assert micro.advantage is not None
     advantage, episode, current = micro.advantage, micro.episode, logp.detach() - mu

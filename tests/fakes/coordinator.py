@@ -64,7 +64,8 @@ class FakeCoordinator:
     ) -> Attempt:
         self.assigned += 1
         tried = Attempt(uid, attempt)
-        self.send(Assign(self.assigned, tried, sample, lane, 1.0, key=self.assigned), frames)
+        asked = Assign(self.assigned, tried, sample, lane, 1.0, key=self.assigned, transcript=lane == "eval")
+        self.send(asked, frames)
         return tried
 
     # -- receiving ---------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "optimal token baseline": {"algorithm": {"advantage": "optimal_token_baseline"}},
     "gpg": {"algorithm": {"advantage": "gpg"}},
     "m2po": {"algorithm": {"loss": "m2po"}},
+    "sft": {
+        "algorithm": {"advantage": "constant", "loss": "sft"},
+        "buffer": {"episodes_per_group": 1, **UNFILTERED},
+    },
     "clip_cov": {"algorithm": {"loss": "clip_cov", "steps_per_batch": 2}},
     "tba": {"algorithm": {"loss": "tba"}, "buffer": UNFILTERED},
     "dro, batch_std": {"algorithm": {"loss": "dro", "normalise": "batch_std"}},

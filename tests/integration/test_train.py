@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,11 +30,22 @@ def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         assert any(name in row for row in rows), name
     assert (run.path / "config.yaml").exists() and (run.path / "checkpoints" / "step-6" / "hf").is_dir()
     assert list((run.path / "segments").glob("*.seg")) and (run.path / "logs" / "trainer-0.log").exists()
-    transcripts = (run.path / "validation" / "step-6.jsonl").read_text().splitlines()
-    assert "<|im_start|>" in json.loads(transcripts[0])["text"]
+    kept = {step: transcripts(run, f"validation/step-{step}.jsonl") for step in (0, 6)}
+    assert {(row["sample"], row["mode"]) for row in kept[0]} == {
+        (row["sample"], row["mode"]) for row in kept[6]
+    }
+    assert len(kept[6]) == 16 and all({"ground_truth", "score", "success"} <= row.keys() for row in kept[6])
+    assert "<|im_start|>" in kept[6][0]["text"]
+    trained = [row for step in range(1, 7) for row in transcripts(run, f"training/step-{step}.jsonl")]
+    assert trained and all("<|im_start|>" in row["text"] for row in trained)
     shares = overlap(run.path)
     assert shares.trainer > 0 and shares.rollout > 0 and shares.both > 0
     assert "issued" in run.text() and not run.children()
+
+
+def transcripts(run: Run, name: str) -> list[dict[str, Any]]:
+    path = run.path / "transcripts" / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def test_two_workers_two_ranks_and_several_steps_per_batch(tmp_path: Path) -> None:

@@ -258,6 +258,21 @@ def test_a_summary_that_cannot_be_read_is_named_and_hides_no_other_run(
     assert capsys.readouterr().out.count("unreadable") == 3
 
 
+def test_transcripts_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "first" / "transcripts" / "training").mkdir(parents=True)
+    (tmp_path / "first" / "config.yaml").write_text("{}")
+    command = ["runs", "transcripts", "first", "--run-dir", str(tmp_path), "--of", "training"]
+    assert cli.main(command) == 2
+    assert "there are those of: none" in capsys.readouterr().err
+    for step in (9, 10):
+        line = f'{{"uid": "3.0", "score": 0.5, "text": "said\u2028at {step}"}}\n'
+        (tmp_path / "first" / "transcripts" / "training" / f"step-{step}.jsonl").write_text(line)
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == "== training, step 10: uid 3.0, score 0.5\nsaid\u2028at 10\n\n"
+    assert cli.main([*command, "--step", "9"]) == 0
+    assert "said\u2028at 9" in capsys.readouterr().out
+
+
 def test_a_directory_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", "list", "--run-dir", str(tmp_path / "runz")]) == 2
     assert "runz: no such directory" in capsys.readouterr().err

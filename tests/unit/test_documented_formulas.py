@@ -104,6 +104,7 @@ TOKENS = [
 ]
 LOSSES: dict[str, dict[str, Any]] = {  # options with which no clause in words acts
     "reinforce": {},
+    "sft": {},
     "ppo": {"dual_clip": 100.0},
     "cispo": {"clip_low": 0.3},
     "cispo_scalerl": {"cap": 1.2},

@@ -47,6 +47,7 @@ EXPECTED = {
     "ppo_critic": Parts("gae", "ppo", optimizer_steps=2, scale="whiten"),
     "reinforce_pp": Parts("reinforce_pp", "ppo", optimizer_steps=2, scale="whiten"),
     "rloo": Parts("rloo", "reinforce"),
+    "sft": Parts("constant", "sft", ()),
 }
 UNFILTERED = {"buffer.filter_zero_variance": False}
 OUTSIDE: dict[str, dict[str, object]] = {
@@ -60,6 +61,7 @@ OUTSIDE: dict[str, dict[str, object]] = {
     },
     "dapo": {"buffer.filter_zero_variance": True},
     "ppo_critic": {"critic.warmup_steps": 5, **UNFILTERED},
+    "sft": {"buffer.episodes_per_group": 1, "buffer.max_staleness": 1000, "rollout.retries": 0, **UNFILTERED},
 }
 """Keys outside `algorithm` that a preset sets."""
 

@@ -38,7 +38,7 @@ class Finished(WireMessage, frozen=True):
     attempt: Attempt
     result: EpisodeResult
     stats: EpisodeStats
-    text: str = ""  # transcript of a validation episode
+    text: str = ""  # the transcript, where Assign asks for it
     notes: dict[str, str] = {}  # what the reward function said beside numbers
 
 

@@ -53,7 +53,8 @@ class Heartbeat(WireMessage, frozen=True):
 
 class Assign(WireMessage, frozen=True):
     """Run an episode. `frames` of the message are the turns of an earlier attempt to continue from. None of
-    its turns may start on weights older than version `oldest`. `seconds`: that these turns took."""
+    its turns may start on weights older than version `oldest`. `seconds`: that these turns took.
+    `transcript`: its text is wanted at the end."""
 
     seq: int
     attempt: Attempt
@@ -63,6 +64,7 @@ class Assign(WireMessage, frozen=True):
     key: int
     oldest: int = 0
     seconds: float = 0.0
+    transcript: bool = False
 
 
 class Cancel(WireMessage, frozen=True):

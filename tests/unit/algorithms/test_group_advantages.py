@@ -192,6 +192,7 @@ def test_what_each_declares() -> None:
         needs = [n for n in ("siblings", "critic", "greedy", "whole_group") if getattr(a, n)]
         found[name] = (a.scale, *needs)
     assert found == {
+        "constant": ("none",),
         "dr_grpo": ("none", "siblings"),
         "gae": ("whiten", "critic"),
         "gdpo": ("whiten", "siblings"),

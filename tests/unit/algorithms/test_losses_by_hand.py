@@ -17,6 +17,7 @@ DECOUPLED: dict[str, float] = {"clip_high": 0.28, "dual_clip": 0}
 TOKENS: list[tuple[str, dict[str, float], float, float, float, float | None, float, bool]] = [
     ("reinforce", {}, 0.5, 0.5, 2.0, 2 * LOG2, -2.0, False),
     ("reinforce", {}, 0.5, 0.1, -1.0, -LOG2, 1.0, False),
+    ("sft", {}, 0.5, 0.1, -3.0, LOG2, -1.0, False),  # whatever mu and A are
     ("ppo", {}, 0.5, 0.5, 1.0, -1.0, -1.0, False),
     ("ppo", {}, 0.7, 0.5, 1.0, -1.2, 0.0, True),  # u = 1.4: too far up already
     ("ppo", {"clip_high": 0.5}, 0.7, 0.5, 1.0, -1.4, -1.4, False),

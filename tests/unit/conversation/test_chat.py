@@ -96,12 +96,47 @@ def test_pieces_are_the_whole_conversation(name: str, data: st.DataObject) -> No
         written = ids(name, family.writes(turn) + family.ends[bool(turn.tool_calls)])
         assert written[-1] in chat.stop_ids
         assert chat.decode(written) == family.writes(turn)
+        opened = ids(name, "<think>\n\n</think>\n\n" * (name == "qwen3" and not turn.reasoning))
+        assert chat.turn_ids(tuple(said), turn, (TOOL,)) == opened + written
         delta = chat.delta_ids(answer, written[-1])
         assert delta is not None
         row += written + delta
         said += [turn, *answer]
     assert text(name, row) == text(name, chat.prompt_ids(tuple(said), (TOOL,)))
     assert row == chat.prompt_ids(tuple(said), (TOOL,))
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "found"),
+    [
+        ("qwen3", Message("assistant", "yes"), "<think>\n\n</think>\n\nyes<|im_end|>"),
+        ("qwen3", Message("assistant", "yes", reasoning="hm"), "<think>\nhm\n</think>\n\nyes<|im_end|>"),
+        ("glm4.5", Message("assistant", "yes"), "\n<think></think>\nyes<|user|>"),
+        (
+            "glm4.5",
+            Message("assistant", tool_calls=(CALL,)),
+            "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n"
+            "</tool_call><|observation|>",
+        ),
+        ("llama3", Message("assistant", "yes"), "yes<|eot_id|>"),
+    ],
+)
+def test_a_turn_is_written_with_the_token_that_ends_it(name: str, turn: Message, found: str) -> None:
+    assert text(name, chat_of(name).turn_ids((Message("user", "hi"),), turn, (TOOL,))) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "turn", "why"),
+    [
+        ("deepseek-r1", Message("assistant", "yes"), r"opens the model's turn with '<think>\\n', but writes"),
+        ("deepseek-v3", Message("assistant", tool_calls=(CALL,)), "writes no end of the turn"),
+        ("qwen2.5", Message("assistant", "a<|im_end|>b"), "writes 'a' where the turn says 'a<|im_end|>b'"),
+        ("llama3", Message("assistant", "yes", reasoning="hm"), "writes 'yes' where the turn says"),
+    ],
+)
+def test_a_turn_that_the_template_does_not_write_as_one(name: str, turn: Message, why: str) -> None:
+    with pytest.raises(ConfigError, match=why.replace("|", r"\|")):
+        chat_of(name).turn_ids((Message("user", "hi"),), turn, (TOOL,))
 
 
 # -- facts of families ---------------------------------------------------------------------------------
@@ -294,7 +329,14 @@ def test_ids_of_calls_are_made_to_fit_alike_in_call_and_reply() -> None:
     ("name", "warned"),
     [
         ("qwen2.5", []),
-        ("gemma3", ["no tool role", "does not show the tools", "shows no tool calls"]),
+        (
+            "gemma3",
+            [
+                "no tool role",
+                "does not show the tools to the model: set model.template to a Jinja file",
+                "shows no tool calls",
+            ],
+        ),
         ("deepseek-v3-0324", ["does not show the tools"]),
     ],
 )

@@ -14,6 +14,7 @@ from unicodedata import normalize
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from asyncrl.conversation import templates
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
 from asyncrl.types import Message, ToolCall
@@ -70,6 +71,7 @@ def _mistral_v13(message: Message) -> str:
 MISTRAL = replace(FAMILIES["mistral-v7"], writes=_mistral, bare_calls=False)
 MISTRAL_V13 = replace(MISTRAL, writes=_mistral_v13, appends=("tool", "user"))
 CHATML = replace(FAMILIES["qwen2.5"], writes=lambda message: message.content, appends=("tool", "user"))
+CHATML_TOOLS = replace(FAMILIES["qwen3"], appends=("tool", "user"))
 REAL = {
     "qwen3": Real("qwen3", FAMILIES["qwen3"]),
     "deepseek-v3": Real("deepseek-v3", FAMILIES["deepseek-v3"]),
@@ -79,6 +81,7 @@ REAL = {
     "llama3-opening": Real("llama3.1", FAMILIES["llama3"], TEMPLATES / "llama3.jinja"),
     "gemma3": Real("gemma3", FAMILIES["gemma3"]),
     "smollm2": Real("smollm2", CHATML),
+    "smollm2-tools": Real("smollm2", CHATML_TOOLS, Path(templates.__file__).parent / "chatml_tools.jinja"),
     "mistral-v3": Real("mistral", replace(MISTRAL, bare_calls=True), FETCHED / "mistral/v3.jinja"),
     "mistral-v7": Real("mistral", MISTRAL, FETCHED / "mistral/v7.jinja"),
     "mistral-v13": Real("mistral", MISTRAL_V13, FETCHED / "mistral/v13.jinja"),
@@ -188,6 +191,7 @@ STOPS = {
     "llama3-opening": ["<|eot_id|>"],
     "gemma3": ["<end_of_turn>"],
     "smollm2": ["<|im_end|>"],
+    "smollm2-tools": ["<|im_end|>"],
     "mistral-v3": ["</s>"],
     "mistral-v7": ["</s>"],
     "mistral-v13": ["</s>"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
 from asyncrl.errors import ConfigError
@@ -62,4 +62,15 @@ def test_a_padding_token_that_the_file_lacks_is_no_difference(model: Path) -> No
 def test_without_a_tokenizer(model: Path, spoil: Any) -> None:
     spoil(model / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"no usable tokenizer .* needs a tokenizer\.json"):
+        load_tokenizer(str(model))
+
+
+def test_a_library_that_writes_text_otherwise_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tokenizer_config.json makes transformers 5 do so; other releases have tidied spaces up."""
+    written = PreTrainedTokenizerFast.decode
+    tidied = lambda *given, **options: written(*given, **options).replace(" ?", "?").replace("  ", " ")  # noqa: E731
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", tidied)
+    with pytest.raises(ConfigError, match=r"writes .  indented.* otherwise than tokenizer\.json"):
         load_tokenizer(str(model))

@@ -23,7 +23,7 @@ def test_workers_stand_alone_and_ranks_stand_together() -> None:
 
 def test_the_description_adds_up() -> None:
     settings = config(rollout={"workers": 3}, trainer={"ranks": 2}, launch={"threads": 2})
-    total = describe(settings, plan(settings))[-1].split()
+    total = describe(settings, plan(settings), None)[-1].split()
     assert total[:3] == ["total", "6", "11"]  # 1 + 3 * 2 + 2 * 2 threads
 
 

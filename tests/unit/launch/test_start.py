@@ -22,7 +22,7 @@ from asyncrl.weights import disk
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    model, data = {"path": "m"}, {"train": "t"}
+    model, data = {"path": str(tmp_path)}, {"train": "t"}
     return parse({"name": "x", "run_dir": str(tmp_path), "model": model, "data": data})
 
 
@@ -65,6 +65,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "check", lambda config: [])
+    monkeypatch.setattr(start, "check_run_directory", lambda config: None)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"x: cannot be written .No space left on device.; set run_dir="):

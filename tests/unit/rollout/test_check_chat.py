@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any, Literal
 import pytest
 
 from asyncrl.config import RunConfig, parse
+from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError
 from asyncrl.rollout.components import check_chat, load_chat
 from asyncrl.tools import Tool, load_tools, tool
 from asyncrl.types import Message
+from tests.fakes.chatml import TEMPLATE as CHATML
 from tests.fakes.families import tokenizer_of
 
 FIRST = (Message("user", "Rain in Ulm?"),)
@@ -75,6 +78,32 @@ def test_arguments_of_the_template(tmp_path: Path) -> None:
         load_chat(config(tmp_path, template_args={"tools": "none"}))
 
 
+def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    """gemma3's own shows no tools; a template for other control tokens, or one with a mistake, is refused."""
+    own = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+    own += "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    saved("gemma3", tmp_path)
+    chat = load_chat(config(tmp_path, template=own))
+    assert chat.decode(chat.prompt_ids(FIRST)) == (
+        "<start_of_turn>user\nRain in Ulm?<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(ConfigError, match=r"\$\.model\.template: .* no end of turn after the assistant"):
+        load_chat(config(tmp_path, template=read_template("chatml_tools", "--")))
+    with pytest.raises(ConfigError, match=r"\$\.model\.template: .*TemplateSyntaxError"):
+        load_chat(config(tmp_path, template="{% for %}"))
+
+
+def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) -> None:
+    tokenizer = copy.copy(tokenizer_of("qwen2.5"))
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path)
+    run, tools = config(tmp_path, rollout={"tools": ["calculator"]}), tools_of("calculator")
+    (warning,) = check_chat(run, tools, FIRST)
+    assert "does not show the tools to the model: set model.template to chatml_tools" in warning
+    run = config(tmp_path, template=read_template("chatml_tools", "--"), rollout={"tools": ["calculator"]})
+    assert check_chat(run, tools, FIRST) == []
+
+
 @pytest.mark.parametrize("found", ["[257, 300]", "257", "null", None])
 def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None) -> None:
     own = load_chat(config(saved("qwen2.5", tmp_path))).stop_ids
@@ -82,3 +111,20 @@ def test_ends_of_the_generation_configuration(tmp_path: Path, found: str | None)
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
     ends = json.loads(f"[{(found or 'null').strip('[]')}]")
     assert load_chat(config(tmp_path)).stop_ids == (*own, *(end for end in ends if end is not None))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "no readable JSON object"),
+        ("[257]", "no readable JSON object"),
+        ('{"eos_token_id": "257"}', "eos_token_id is '257'"),
+        ('{"eos_token_id": [257, true]}', "must be an id or a list of ids"),
+    ],
+)
+def test_a_generation_configuration_that_cannot_be_read_is_refused(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    (saved("qwen2.5", tmp_path) / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: .*{says}"):
+        load_chat(config(tmp_path))

@@ -56,7 +56,7 @@ def test_tool_rewards_fall_on_their_turns_and_the_score_on_the_last() -> None:
 
 
 def test_verls_numbers_are_components_and_its_texts_go_along_with_the_end() -> None:
-    end = finished(bench(["42"], {"score": 1.0, "acc": True, "pred": "42"}).play())
+    end = finished(bench(["42"], {"score": 1.0, "acc": True, "pred": "42"}).play(transcript=True))
     assert (end.result.score, end.result.judged, end.result.components) == (1.0, 1.0, {"acc": 1.0})
     assert end.notes == {"pred": "42"}
 

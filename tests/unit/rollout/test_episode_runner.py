@@ -12,6 +12,7 @@ import pytest
 from asyncrl.engines.base import Request
 from asyncrl.errors import EngineError
 from asyncrl.rewards import in_loop
+from asyncrl.rollout import context
 from asyncrl.rollout.context import EpisodeContext, generated, turns_of
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
@@ -85,11 +86,13 @@ class Bench:
         assert isinstance(self.sent[-1], Finished | Failed)
         return self.sent[-1]
 
-    def play(self, frames: Sequence[bytes] = (), lane: str = "train") -> Finished | Failed:
+    def play(
+        self, frames: Sequence[bytes] = (), lane: str = "train", transcript: bool = False
+    ) -> Finished | Failed:
         async def main() -> None:
             async with asyncio.timeout(60):
                 service = asyncio.create_task(self.outbox.run())
-                await self.runner.run(self.assign(lane), frames, self.lane)
+                await self.runner.run(self.assign(lane, transcript), frames, self.lane)
                 await settle()
                 service.cancel()
 
@@ -98,8 +101,9 @@ class Bench:
         assert self.engine.released[-1:] == ["u/1"]
         return self.last
 
-    def assign(self, lane: str = "train") -> Assign:
-        return Assign(1, ATTEMPT, sample(), lane, temperature=0.7, key=99, seconds=self.taken)
+    def assign(self, lane: str = "train", transcript: bool = False) -> Assign:
+        wanted = {"seconds": self.taken, "transcript": transcript}
+        return Assign(1, ATTEMPT, sample(), lane, temperature=0.7, key=99, **wanted)
 
 
 def look(what: str) -> str:
@@ -149,11 +153,19 @@ def test_requests_carry_the_session_the_key_and_the_whole_prefix() -> None:
     assert second.ids[: len(first.ids)] == first.ids
 
 
-def test_the_eval_lane_sends_its_transcript() -> None:
-    end = Bench([look("left"), "42"]).play(lane="eval")
+def test_a_transcript_is_sent_where_it_is_wanted() -> None:
+    end = Bench([look("left"), "42"]).play(transcript=True)
     assert isinstance(end, Finished)
     assert "saw left" in end.text
     assert end.text.endswith("42")
+
+
+def test_a_long_transcript_keeps_its_beginning_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "TEXT_LIMIT", 20)
+    end = Bench([look("left"), "42"]).play(transcript=True)
+    assert isinstance(end, Finished)
+    assert end.text.startswith('{"type') and "characters …]" in end.text and end.text.endswith("42")
+    assert len(end.text) < 60
 
 
 def test_tools_wait_until_their_turn_is_durable() -> None:

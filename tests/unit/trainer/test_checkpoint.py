@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -85,6 +86,10 @@ def test_the_export_loads_with_transformers(learner: Learner, directory: Path, m
     assert all(torch.equal(p, state[name]) for name, p in exported.named_parameters())
     assert exported.lm_head.weight is exported.get_input_embeddings().weight
     assert (path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
+    model = msgspec.structs.replace(learner.config.model, template="{{ 'ä' }}")
+    learner.config = msgspec.structs.replace(learner.config, model=model)
+    path = checkpoint.save(directory, learner, manifest(1))
+    assert (path / "hf" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ 'ä' }}"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no text"])

@@ -1,0 +1,47 @@
+"""`asyncrl sft`: `asyncrl train` with the preset of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl.commands import train
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+HELP = """\
+Train on conversations: each token that an assistant says in them. OVERRIDES are those of `asyncrl train`.
+
+  asyncrl sft model.path=DIR data.train=FILE.jsonl       a row: {"messages": [{"role": …, "content": …}, …]}
+  asyncrl sft model.path=DIR data.train=FILE.parquet data.epochs=3 trainer.lr=2e-5
+  asyncrl sft model.path=DIR data.train=FILE.jsonl --dry-run      check everything; print the resolved plan
+  asyncrl sft model.path=DIR data.train=FILE.jsonl model.lora_rank=16 trainer.lr=2e-4
+
+Then reinforcement learning from what it wrote:
+  asyncrl train model.path=runs/NAME/checkpoints/step-N/hf …
+
+Common keys (all of them: docs/configuration.md; what rows may be: docs/sft.md):
+  total_steps, data.epochs     batches to train; passes over the data after which the run ends
+  buffer.groups_per_batch      conversations per batch
+  rollout.max_tokens           longer conversations are left out
+  rollout.tools                tools that the prompts show, where the rows have no column `tools`
+  data.test, validation.every  prompts with verl's columns, sampled and scored as in reinforcement learning
+"""
+
+BEGIN = """\
+asyncrl: model.path has no value. Give a model and conversations:
+
+  asyncrl sft model.path=DIR data.train=FILE.jsonl
+
+docs/sft.md shows what a row is, and a whole example."""
+
+
+def main(argv: list[str], compose: Callable[[list[str], Path | None], RunConfig]) -> int:
+    """As `train.main`."""
+
+    def with_preset(overrides: list[str], config_dir: Path | None) -> RunConfig:
+        if other := [one for one in overrides if one.startswith("algorithm=") and one != "algorithm=sft"]:
+            raise ConfigError(f"asyncrl sft is algorithm=sft; for {other[0]} use asyncrl train")
+        return compose(["algorithm=sft", *(one for one in overrides if one != "algorithm=sft")], config_dir)
+
+    return train.main(argv, with_preset, prog="asyncrl sft", help_text=HELP, begin=BEGIN)

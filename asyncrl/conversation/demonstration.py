@@ -1,0 +1,103 @@
+"""A conversation of the data as turns of the model, token for token as an episode would have sampled them.
+
+    messages ─► [prompt, or delta since the last turn] + [what the assistant says, with its stop id] ─► turns
+
+Pure. What an assistant says is learned, but not in the first `given` messages; everything else is context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from asyncrl.conversation.commands import Fail, Rules
+from asyncrl.conversation.turns import read_turn
+from asyncrl.errors import ConfigError
+from asyncrl.types import FailReason, Message, Sample, StopReason, ToolCall, Turn, VersionSpan
+
+
+def demonstrated(
+    rules: Rules, sample: Sample, tools: tuple[str, ...], version: int = 0
+) -> tuple[Turn, ...] | Fail:
+    """The turns, all sampled by `version` as far as a record needs one, with log-probs of 0; or why there are
+    none. `tools`: schemas that the prompt shows, as JSON text.
+
+    A row that the template rewrites goes on as a new one where `rollout.history` allows it.
+    """
+    turns: list[Turn] = []
+    lengths: list[int] = []  # of the rows
+    said: tuple[Message, ...] = ()
+    answered = 0  # messages before the newest turn, itself included
+    try:
+        for place, message in enumerate(sample.prompt):
+            if message.role == "assistant" and place >= sample.given:
+                context = _context(rules, said, answered, turns)
+                if context is None:
+                    lengths.append(0)
+                    context = rules.chat.prompt_ids(said, tools)
+                at = Turn(len(turns), context, (), (), (), StopReason.STOP, row=len(lengths) - 1)
+                turns.append(_turn(rules, at, said, message, tools, version))
+                lengths[-1] += len(context) + len(turns[-1].ids)
+                answered = place + 1
+            elif message.role == "tool":
+                message = replace(message, content=rules.shorten(message.content))
+            said += (message,)
+    except ConfigError as error:
+        return Fail(FailReason.MISALIGNED, f"message {len(said)}: {error}")
+    return _problem(rules, lengths) or tuple(turns)
+
+
+def _context(
+    rules: Rules, said: tuple[Message, ...], answered: int, turns: Sequence[Turn]
+) -> tuple[int, ...] | None:
+    """What comes before a turn in its row; None: it begins a row."""
+    new = said[answered:]
+    if not new:
+        raise ConfigError("the assistant speaks without a message that it answers")
+    delta = rules.chat.delta_ids(new, turns[-1].ids[-1]) if turns else None
+    if turns and delta is None and rules.config.history == "append":
+        raise ConfigError("the chat template rewrites earlier turns here; set rollout.history=fork")
+    return delta
+
+
+def _turn(
+    rules: Rules,
+    at: Turn,
+    said: tuple[Message, ...],
+    message: Message,
+    tools: tuple[str, ...],
+    version: int,
+) -> Turn:
+    """The turn `at` that says `message`. ConfigError where the model could not say that, or the run would not
+    read it so."""
+    ids = rules.chat.turn_ids(said, message, tools)
+    spans = (VersionSpan(0, len(ids), version, kv_version=-1),)
+    turn = replace(at, ids=ids, logprobs=(0.0,) * len(ids), spans=spans)
+    if message.tool_calls:
+        found = read_turn(rules, turn, tools)
+        if found.errors or _plain(found.calls) != _plain(message.tool_calls):
+            raise ConfigError(
+                f"the call of {message.tool_calls[0].name!r} is not read back by rollout.parser from what "
+                "the chat template writes; use another parser or template, name the tool in rollout.tools, "
+                "or write the call into the content"
+            )
+    return turn
+
+
+def _plain(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def _problem(rules: Rules, lengths: Sequence[int]) -> Fail | None:
+    limits, longest = rules.config, max(lengths, default=0)
+    if not lengths:
+        return Fail(FailReason.MISALIGNED, "no message of the assistant to learn from")
+    if longest > limits.max_tokens:
+        detail = f"the conversation has {longest} tokens, rollout.max_tokens is {limits.max_tokens}"
+        return Fail(FailReason.PROMPT_TOO_LONG, detail)
+    if len(lengths) > limits.rows:
+        detail = f"the template makes {len(lengths)} rows of it, rollout.max_rows is {limits.max_rows}"
+        return Fail(FailReason.PROMPT_TOO_LONG, detail)
+    return None

@@ -1,0 +1,94 @@
+"""What a model directory holds: whether a run can use it, its chat template, and its size."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+
+
+def check_model(config: RunConfig) -> None:
+    """config.json, weights, tokenizer and chat template are there; the context is long enough."""
+    path = Path(config.model.path)
+    settings = _json(path / "config.json")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{path}: no *.safetensors; save the weights with save_pretrained(...)")
+    shards = set(_json(path / INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else set()
+    if missing := sorted(name for name in shards if not (path / name).is_file()):
+        raise ConfigError(
+            f"{path}: {len(missing)} of {len(shards)} files of weights are missing, first {missing[0]}; "
+            "fetch or save the model anew"
+        )
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{path}: no tokenizer.json; save a fast tokenizer with tokenizer.save_pretrained(...)"
+        )
+    if not chat_template(config):
+        raise ConfigError(
+            f"{path}: no chat template; set model.template to a Jinja file, or to chatml_tools where the "
+            "tokenizer has <|im_start|> and <|im_end|>"
+        )
+    longest = settings.get("max_position_embeddings")
+    if isinstance(longest, int) and longest < config.rollout.max_tokens:
+        raise ConfigError(
+            f"$.rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
+            "lower it"
+        )
+
+
+def chat_template(config: RunConfig) -> str:
+    """The text of the chat template: `model.template`, or the model's own; '' if there is none."""
+    if config.model.template:
+        return config.model.template
+    path = Path(config.model.path)
+    file, inside = path / "chat_template.jinja", path / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text()
+    return str((_json(inside) if inside.is_file() else {}).get("chat_template") or "")
+
+
+def weight_bytes(path: str) -> int:
+    """Bytes of the files of weights; 0 without any."""
+    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+
+
+def parameter_count(path: str) -> int:
+    """Parameters, by the headers of the files of weights; shared ones count once. 0 where there are none."""
+    return sum(
+        prod(tensor["shape"])
+        for file in Path(path).glob("*.safetensors")
+        for name, tensor in _header(file).items()
+        if name != "__metadata__"
+    )
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: {name: {dtype, shape, …}}. ConfigError if it has none."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("it is cut off, or no safetensors file")
+            found: dict[str, Any] = json.loads(opened.read(length))
+            return found
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: missing; a model directory needs it") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as JSON ({error}); write it anew") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: is no JSON object; write it anew")
+    return value

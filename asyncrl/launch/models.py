@@ -1,0 +1,112 @@
+"""Models as the configuration names them: a directory, or a repository of the Hugging Face hub; and the chat
+template in place of the model's own.
+
+The launcher resolves the names once. From there on the configuration, and with it config.yaml, holds
+directories and the template's text. A directory in the hub's cache names its repository and commit, so that
+on another machine the roles can fetch the same files into the cache there.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.config import RunConfig
+from asyncrl.conversation.templates import read_template
+from asyncrl.errors import ConfigError, one_line
+
+WANTED = ("*.safetensors", "*.json", "*.jinja")
+UNWANTED = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)
+_REPOSITORY = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+_CACHED = re.compile(r".*/models--(?P<name>\w[\w.-]*?--\w[\w.-]*)/snapshots/(?P<revision>[0-9a-f]{40})")
+
+
+class HubModel(NamedTuple):
+    """A repository of models; `revision`: branch, tag or commit, None for the newest."""
+
+    name: str
+    revision: str | None
+
+
+def resolve_models(config: RunConfig, begun: Path | None = None) -> RunConfig:
+    """The configuration with directories of this machine, and the chat template as text. What the hub has is
+    fetched into its cache. `begun`: the run directory; a run that is continued keeps the commits that its
+    config.yaml records. Raises ConfigError."""
+    before = _recorded(begun) if begun is not None and config.resume != "never" else {}
+
+    def local(key: str) -> str:
+        section, _, name = key.partition(".")
+        given: str = getattr(getattr(config, section), name)
+        return local_directory(given, f"$.{key}", str((before.get(section) or {}).get(name) or ""))
+
+    model = replace(
+        config.model,
+        path=local("model.path"),
+        template=read_template(config.model.template, "$.model.template"),
+    )
+    return replace(
+        config,
+        model=model,
+        kl=replace(config.kl, reference=local("kl.reference")),
+        critic=replace(config.critic, path=local("critic.path")),
+    )
+
+
+def local_directory(given: str, key: str, before: str = "") -> str:
+    """The directory of a model: `given` itself, or where the hub's cache keeps it. `before`: the one that a
+    run was begun with, which is kept if it is of the same repository."""
+    if not given or Path(given).is_dir():
+        return given
+    hub, kept = hub_model(given), hub_model(before)
+    if hub is None:
+        raise ConfigError(
+            f"{key}: {given} is no directory; give a Hugging Face model directory, or owner/name of the hub"
+        )
+    if kept is not None and kept.name == hub.name and hub.revision is None:
+        hub = kept
+    return fetch(hub, key)
+
+
+def hub_model(given: str) -> HubModel | None:
+    """The repository that `owner/name`, `owner/name@revision` or a directory of the hub's cache names."""
+    if found := _CACHED.fullmatch(given):
+        return HubModel(found["name"].replace("--", "/"), found["revision"])
+    found = _REPOSITORY.fullmatch(given)
+    return HubModel(found["name"], found["revision"]) if found else None
+
+
+def fetch(model: HubModel, key: str) -> str:
+    """Fetch what a run needs into the hub's cache, if it is not there; the directory. Without a network
+    (or with HF_HUB_OFFLINE=1) what the cache has is taken. Raises ConfigError."""
+    from huggingface_hub import errors, snapshot_download  # takes a second
+
+    name = model.name + (f"@{model.revision}" if model.revision else "")
+    try:
+        return snapshot_download(
+            model.name, revision=model.revision, allow_patterns=[*WANTED], ignore_patterns=[*UNWANTED]
+        )
+    except errors.RepositoryNotFoundError:  # a gated one, too
+        why = "the hub shows no such repository; correct the name (or log in: hf auth login)"
+    except errors.RevisionNotFoundError:
+        why = f"the repository has no revision {model.revision!r}"
+    except errors.LocalEntryNotFoundError:
+        why = (
+            "the hub cannot be reached, and its cache here has no such model; fetch it where there is a "
+            f"network (hf download {model.name}), or give a directory"
+        )
+    except Exception as error:  # of the network, the disk, the cache
+        why = f"cannot be fetched from the hub ({one_line(error)})"
+    raise ConfigError(f"{key}: {name} is no directory here, and {why}") from None
+
+
+def _recorded(run_dir: Path) -> dict[str, Any]:
+    """The configuration that the run was begun with; {} where it cannot be read."""
+    try:
+        found = msgspec.yaml.decode((run_dir / "config.yaml").read_bytes())
+    except (OSError, msgspec.DecodeError):  # a new run, or `check_resumed` says what is wrong
+        return {}
+    return found if isinstance(found, dict) else {}

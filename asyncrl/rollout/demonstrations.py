@@ -1,0 +1,108 @@
+"""Supervised episodes: conversations of the data go the way of sampled ones, but nothing is sampled.
+
+    Assign -> DemonstrationPlayer: the sample's messages as turns -> Finished (reward 0) | Failed
+
+Validation is sampled as always, by an engine of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.config import RunConfig
+from asyncrl.conversation.commands import Done, Fail, Rules
+from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.parsers import load_parser
+from asyncrl.engines.base import Request
+from asyncrl.errors import ConfigError, EngineError, ProtocolError
+from asyncrl.rollout.components import load_chat
+from asyncrl.rollout.context import EpisodeRun, Outcome
+from asyncrl.tools import Tool, Toolbox
+from asyncrl.types import EpisodeResult, FailReason, Generation, Sample, Turn
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Manifest, WeightsRef
+
+CHECKED = 256  # conversations that are written before the start, which takes less than a second
+
+
+@dataclass
+class DemonstrationPlayer:
+    """See `Player`."""
+
+    run: EpisodeRun
+    toolbox: Toolbox
+
+    async def play(self, recorded: Sequence[Turn]) -> Outcome:
+        """Post the turns that are not recorded yet."""
+        sample, version = self.run.assign.sample, max(0, self.run.sampler.version)
+        rules, tools = self.run.context.rules, shown_tools(self.toolbox, sample)
+        turns = demonstrated(rules, sample, tools, version)
+        if isinstance(turns, Fail):
+            return Outcome(turns, ())
+        if [(turn.context, turn.ids) for turn in recorded] != [
+            (turn.context, turn.ids) for turn in turns[: len(recorded)]
+        ]:
+            raise ProtocolError("the recorded turns are not those of the data any more")
+        for turn in turns[len(recorded) :]:
+            await self.run.post_turn(turn)
+        done = Done(EpisodeResult(0.0, sum(len(turn.ids) for turn in turns)))
+        return Outcome(done, turns, sum(len(message.tool_calls) for message in sample.prompt))
+
+    async def expire(self) -> Outcome:
+        raise ProtocolError("a conversation of the data was not posted within rollout.episode_timeout")
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+def shown_tools(toolbox: Toolbox, sample: Sample) -> tuple[str, ...]:
+    """The schemas (JSON text) that the prompt of a conversation shows: its own, or those of the run."""
+    own = msgspec.json.decode(sample.extra_info).get("tool_schemas")
+    return toolbox.schemas(sample) if own is None else tuple(map(json.dumps, own))
+
+
+def check_demonstrations(
+    config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]
+) -> list[str]:
+    """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
+    cannot be learned, or if all are too long; a warning where some are: the run leaves these out."""
+    rules = Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)
+    box, every = Toolbox(tools), -(-len(samples) // CHECKED)
+    tried = [(sample, demonstrated(rules, sample, shown_tools(box, sample))) for sample in samples[::every]]
+    failed = [(sample, found) for sample, found in tried if isinstance(found, Fail)]
+    for sample, found in failed:
+        if found.reason is not FailReason.PROMPT_TOO_LONG:
+            raise ConfigError(f"{config.data.train}, sample {sample.row}: {found.detail}")
+    if len(failed) == len(tried):
+        raise ConfigError(f"{config.data.train}: no conversation can be learned; {failed[0][1].detail}")
+    share = f"{len(failed)} of {len(tried)} conversations"
+    return [f"{share} that were looked at are left out: {failed[0][1].detail}"] if failed else []
+
+
+class NoEngine:
+    """In the place of an engine where nothing is sampled: it confirms versions, and reads none."""
+
+    def __init__(self) -> None:
+        self.version, self.tokens = 0, 0
+
+    async def generate(self, request: Request) -> Generation:
+        raise EngineError("a supervised run samples in validation only")
+
+    def release(self, session: str) -> None:
+        """Nothing is kept."""
+
+    async def load(self, ref: WeightsRef) -> Manifest:
+        manifest = await asyncio.to_thread(disk.read_manifest, ref)
+        self.version = ref.version.step
+        return msgspec.structs.replace(manifest, probe=None)  # there is nothing to score it with
+
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        raise EngineError("a supervised run has no engine to score with")
+
+    async def close(self) -> None:
+        """Nothing was opened."""

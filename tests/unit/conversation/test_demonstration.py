@@ -1,0 +1,104 @@
+"""Conversations of the data as turns: the tokens that an episode would have, and what cannot be learned."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from asyncrl.config import RolloutConfig
+from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.commands import Fail, Opened, Rules, ToolsReplied, TurnGenerated
+from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.episode import advance, begin
+from asyncrl.conversation.parsers import hermes
+from asyncrl.conversation.turns import rows_of
+from asyncrl.types import Generation, Message, Sample, StopReason, ToolCall, ToolReply, Turn, VersionSpan
+from tests.fakes.families import tokenizer_of
+from tests.unit.conversation.test_chat import REPLY, TODAY, TOOL
+
+CALL = ToolCall("weather", '{"city": "Ulm"}', REPLY.tool_call_id)
+ASK, ANSWER = Message("user", "Rain in Ulm?"), Message("assistant", "Yes.")
+TALK = (ASK, Message("assistant", "", (CALL,)), REPLY, ANSWER)
+
+
+def rules(family: str = "qwen2.5", **config: Any) -> Rules:
+    return Rules(Chat(tokenizer_of(family), TODAY), hermes, RolloutConfig(**{"max_tokens": 1000, **config}))
+
+
+def sample(*messages: Message, given: int = 0) -> Sample:
+    return Sample(7, "test", messages, "null", given=given)
+
+
+def learned(made: Rules, *messages: Message, given: int = 0) -> list[str]:
+    """The text of each turn, stop token left out."""
+    turns = demonstrated(made, sample(*messages, given=given), (TOOL,))
+    assert not isinstance(turns, Fail), turns
+    return [made.chat.decode(turn.ids) for turn in turns]
+
+
+def test_a_conversation_is_the_episode_that_would_have_sampled_it() -> None:
+    """Token for token, through the machine that plays episodes."""
+    made = rules()
+    turns = demonstrated(made, sample(*TALK), (TOOL,), version=3)
+    assert not isinstance(turns, Fail)
+    episode = advance(made, begin(sample(ASK)), Opened((TOOL,)))
+    for turn in turns:
+        span = (VersionSpan(0, len(turn.ids), 3, -1),)
+        said = Generation(turn.ids, (0.0,) * len(turn.ids), span, StopReason.STOP)
+        episode = advance(made, episode, TurnGenerated(said))
+        if calls := getattr(episode.command, "calls", ()):
+            episode = advance(made, episode, ToolsReplied((ToolReply(calls[0], REPLY.content),)))
+    played = [Turn(t.index, t.context, t.ids, t.logprobs, t.spans, t.stop) for t in episode.turns]
+    assert played == list(turns) and len(turns) == 2
+    assert episode.rows == (rows_of(turns)[0],)
+
+
+def test_what_the_assistant_says_is_learned_and_nothing_else() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    assert learned(rules(), *TALK) == [call, "Yes."]
+    assert learned(rules(), *TALK, given=3) == ["Yes."]  # the call is a part of the prompt
+    assert learned(rules(), *TALK, Message("user", "Bye.")) == [call, "Yes."]
+
+
+def test_a_long_reply_of_a_tool_is_cut_as_in_an_episode() -> None:
+    made = rules(max_reply_tokens=20)
+    long = Message("tool", "rain " * 300, tool_call_id=CALL.id, name=CALL.name)
+    turns = demonstrated(made, sample(*TALK[:2], long, ANSWER), (TOOL,))
+    assert not isinstance(turns, Fail)
+    assert made.shorten(long.content) in made.chat.decode(turns[1].context)
+
+
+def test_a_template_that_rewrites_earlier_turns_begins_new_rows() -> None:
+    thought = Message("assistant", "No.", reasoning="hm")
+    talk = (ASK, thought, Message("user", "Why?"), ANSWER)
+    turns = demonstrated(rules("qwen3", history="fork"), sample(*talk), ())
+    assert not isinstance(turns, Fail) and [turn.row for turn in turns] == [0, 1]
+    assert "hm" not in rules("qwen3").chat.decode(turns[1].context)
+    found = demonstrated(rules("qwen3"), sample(*talk), ())
+    assert isinstance(found, Fail) and "set rollout.history=fork" in found.detail
+    found = demonstrated(rules("qwen3", history="fork", max_rows=1), sample(*talk), ())
+    assert isinstance(found, Fail) and "2 rows" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "why"),
+    [
+        ((ASK, ANSWER, ANSWER), (TOOL,), "message 2: the assistant speaks without a message that it answers"),
+        ((ANSWER, ASK), (TOOL,), "message 0: the assistant speaks without"),
+        ((ASK,), (TOOL,), "no message of the assistant"),
+        (TALK, (), "message 1: the call of 'weather' is not read back by rollout.parser"),
+        ((ASK, Message("assistant", "a<|im_end|>b")), (), r"message 1: the chat template writes 'a' where"),
+        ((ASK, Message("assistant", "y" * 5000)), (), "tokens, rollout.max_tokens is 1000"),
+    ],
+)
+def test_what_cannot_be_learned(messages: tuple[Message, ...], tools: tuple[str, ...], why: str) -> None:
+    found = demonstrated(rules(), sample(*messages), tools)
+    assert isinstance(found, Fail) and why in found.detail
+
+
+def test_arguments_count_as_values() -> None:
+    """Not as the data happens to spell them."""
+    spelled = ToolCall("weather", json.dumps({"city": "Ulm"}, indent=2), CALL.id)
+    assert learned(rules(), ASK, Message("assistant", "", (spelled,)))

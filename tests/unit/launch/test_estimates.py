@@ -1,0 +1,146 @@
+"""What the dry run says of model, disk, learning rate and threads."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+from asyncrl.launch import estimates
+from asyncrl.launch.estimates import checkpoint_bytes, cost_warnings, describe_costs, learning_rates
+from asyncrl.launch.model_directory import check_model, parameter_count
+from asyncrl.launch.placement import describe, plan
+
+CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
+
+
+def weights(file: Path, **shapes: list[int]) -> None:
+    """Only the header of a safetensors file."""
+    tensors = {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """100,000,000 parameters in two files."""
+    weights(tmp_path / "model-1.safetensors", a=[1000, 50_000])
+    weights(tmp_path / "model-2.safetensors", b=[50_000_000], scalar=[])
+    return tmp_path
+
+
+def config(at: Path, **keys: Any) -> RunConfig:
+    given = {"name": "x", "run_dir": str(at / "runs"), "data": {"train": "t"}, "trainer": {"lr": 2e-5}}
+    return parse(given | {"model": {"path": str(at), **keys.pop("model", {})}} | keys)
+
+
+def test_parameters_are_those_of_all_files(model: Path) -> None:
+    assert parameter_count(str(model)) == 100_000_001  # a scalar is one
+    (model / "model-2.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(
+        ConfigError, match=r"model-2\.safetensors: not readable as safetensors .*fetch or save"
+    ):
+        parameter_count(str(model))
+
+
+@pytest.mark.parametrize(
+    ("keys", "bytes_each"),
+    [
+        ({}, 4 + 8 + 2),
+        ({"model": {"dtype": "float32"}}, 4 + 8 + 4),
+        ({"model": {"lora_rank": 8}}, 4 + 2),
+        (CRITIC, 2 * (4 + 8) + 2),
+        (CRITIC | {"critic": {"backbone": "shared"}}, 4 + 8 + 2),
+    ],
+)
+def test_the_size_of_a_checkpoint(model: Path, keys: dict[str, Any], bytes_each: int) -> None:
+    assert checkpoint_bytes(config(model, **keys)) == 100_000_001 * bytes_each
+
+
+def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: SimpleNamespace(free=4_000_000_000))
+    lines = describe_costs(config(model, model={"dtype": "float32"}), gpu=False)
+    assert "100.0 M parameters, all weights trained, float32 (about 2.5 times the time of bf" in lines[0]
+    assert "1.6 GB each, every 50 steps; at most 3 at once: 4.8 GB of 4.0 GB free" in lines[1]
+    assert "2.5 times" not in describe_costs(config(model), gpu=False)[0]
+    assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), gpu=True)[0]
+    (warning,) = cost_warnings(config(model, model={"dtype": "float32"}), gpu=False)
+    assert "checkpoints need 4.8 GB" in warning and "has 4.0 GB free" in warning
+    fewer = config(model, trainer={"lr": 2e-5, "keep_checkpoints": 1})  # 2.8 GB
+    assert not list(cost_warnings(fewer, gpu=False))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lr", "lora", "far"),
+    [
+        (160_000, 4e-4, False, False),  # the demo
+        (134_515_008, 2e-5, False, False),
+        (134_515_008, 1e-6, False, True),  # the default, on which a small model learns nothing in an hour
+        (134_515_008, 1e-3, False, True),
+        (500_000_000, 1e-6, False, False),  # verl's examples, TRL's default
+        (7_000_000_000, 1e-6, False, False),
+        (9_000_000_000, 5e-6, False, False),  # NeMo RL
+        (32_000_000_000, 1e-6, False, False),  # DAPO
+        (7_000_000_000, 1e-4, False, True),
+        (7_000_000_000, 1e-4, True, False),
+        (7_000_000_000, 1e-6, True, True),
+    ],
+)
+def test_learning_rates_of_published_runs_are_not_far(
+    parameters: int, lr: float, lora: bool, far: bool
+) -> None:
+    low, high = learning_rates(parameters, lora)
+    assert (not low <= lr <= high) == far
+
+
+def test_a_learning_rate_far_from_what_the_size_takes_is_worth_a_warning(model: Path) -> None:
+    assert not list(cost_warnings(config(model), gpu=False))
+    (line,) = cost_warnings(config(model, trainer={"lr": 1e-6}), gpu=False)
+    assert "trainer.lr=1e-06 is far from what works for 100.0 M parameters, by published runs: 2e-06" in line
+    adapters = config(model, model={"lora_rank": 8}, trainer={"lr": 1e-2})
+    assert "for adapters on 100.0 M parameters" in next(cost_warnings(adapters, gpu=False))
+
+
+def test_more_busy_threads_than_cores_are_worth_a_warning(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimates.os, "sched_getaffinity", lambda pid: range(2))
+    (line,) = cost_warnings(config(model, launch={"threads": 2}), gpu=False)
+    assert "launch.threads=2 makes 4 busy threads on 2 cores" in line and "set launch.threads=1" in line
+    assert not list(cost_warnings(config(model, launch={"threads": 2}), gpu=True))
+    monkeypatch.setattr(estimates.os, "sched_getaffinity", lambda pid: range(4))
+    assert not list(cost_warnings(config(model, launch={"threads": 2}), gpu=False))
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "trainer", "server"),
+    [
+        ({"name": "sglang"}, False, "on cpu", "a server, supervised"),
+        ({"name": "sglang"}, True, "on cuda", "a server on 1 GPU(s), supervised"),
+        ({"name": "sglang"}, None, "on auto", "a server on 1 GPU(s), supervised"),
+        ({"name": "sglang", "server_command": ["launch"]}, None, "on auto", "a server, supervised"),
+    ],
+)
+def test_the_plan_names_gpus_only_where_there_may_be_some(
+    model: Path, engine: dict[str, Any], gpu: bool | None, trainer: str, server: str
+) -> None:
+    run = config(model, engine=engine)
+    lines = describe(run, plan(run), gpu)
+    assert next(line for line in lines if line.startswith("trainer")).endswith(trainer)
+    assert next(line for line in lines if line.startswith("engine")).endswith(f" {server}")
+
+
+def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    index = {
+        "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}
+    }
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"1 of 3 files of weights are missing, first model-3\.safetensors"):
+        check_model(config(model))

@@ -1,0 +1,188 @@
+"""Models of the hub and templates of one's own: what the configuration names becomes directories and text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import msgspec
+import pytest
+from huggingface_hub import constants
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.errors import ConfigError
+from asyncrl.launch.models import resolve_models
+from asyncrl.launch.run_directory import check_resumed
+
+COMMITS = ("1" * 40, "2" * 40)
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "chat_template.jinja": b"{{ messages }}",
+    "consolidated.safetensors": b"the same again",
+    "pytorch_model.bin": b"pickled",
+    "onnx/config.json": b"{}",
+}
+
+
+class Hub(ThreadingHTTPServer):
+    """One repository, o/m, whose newest commit is `commit`. `sent`: the files that were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.commit, self.sent = COMMITS[0], list[str]()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path, commit = self.path.partition("?")[0], self.server.commit
+        if path.startswith("/api/models/o/m/tree/"):
+            tree = [{"type": "file", "path": n, "size": len(b), "oid": n} for n, b in FILES.items()]
+            return self.send(json.dumps(tree).encode(), body)
+        if path.startswith("/api/models/o/m"):
+            wanted = path.rpartition("/")[2]
+            files = [{"rfilename": name} for name in FILES]
+            sha = wanted if wanted in COMMITS else commit
+            return self.send(json.dumps({"id": "o/m", "sha": sha, "siblings": files}).encode(), body)
+        name = path.removeprefix(f"/o/m/resolve/{path.split('/')[4]}/") if path.count("/") > 4 else ""
+        if path.startswith("/o/m/resolve/") and name in FILES:
+            self.server.sent += [name] * body
+            return self.send(FILES[name], body, ETag=f'"{name}"', **{"X-Repo-Commit": path.split("/")[4]})
+        self.send(b"{}", body, 404, **{"X-Error-Code": "RepoNotFound"})
+        return None
+
+    def send(self, data: bytes, body: bool, code: int = 200, **headers: str) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield server
+        server.shutdown()
+
+
+def config(tmp_path: Path, path: str, template: str = "", **keys: Any) -> RunConfig:
+    model = {"path": path, "template": template}
+    return parse({"name": "x", "run_dir": str(tmp_path), "model": model, "data": {"train": "t"}} | keys)
+
+
+def begin(given: RunConfig) -> Path:
+    run_dir = Path(given.run_dir) / given.name
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(given))
+    return run_dir
+
+
+def test_a_repository_becomes_a_directory_with_the_files_that_a_run_needs(tmp_path: Path, hub: Hub) -> None:
+    given = config(tmp_path, "o/m", kl={"reference": "o/m@main"}, critic={"path": "o/m"})
+    found = resolve_models(given)
+    path = Path(found.model.path)
+    assert path == tmp_path / "cache" / "models--o--m" / "snapshots" / COMMITS[0]
+    assert {file.name for file in path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "chat_template.jinja",
+    }
+    assert found.kl.reference == found.critic.path == str(path)
+    assert len(hub.sent) == 3, "each file is sent once"
+    assert resolve_models(found) == found, "directories stay as they are"
+
+
+def test_without_a_network_the_cache_is_taken(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resolve_models(config(tmp_path, "o/m"))
+    hub.server_close()
+    hub.shutdown()
+    assert resolve_models(config(tmp_path, "o/m")) == before
+    with pytest.raises(
+        ConfigError, match=r"\$\.model\.path: o/other is no directory here, and the hub cannot"
+    ):
+        resolve_models(config(tmp_path, "o/other"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_models(config(tmp_path, "o/m")) == before
+
+
+def test_what_the_hub_does_not_have_is_said_on_one_line(tmp_path: Path, hub: Hub) -> None:
+    with pytest.raises(ConfigError, match=r"path: no/such is no directory here, and the hub shows no such"):
+        resolve_models(config(tmp_path, "no/such"))
+    for name in ("./models/mine", "mine", "/models/mine", "a/b/c"):
+        with pytest.raises(ConfigError, match=rf"path: {name} is no directory; give a Hugging Face model"):
+            resolve_models(config(tmp_path, name))
+
+
+def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(tmp_path: Path, hub: Hub) -> None:
+    first = resolve_models(config(tmp_path, "o/m"))
+    run_dir = begin(first)
+    hub.commit = COMMITS[1]
+    again = resolve_models(config(tmp_path, "o/m", resume="auto"), run_dir)
+    assert again.model.path == first.model.path
+    check_resumed(again)
+    assert COMMITS[1] in resolve_models(config(tmp_path, "o/m"), run_dir).model.path, "a new run: the newest"
+
+
+def test_a_machine_with_another_cache_fetches_the_same_commit(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = resolve_models(config(tmp_path, "o/m"))
+    hub.commit = COMMITS[1]
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "here"))
+    assert resolve_models(launcher).model.path == str(
+        tmp_path / "here" / "models--o--m" / "snapshots" / COMMITS[0]
+    )
+
+
+def test_the_configuration_holds_the_text_of_the_template(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ 'ä' }}\n{{ messages }}")
+    found = resolve_models(config(tmp_path, str(tmp_path), str(file)))
+    assert found.model.template == file.read_text()
+    file.unlink()
+    assert msgspec.yaml.decode(msgspec.yaml.encode(found), type=RunConfig) == found
+    assert resolve_models(found) == found, "on another machine, which lacks the file"
+    shipped = resolve_models(config(tmp_path, str(tmp_path), "chatml_tools")).model.template
+    assert "<|im_start|>" in shipped and "<tool_call>" in shipped
+    for text, says in {
+        "": "cannot be read .*FileNotFoundError.* one of: chatml_tools",
+        "hi": "no Jinja",
+    }.items():
+        if text:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"\$\.model\.template: .*mine\.jinja .*{says}"):
+            resolve_models(config(tmp_path, str(tmp_path), str(file)))
+
+
+def test_a_resumed_run_keeps_its_template(tmp_path: Path) -> None:
+    begin(config(tmp_path, "m", "{{ messages }}"))
+    check_resumed(config(tmp_path, "m", "{{ messages }}", resume="auto"))
+    for other in ("", "{{ messages[0] }}"):
+        with pytest.raises(ConfigError, match=r"\$\.model\.template: .* begun with another chat template"):
+            check_resumed(config(tmp_path, "m", other, resume="auto"))
