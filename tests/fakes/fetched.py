@@ -1,4 +1,5 @@
-"""What `make tokenizers` fetched, for tests. They are skipped without it, or fail where it is required."""
+"""What `make tokenizers` and `make smollm2` fetched, for tests: skipped without it, or failing where it is
+required."""
 
 from __future__ import annotations
 
@@ -13,14 +14,21 @@ from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = Path(os.environ.get("ASYNCRL_TOKENIZERS") or ROOT / ".tokenizers")
+SMOLLM2 = ROOT / ".models" / "smollm2-135m-instruct"
 
 
-def missing(what: str) -> NoReturn:
-    """Skips the test; with ASYNCRL_REQUIRE_TOKENIZERS it fails."""
-    why = f"there is no {what} in {FETCHED}; `make tokenizers` fetches it"
-    if os.environ.get("ASYNCRL_REQUIRE_TOKENIZERS"):
+def missing(what: str, target: str = "tokenizers") -> NoReturn:
+    """Skips the test; with ASYNCRL_REQUIRE_TOKENIZERS, or what the target is called, it fails."""
+    why = f"there is no {what} here; `make {target}` fetches it"
+    if os.environ.get(f"ASYNCRL_REQUIRE_{target.upper()}"):
         pytest.fail(why)
     pytest.skip(why)
+
+
+def needs_smollm2() -> None:
+    """For a test with the pretrained model of `experiment=smollm2`."""
+    if not (SMOLLM2 / "model.safetensors").exists():
+        missing(SMOLLM2.name, "smollm2")
 
 
 @functools.cache

@@ -16,7 +16,9 @@ import pytest
 from asyncrl.config import parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch.servers import check_urls
+from tests.fakes.fetched import needs_smollm2
 from tests.integration.runs import ROOT, Run, trained_uids
+from tests.integration.test_smollm2 import FEW
 from tests.sglang.conftest import Pool, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -65,6 +67,18 @@ def test_rewards_rise_on_two_attached_servers_with_keys(
         assert all(last[f"engine/{index}/version"] == 16 for index in range(2))
     assert all(server.ready() for server in servers), "the servers are not ours to end"
     assert_refused(tmp_path, urls[0], monkeypatch)
+
+
+def test_a_pretrained_model_has_one_distribution_in_server_and_trainer(tmp_path: Path) -> None:
+    """In float32, where no rounding hides another model."""
+    needs_smollm2()
+    one = ("total_steps=1", "model.dtype=float32", "engine.servers=1")
+    with Run(tmp_path, *SGLANG, *FEW, *one, experiment="smollm2") as run:
+        run.wait(DEADLINE)
+        summary = run.completed(1)
+    assert summary["logprob_diff_max_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
+    assert summary["probe_logprob_diff_max"] < 1e-4 and summary["probe_tokens_compared"] >= 2 * 64
+    assert summary["probe_noise_floor"] < 1e-4
 
 
 def assert_refused(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What glibc's allocator costs a trainer: peak memory and seconds a step, by MALLOC_MMAP_THRESHOLD_.
+"""What glibc's allocator costs a trainer, by MALLOC_MMAP_THRESHOLD_ and trimming: memory, and seconds a step.
 
     python tools/bench/heap.py [--model .models/smollm2-135m-instruct] [--steps 3]
 
@@ -10,7 +10,6 @@ after each step.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -33,6 +32,7 @@ def measure(model: str, steps: int, budget: int, dtype: str, trim: bool) -> dict
     import torch
 
     from asyncrl.config import parse
+    from asyncrl.trainer import heap
     from asyncrl.trainer.step import Learner
     from asyncrl.trainer.world import join, leave
 
@@ -49,14 +49,14 @@ def measure(model: str, steps: int, budget: int, dtype: str, trim: bool) -> dict
         ),
         join(0, 1, device="cpu"),
     )
-    libc, rng, times = ctypes.CDLL("libc.so.6"), random.Random(0), []
+    rng, times = random.Random(0), []
     for step in range(steps):
         cpu, wall = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         for micro in micro_batches(rng, budget, step, learner.policy.lm.config.vocab_size):
             learner.accumulate(micro)
         learner.finish()
         if trim:
-            libc.malloc_trim(0)
+            heap.trim()
         now = resource.getrusage(resource.RUSAGE_SELF)
         spent = (now.ru_utime - cpu.ru_utime, now.ru_stime - cpu.ru_stime, time.monotonic() - wall)
         times.append(spent)

@@ -1,0 +1,36 @@
+"""A pretrained model through the whole pipeline, as users bring one: 135M parameters, 49,152 words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.fetched import needs_smollm2
+from tests.integration.runs import Run
+
+FEW = (
+    "data.test=''",
+    "buffer.groups_per_batch=1",
+    "buffer.episodes_per_group=2",
+    "buffer.filter_zero_variance=false",
+    "rollout.slots=4",
+    "rollout.max_turns=2",
+    "rollout.max_new_tokens=12",
+    "trainer.checkpoint_every=0",
+    "launch.lease=60",
+    f"rollout.reward={Path(__file__).resolve().parents[1]}/fakes/any_reward.py:compute_score",
+)
+
+
+@pytest.mark.timeout(600)
+def test_a_pretrained_model_takes_two_steps_in_bfloat16(tmp_path: Path) -> None:
+    needs_smollm2()
+    with Run(tmp_path, *FEW, "total_steps=2", experiment="smollm2") as run:
+        summary = run.completed(2)
+        rows = run.rows()
+    assert summary["skipped_steps"] == 0 and summary["zero_advantage_frac"] == 0
+    assert all(row["actor/grad_norm"] > 0 for row in rows if "timing_s/step" in row)
+    assert summary["logprob_tokens_compared"] > 0 and summary["k3_same_version"] < 0.05
+    assert summary["probe_logprob_diff_max"] <= 3 * summary["probe_noise_floor"] < 6
+    assert summary["probe_noise_floor"] > 1e-3, "bfloat16 was not rounded"
