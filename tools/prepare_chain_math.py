@@ -8,12 +8,11 @@ Every value on the way lies in 0..9999. Train and test share no question. The sa
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from asyncrl.data.written import verl_row, write_task
 
 SHARES = {1: 0.30, 2: 0.25, 3: 0.18, 4: 0.13, 5: 0.09, 6: 0.05}  # of samples, by number of operations
 LARGEST = 9999
@@ -56,34 +55,16 @@ def make_chains(rng: random.Random, count: int) -> list[Chain]:
     return list(chains.values())
 
 
-def row(chain: Chain, split: str, index: int) -> dict[str, Any]:
-    """One sample in verl's shape."""
-    return {
-        "data_source": "chain_math",
-        "prompt": [{"role": "user", "content": chain.question}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(chain.values[-1])},
-        "extra_info": {"split": split, "index": index, "operations": len(chain.values)},
-    }
+def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Samples with verl's columns."""
+    return [
+        verl_row("chain_math", chain.question, str(chain.values[-1]), operations=len(chain.values))
+        for chain in make_chains(rng, count)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
-    parser.add_argument("--train", type=int, default=4096, help="training samples")
-    parser.add_argument("--test", type=int, default=1024, help="held-out samples")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    import datasets  # after parsing: it is slow to import
-
-    datasets.disable_progress_bars()
-    args.out.mkdir(parents=True, exist_ok=True)
-    chains = make_chains(random.Random(args.seed), args.train + args.test)
-    for split, part in (("train", chains[: args.train]), ("test", chains[args.train :])):
-        rows = [row(chain, split, index) for index, chain in enumerate(part)]
-        datasets.Dataset.from_list(rows).to_parquet(args.out / f"{split}.parquet")
-    print(json.dumps({"out": str(args.out), "train": args.train, "test": args.test}))
+    write_task(__doc__, rows, train=4096, test=1024)
 
 
 if __name__ == "__main__":

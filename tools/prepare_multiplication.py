@@ -9,11 +9,11 @@ share no pair of factors. The same seed writes the same rows.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-from pathlib import Path
 from typing import Any
+
+from asyncrl.data.written import verl_row, write_task
 
 EXAMPLES = ((23, 41), (12, 67))
 SYSTEM = "You cannot multiply. Call the tool calculator, then state the result."
@@ -34,36 +34,19 @@ def worked(a: int, b: int) -> list[dict[str, str]]:
     ]
 
 
-def row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
-    """One sample in verl's shape."""
+def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Samples with verl's columns."""
     shown = [message for pair in EXAMPLES for message in worked(*pair)]
-    return {
-        "data_source": "multiplication",
-        "prompt": [{"role": "system", "content": SYSTEM}, *shown, question(a, b)],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(a * b)},
-        "extra_info": {"split": split, "index": index},
-    }
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if (a, b) not in EXAMPLES]
+    rules = {"role": "system", "content": SYSTEM}
+    return [
+        verl_row("multiplication", [rules, *shown, question(a, b)], str(a * b))
+        for a, b in rng.sample(pairs, count)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
-    parser.add_argument("--train", type=int, default=1024, help="training samples")
-    parser.add_argument("--test", type=int, default=256, help="held-out samples")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    import datasets  # after parsing: it is slow to import
-
-    datasets.disable_progress_bars()
-    args.out.mkdir(parents=True, exist_ok=True)
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if (a, b) not in EXAMPLES]
-    pairs = random.Random(args.seed).sample(pairs, args.train + args.test)
-    for split, part in (("train", pairs[: args.train]), ("test", pairs[args.train :])):
-        rows = [row(a, b, split, index) for index, (a, b) in enumerate(part)]
-        datasets.Dataset.from_list(rows).to_parquet(args.out / f"{split}.parquet")
-    print(json.dumps({"out": str(args.out), "train": args.train, "test": args.test}))
+    write_task(__doc__, rows, train=1024, test=256)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Options
+from asyncrl.data.written import verl_row, write_splits
 from asyncrl.environments import load_environment
 from asyncrl.environments.verifiers import KEY, load
 from asyncrl.types import Message, Sample
 
 
-async def row(options: Options, task: Any, split: str, index: int) -> dict[str, Any]:
+async def row(options: Options, task: Any, index: int) -> dict[str, Any]:
     """One sample in verl's shape. The environment begins the episode, and is closed."""
     data = task.data.model_dump_json(exclude_none=True)
     world = load_environment({"verifiers": options}, "--")()
@@ -33,22 +34,17 @@ async def row(options: Options, task: Any, split: str, index: int) -> dict[str, 
         begun = await world.reset(Sample(index, "", (), "null", extra_info=json.dumps(extra)))
     finally:
         await world.close()
-    return {
-        "data_source": f"verifiers/{options['taskset']}",
-        "prompt": [plain(message) for message in begun.messages],
-        "ability": "verifiers",
-        "reward_model": {"style": "environment", "ground_truth": ""},
-        "extra_info": {"split": split, "index": index, **extra},
-    }
+    prompt = [plain(message) for message in begun.messages]
+    found = verl_row(f"verifiers/{options['taskset']}", prompt, "", "verifiers", **extra)
+    return found | {"reward_model": {"style": "environment", "ground_truth": ""}}
 
 
 def plain(message: Message) -> dict[str, Any]:
     return {key: value for key, value in msgspec.to_builtins(message).items() if value}
 
 
-async def rows(options: Options, tasks: Any, split: str, count: int) -> list[dict[str, Any]]:
-    drawn = itertools.islice(tasks, count)
-    return [await row(options, task, split, index) for index, task in enumerate(drawn)]
+async def rows(options: Options, tasks: Any, count: int) -> list[dict[str, Any]]:
+    return [await row(options, task, i) for i, task in enumerate(itertools.islice(tasks, count))]
 
 
 def main() -> None:
@@ -62,17 +58,11 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=0, help="held-out samples")
     args = parser.parse_args()
 
-    import datasets  # after parsing: it is slow to import
-
-    datasets.disable_progress_bars()
-    args.out.mkdir(parents=True, exist_ok=True)
     options: Options = {key: getattr(args, key) for key in ("taskset", "env", "config", "role")}
-    tasks, counts = iter(load(args.taskset, args.env, args.config).taskset), {}
+    tasks, splits = iter(load(args.taskset, args.env, args.config).taskset), {}
     for split, count in (("test", args.test), ("train", args.train)):
-        if found := asyncio.run(rows(options, tasks, split, count)):
-            datasets.Dataset.from_list(found).to_parquet(args.out / f"{split}.parquet")
-        counts[split] = len(found)
-    print(json.dumps({"out": str(args.out), **counts}))
+        splits[split] = asyncio.run(rows(options, tasks, count))
+    print(json.dumps(write_splits(args.out, splits)))
 
 
 if __name__ == "__main__":

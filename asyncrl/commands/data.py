@@ -1,0 +1,133 @@
+"""`asyncrl data NAME --out DIR`: public data sets with verl's columns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, passages_of, rows_of
+from asyncrl.data.rows import Row
+from asyncrl.data.written import verl_row, write_splits
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.reasoning_gym import KEY, packed
+
+GYM = "reasoning_gym:"
+GYM_ROWS = {"train": 4096, "test": 256}  # there are as many as one asks for
+
+HELP = """\
+Write a public data set as train.parquet and test.parquet with verl's columns.
+
+  asyncrl data gsm8k --out gsm8k                        openai/gsm8k, from the Hugging Face hub or its cache
+  asyncrl data math --out math --source copy            from a directory or a file of it
+  asyncrl data dapo_math --out dapo --test 256          17,000 questions; 256 of them are held out
+  asyncrl data hotpotqa --out hotpot --train 5000       and corpus.jsonl, for the tool search
+  asyncrl data reasoning_gym:chain_sum,gcd --out gym    made by the package reasoning-gym
+
+Then: asyncrl train data.train=gsm8k/train.parquet data.test=gsm8k/test.parquet rollout.reward=gsm8k …
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Parse the arguments, write the files, and print what was written."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl data", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", help=f"{', '.join(BENCHMARKS)}, or {GYM}TASK[,TASK]")
+    parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
+    parser.add_argument("--source", default="", help="another repository of the hub, a directory or a file")
+    parser.add_argument("--train", type=int, help="training samples, drawn at random; all by default")
+    parser.add_argument("--test", type=int, help="held-out samples, drawn at random; all by default")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--instruction", help="text after each question, instead of the usual one")
+    parser.add_argument("--system", default="", help="system prompt; reasoning_gym: also one of its names")
+    parser.add_argument("--config", default="{}", help="reasoning_gym: options of each task, a JSON object")
+    args = parser.parse_args(argv)
+    if args.name.startswith(GYM):
+        splits, reward = _reasoning_gym(args), "reasoning_gym"
+    elif args.name in BENCHMARKS:
+        splits, reward = _benchmark(args, BENCHMARKS[args.name]), BENCHMARKS[args.name].reward
+    else:
+        raise ConfigError(f"{args.name} is no data set; there are {', '.join(BENCHMARKS)}, {GYM}TASK")
+    print(json.dumps(write_splits(args.out, splits)))
+    print(f"score it with rollout.reward={reward!r}" if "{" in reward else f"score it with rollout.reward={reward}")
+    return 0
+
+
+def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequence[Row]]:
+    """The rows of both splits. Where the publisher has one, or a file is given, the test rows are drawn from
+    it, and only with --test."""
+    source, rng = args.source or benchmark.repository, random.Random(args.seed)
+    one = not benchmark.held_out or Path(source).is_file()
+    found, splits = dict[str, list[Row]](), {"train": "train", "test": benchmark.held_out}
+    for name, split in splits.items():
+        if not (one and name == "test"):
+            found[name], left_out = rows_of(benchmark, source, split, args.instruction)
+            if left_out:
+                print(f"{name}: {left_out} rows without an answer that can be scored are left out")
+    if one:
+        rng.shuffle(found["train"])
+        held_out = args.test or 0
+        found = {"test": found["train"][:held_out], "train": found["train"][held_out:]}
+    drawn = {name: _drawn(rng, rows, getattr(args, name)) for name, rows in found.items()}
+    if args.system:
+        rules = {"role": "system", "content": args.system}
+        drawn = {name: [row | {"prompt": [rules, *row["prompt"]]} for row in rows] for name, rows in drawn.items()}
+    if args.name == "hotpotqa":
+        _write_corpus(args.out, source, benchmark, ("train",) if one else tuple(splits.values()))
+    return {name: drawn[name] for name in splits}
+
+
+def _drawn(rng: random.Random, rows: list[Row], count: int | None) -> list[Row]:
+    return rows if count is None or count >= len(rows) else rng.sample(rows, count)
+
+
+def _write_corpus(out: Path, source: str, benchmark: Benchmark, splits: tuple[str, ...]) -> None:
+    """The paragraphs of all questions, each once."""
+    out.mkdir(parents=True, exist_ok=True)
+    seen = set[int]()
+    with (out / "corpus.jsonl").open("w") as file:
+        for split in splits:
+            for passage in passages_of(source, benchmark.config, split):
+                line = json.dumps(passage, ensure_ascii=False)
+                if hash(line) not in seen:
+                    seen.add(hash(line))
+                    file.write(line + "\n")
+    print(f"{out / 'corpus.jsonl'}: {len(seen)} passages, for rollout.tools=[search]")
+
+
+def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
+    """As many rows of each task as of the others, in random order. The test rows are made with another seed."""
+    try:
+        import reasoning_gym
+        import reasoning_gym.utils
+    except ImportError:
+        raise ConfigError("reasoning-gym is not installed; pip install 'asyncrl[reasoning-gym]'") from None
+    tasks = args.name.removeprefix(GYM).split(",")
+    if unknown := [task for task in tasks if task not in reasoning_gym.factory.DATASETS]:
+        raise ConfigError(f"{unknown[0]!r} is no task of reasoning-gym; its gallery lists them")
+    options: Mapping[str, Any] = json.loads(args.config)
+    prompts = reasoning_gym.utils.SYSTEM_PROMPTS
+    system = prompts.get(args.system or "default", args.system)
+    splits = dict[str, Sequence[Row]]()
+    for split, seed in (("train", args.seed), ("test", args.seed + 1_000_003)):
+        given: int | None = getattr(args, split)
+        count = GYM_ROWS[split] if given is None else given
+        rows = list[Row]()
+        for number, task in enumerate(tasks):
+            share = count // len(tasks) + (number < count % len(tasks))
+            made = reasoning_gym.create_dataset(task, size=share, seed=seed, **options.get(task, {})) if share else []
+            rows += [_gym_row(task, entry, system) for entry in made]
+        random.Random(seed).shuffle(rows)
+        splits[split] = rows
+    return splits
+
+
+def _gym_row(task: str, entry: Mapping[str, Any], system: str) -> Row:
+    rules = [{"role": "system", "content": system}] if system and system != "none" else []
+    prompt = [*rules, {"role": "user", "content": entry["question"]}]
+    extra = {KEY: {"task": task, "entry": json.dumps(packed(dict(entry)))}}
+    return verl_row(f"reasoning_gym/{task}", prompt, str(entry["answer"]), "reasoning", **extra)

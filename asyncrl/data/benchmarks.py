@@ -1,0 +1,134 @@
+"""Public data sets that many people train on: from the columns of their publishers to verl's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.data.rows import READERS, Row, read_rows
+from asyncrl.data.written import verl_row
+from asyncrl.errors import ConfigError, one_line
+
+STEPS = "Think step by step, then"
+
+
+class Benchmark(NamedTuple):
+    """`repository`, `config`: on the hub; `held_out`: the split that becomes test.parquet, '' if there is none;
+    `row`: a row of verl's, without the instruction, or None for one that cannot be scored; `reward`: what
+    scores it; `instruction`: what follows each question; `columns`: what a row must have."""
+
+    repository: str
+    config: str
+    held_out: str
+    columns: tuple[str, ...]
+    row: Callable[[Row, str], Row | None]
+    reward: str
+    instruction: str = ""
+
+
+def _gsm8k(row: Row, instruction: str) -> Row | None:
+    marked = re.search(r"#### *(-?[0-9.,]+)", row["answer"])
+    if marked is None:
+        return None
+    prompt = f"{row['question']} {instruction}".strip()
+    return verl_row("openai/gsm8k", prompt, marked[1].replace(",", "").rstrip("."), answer=row["answer"])
+
+
+def _math(row: Row, instruction: str) -> Row | None:
+    truth = boxed(row["solution"])
+    prompt = f"{row['problem']} {instruction}".strip()
+    more = {key: row[key] for key in ("level", "type") if row.get(key)}
+    return verl_row("DigitalLearningGmbH/MATH-lighteval", prompt, truth, **more) if truth else None
+
+
+def _dapo_math(row: Row, instruction: str) -> Row | None:
+    """Its rows are verl's already, with an instruction of their own; a question is in it many times."""
+    messages = [{key: message[key] for key in ("role", "content")} for message in row["prompt"]]
+    if instruction:
+        messages[-1]["content"] += f"\n\n{instruction}"
+    truth, name = row["reward_model"].get("ground_truth"), str((row.get("extra_info") or {}).get("index", ""))
+    return verl_row("math_dapo", messages, truth, id=name) if truth else None
+
+
+def _hotpotqa(row: Row, instruction: str) -> Row | None:
+    more = {key: row[key] for key in ("id", "type", "level") if row.get(key)}
+    prompt = f"{row['question']} {instruction}".strip()
+    return verl_row("hotpotqa", prompt, [row["answer"]], "search", **more) if row["answer"] else None
+
+
+BENCHMARKS = {
+    "gsm8k": Benchmark(
+        *("openai/gsm8k", "main", "test", ("question", "answer"), _gsm8k, "gsm8k"),
+        f'{STEPS} write the final number after "#### ".',
+    ),
+    "math": Benchmark(
+        *("DigitalLearningGmbH/MATH-lighteval", "", "test", ("problem", "solution"), _math, "math"),
+        f"{STEPS} put the final answer into \\boxed{{}}.",
+    ),
+    "dapo_math": Benchmark(
+        *("BytedTsinghua-SIA/DAPO-Math-17k", "", "", ("prompt", "reward_model"), _dapo_math, "math"),
+    ),
+    "hotpotqa": Benchmark(
+        *("hotpotqa/hotpot_qa", "distractor", "validation", ("question", "answer"), _hotpotqa),
+        "{exact: {tag: answer}}",
+        "Search for the facts that you need, then write the answer, a few words, as <answer>...</answer>.",
+    ),
+}
+
+
+def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | None) -> tuple[list[Row], int]:
+    """The different rows of a split, and how many could not be scored. ConfigError for other columns."""
+    text = benchmark.instruction if instruction is None else instruction
+    found, left_out = dict[str, Row](), 0
+    for given in read_split(source or benchmark.repository, benchmark.config, split):
+        if missing := [name for name in benchmark.columns if name not in given]:
+            raise ConfigError(
+                f"{source or benchmark.repository}: no column {', '.join(missing)} (found: {', '.join(given)}); "
+                f"it is not {benchmark.repository}"
+            )
+        row = benchmark.row(given, text)
+        if row is None:
+            left_out += 1
+        else:
+            found.setdefault(str(row["prompt"]), row)
+    return list(found.values()), left_out
+
+
+def read_split(source: str, config: str, split: str) -> Iterator[Row]:
+    """The rows of one split: of a file, or of a directory or hub repository, by `datasets`. ConfigError."""
+    if Path(source).suffix in READERS:
+        yield from read_rows(Path(source))
+        return
+    import datasets  # takes a second
+
+    datasets.disable_progress_bars()
+    try:
+        known = datasets.get_dataset_config_names(source)  # a copy of the files alone has only `default`
+        loaded: Iterable[Row] = datasets.load_dataset(source, config if config in known else None, split=split)
+    except Exception as error:  # of the network, the disk, the format
+        raise ConfigError(
+            f"{source}: the split {split!r} cannot be loaded ({one_line(error)}); give a copy with --source, a "
+            "directory or a file"
+        ) from None
+    yield from loaded
+
+
+def passages_of(source: str, config: str, split: str) -> Iterator[Row]:
+    """The paragraphs beside HotpotQA's questions, as a corpus for the tool `search`; repeated ones, too."""
+    for row in read_split(source, config, split):
+        context = row.get("context") or {"title": [], "sentences": []}
+        for title, sentences in zip(context["title"], context["sentences"], strict=True):
+            yield {"title": title, "text": "".join(sentences)}
+
+
+def boxed(text: str) -> str:
+    """What stands in the last `\\boxed{…}`, with balanced braces; '' without one."""
+    _, box, rest = text.rpartition("\\boxed")
+    depth = 0
+    for at, letter in enumerate(rest if box and rest.startswith("{") else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if depth == 0:
+            return rest[1:at]
+    return ""
