@@ -1,4 +1,4 @@
-"""`asyncrl train | sft | runs | tools`, and Hydra's composition of a configuration; the only importer of it.
+"""`asyncrl train | sft | data | runs | tools`, and Hydra's composition; the only importer of Hydra.
 
 Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
 the output any more (as of a program that SIGPIPE ends).
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.commands import runs, sft, tools, train
+from asyncrl.commands import data, runs, sft, tools, train
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
@@ -42,6 +42,7 @@ HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
   asyncrl train --help                  flags, examples, and the most common keys
   asyncrl sft --help                    train on conversations first: formats a model has never seen
+  asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
@@ -84,10 +85,12 @@ def _dispatch(argv: list[str]) -> int:
         epilog=HELP,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
-    parser.add_argument("command", choices=("train", "sft", "runs", "tools"), help="see below")
+    parser.add_argument("command", choices=("train", "sft", "data", "runs", "tools"), help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(argv)
     match options.command:
+        case "data":
+            return data.main(options.arguments)
         case "runs":
             return runs.main(options.arguments)
         case "sft":

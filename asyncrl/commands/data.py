@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from asyncrl.data.benchmarks import BENCHMARKS, Benchmark, passages_of, rows_of
 from asyncrl.data.rows import Row
 from asyncrl.data.written import verl_row, write_splits
-from asyncrl.errors import ConfigError
-from asyncrl.rewards.reasoning_gym import KEY, packed
+from asyncrl.errors import ConfigError, one_line
 
 GYM = "reasoning_gym:"
 GYM_ROWS = {"train": 4096, "test": 256}  # there are as many as one asks for
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     else:
         raise ConfigError(f"{args.name} is no data set; there are {', '.join(BENCHMARKS)}, {GYM}TASK")
     print(json.dumps(write_splits(args.out, splits)))
-    print(f"score it with rollout.reward={reward!r}" if "{" in reward else f"score it with rollout.reward={reward}")
+    print(f"score it with 'rollout.reward={reward}'")
     return 0
 
 
@@ -75,7 +76,8 @@ def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequ
     drawn = {name: _drawn(rng, rows, getattr(args, name)) for name, rows in found.items()}
     if args.system:
         rules = {"role": "system", "content": args.system}
-        drawn = {name: [row | {"prompt": [rules, *row["prompt"]]} for row in rows] for name, rows in drawn.items()}
+        for rows in drawn.values():
+            rows[:] = [row | {"prompt": [rules, *row["prompt"]]} for row in rows]
     if args.name == "hotpotqa":
         _write_corpus(args.out, source, benchmark, ("train",) if one else tuple(splits.values()))
     return {name: drawn[name] for name in splits}
@@ -100,7 +102,7 @@ def _write_corpus(out: Path, source: str, benchmark: Benchmark, splits: tuple[st
 
 
 def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
-    """As many rows of each task as of the others, in random order. The test rows are made with another seed."""
+    """As many rows of each task as of the others, in random order. The test rows have another seed."""
     try:
         import reasoning_gym
         import reasoning_gym.utils
@@ -109,7 +111,12 @@ def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
     tasks = args.name.removeprefix(GYM).split(",")
     if unknown := [task for task in tasks if task not in reasoning_gym.factory.DATASETS]:
         raise ConfigError(f"{unknown[0]!r} is no task of reasoning-gym; its gallery lists them")
-    options: Mapping[str, Any] = json.loads(args.config)
+    try:
+        options: dict[str, dict[str, Any]] = msgspec.json.decode(args.config, type=dict[str, dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"--config {args.config!r}: a JSON object of a task's options each ({error})"
+        ) from None
     prompts = reasoning_gym.utils.SYSTEM_PROMPTS
     system = prompts.get(args.system or "default", args.system)
     splits = dict[str, Sequence[Row]]()
@@ -119,14 +126,24 @@ def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:
         rows = list[Row]()
         for number, task in enumerate(tasks):
             share = count // len(tasks) + (number < count % len(tasks))
-            made = reasoning_gym.create_dataset(task, size=share, seed=seed, **options.get(task, {})) if share else []
-            rows += [_gym_row(task, entry, system) for entry in made]
+            rows += [_gym_row(task, made, system) for made in _made(task, share, seed, options.get(task, {}))]
         random.Random(seed).shuffle(rows)
         splits[split] = rows
     return splits
 
 
+def _made(task: str, count: int, seed: int, options: dict[str, Any]) -> Iterable[Mapping[str, Any]]:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(task, size=count, seed=seed, **options) if count else ()
+    except (TypeError, ValueError, AssertionError) as error:  # of the task's own checks
+        raise ConfigError(f"--config: {task} refuses {options} ({one_line(error)})") from None
+
+
 def _gym_row(task: str, entry: Mapping[str, Any], system: str) -> Row:
+    from asyncrl.rewards.reasoning_gym import KEY, packed  # here: `--help` should not wait for it
+
     rules = [{"role": "system", "content": system}] if system and system != "none" else []
     prompt = [*rules, {"role": "user", "content": entry["question"]}]
     extra = {KEY: {"task": task, "entry": json.dumps(packed(dict(entry)))}}

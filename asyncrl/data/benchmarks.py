@@ -15,9 +15,9 @@ STEPS = "Think step by step, then"
 
 
 class Benchmark(NamedTuple):
-    """`repository`, `config`: on the hub; `held_out`: the split that becomes test.parquet, '' if there is none;
-    `row`: a row of verl's, without the instruction, or None for one that cannot be scored; `reward`: what
-    scores it; `instruction`: what follows each question; `columns`: what a row must have."""
+    """`repository`, `config`: on the hub; `held_out`: the split that becomes test.parquet, '' for none;
+    `columns`: what a row must have; `row`: makes a row of verl's of it and of an instruction, None where the
+    answer cannot be scored; `reward`: what scores it; `instruction`: the usual one, after each question."""
 
     repository: str
     config: str
@@ -84,9 +84,10 @@ def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | No
     found, left_out = dict[str, Row](), 0
     for given in read_split(source or benchmark.repository, benchmark.config, split):
         if missing := [name for name in benchmark.columns if name not in given]:
+            where = source or benchmark.repository
             raise ConfigError(
-                f"{source or benchmark.repository}: no column {', '.join(missing)} (found: {', '.join(given)}); "
-                f"it is not {benchmark.repository}"
+                f"{where}: no column {', '.join(missing)} (found: {', '.join(given)}); "
+                f"those of {benchmark.repository} are expected"
             )
         row = benchmark.row(given, text)
         if row is None:
@@ -106,11 +107,13 @@ def read_split(source: str, config: str, split: str) -> Iterator[Row]:
     datasets.disable_progress_bars()
     try:
         known = datasets.get_dataset_config_names(source)  # a copy of the files alone has only `default`
-        loaded: Iterable[Row] = datasets.load_dataset(source, config if config in known else None, split=split)
+        loaded: Iterable[Row] = datasets.load_dataset(
+            source, config if config in known else None, split=split
+        )
     except Exception as error:  # of the network, the disk, the format
         raise ConfigError(
-            f"{source}: the split {split!r} cannot be loaded ({one_line(error)}); give a copy with --source, a "
-            "directory or a file"
+            f"{source}: the split {split!r} cannot be loaded ({one_line(error)}); give a copy of it, a "
+            "directory or a file, with --source"
         ) from None
     yield from loaded
 

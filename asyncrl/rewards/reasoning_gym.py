@@ -32,7 +32,7 @@ class ReasoningGym:
     def __call__(self, given: RewardInput) -> float:
         row = json.loads(given.sample.extra_info).get(KEY)
         if not isinstance(row, dict) or not {"task", "entry"} <= row.keys():
-            raise ValueError(f"extra_info.{KEY} is missing; tools/prepare_reasoning_gym.py writes such rows")
+            raise ValueError(f"extra_info.{KEY} is missing; asyncrl data reasoning_gym:TASK writes such rows")
         entry = unpacked(json.loads(row["entry"]))
         found = tagged(given.answer, self._tag)
         answer = given.answer if found is None else found

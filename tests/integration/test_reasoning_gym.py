@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
+from asyncrl import cli
 from asyncrl.data.samples import load_samples
 from asyncrl.errors import ConfigError
 from asyncrl.rewards import RewardInput, load_rewards
 from asyncrl.rewards.reasoning_gym import packed, unpacked
 from asyncrl.types import Sample
 
-ROOT = Path(__file__).resolve().parents[2]
 TASKS = ["chain_sum", "arc_agi", "graph_color"]  # an answer, tuples that are compared, keys that are numbers
 
 
@@ -24,9 +22,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
     out = tmp_path_factory.mktemp("data")
     config = {"chain_sum": {"max_terms": 2, "max_digits": 1}}
     options = ["--train", "7", "--test", "0", "--config", json.dumps(config), "--out", str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["prepare", "--tasks", *TASKS, *options])
-        runpy.run_path(str(ROOT / "tools" / "prepare_reasoning_gym.py"), run_name="__main__")
+    assert cli.main(["data", f"reasoning_gym:{','.join(TASKS)}", *options]) == 0
+    assert not (out / "test.parquet").exists()
     return load_samples(out / "train.parquet")
 
 
