@@ -30,6 +30,7 @@ from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.data.samples import load_samples
 from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import failures_line
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
@@ -292,9 +293,9 @@ class Coordinator:
 
     def _status(self) -> Status:
         step, total = self.state.batches.committed, self.config.total_steps
-        gauges, waits = self.reporter.gauges(), self.reporter.waits()
+        gauges = self.reporter.gauges() | {BATCH: self.reporter.batch_share()}
         failed = failures_line(self.state.failed.counts, self.state.failed.newest)
-        return Status(self.lifecycle.phase, step, total, gauges, waits, failed)
+        return Status(self.lifecycle.phase, step, total, gauges, self.reporter.waits(), failed)
 
     def _to_observers(self, message: WireMessage) -> None:
         """One that has left is forgotten; if it was only away, it says hello again."""

@@ -137,6 +137,14 @@ class Reporter:
             | self._engines()
         )
 
+    def batch_share(self) -> float:
+        """How far the step under way is: an episode counts half when it has landed, and whole when the
+        trainer has taken it."""
+        counts, buffer = self.state.buffer.counts(), self.state.config.buffer
+        taken = counts[State.TAKEN]
+        landed = taken + counts[State.READY] + counts[State.LANDED]
+        return min(1.0, (landed + taken) / (2 * buffer.groups_per_batch * buffer.episodes_per_group))
+
     def waits(self) -> tuple[str, ...]:
         """Who waits for what."""
         workers, keepers = self.workers.workers.values(), self.engines.keepers.values()

@@ -133,6 +133,8 @@ class Validation:
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
                 self._assign(session, worker)
         self._recover(session)
+        over, total = len(session.scores) + len(session.failed), len(MODES) * self._count
+        self.state.waits.append(f"the validation of step {session.step}: {over} of {total} episodes are over")
 
     def record(self, worker: WorkerRecord, message: Record) -> None:
         """A record of a validation episode; turns need no storage."""

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.observe.progress import BATCH, Progress
 from asyncrl.observe.summary import (
     GREEDY,
     GREEDY_SCORE,
@@ -60,6 +61,18 @@ class ConsoleState:
     validation: dict[str, float] = field(default_factory=dict)
     waits: tuple[str, ...] = ()
     failed: str = ""  # failed attempts and the newest cause
+    progress: Progress = field(default_factory=lambda: Progress(time.monotonic()))
+
+    @property
+    def times(self) -> str:
+        return self.progress.line(self.total, time.monotonic())
+
+    @property
+    def steps(self) -> str:
+        """Of the first batch, its share: until it is done, that is all that moves."""
+        share = self.gauges.get(BATCH, 0.0)
+        first = f" ({share:.0%} of the first batch)" if not self.step and share else ""
+        return f"step {self.step}/{self.total}{first}"
 
     def get(self, name: str) -> float | None:
         """A gauge or a metric, whichever is newer."""
@@ -94,9 +107,11 @@ class Console:
         news += [failed] if failed and not state.failed else []
         state.phase, state.step, state.total = phase, step, total
         state.gauges, state.waits, state.failed = gauges, waits, failed
+        now = time.monotonic()
+        state.progress.update(step + gauges.get(BATCH, 0.0), phase == "running", now)
         for line in news:
             self._line(line)
-        late = time.monotonic() - self._line_at > 6 * LINE_EVERY
+        late = now - self._line_at > (6 * LINE_EVERY if step else LINE_EVERY)
         if not news and (late or phase in ("starting", "stopping")):
             self._progress_line()
 
@@ -107,6 +122,7 @@ class Console:
             self._line(f"validation at step {step}: {_validation(metrics)}")
             return
         self.state.step, self.state.metrics = step, metrics
+        self.state.progress.update(step, True, time.monotonic())
         self._advise(step, metrics.get(ZERO_ADVANTAGE, 0.0))
         if step in (1, self.state.total) or time.monotonic() - self._line_at > LINE_EVERY:
             self._progress_line(force=True)
@@ -193,8 +209,9 @@ def render(state: ConsoleState) -> RenderableType:
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         Text(f"{state.title}  {state.phase}", style="bold"),
-        ProgressBar(total=max(1, state.total), completed=state.step, width=40),
-        f"step {state.step}/{state.total}",
+        ProgressBar(total=max(1, state.total), completed=state.progress.steps, width=40),
+        state.steps,
+        state.times,
     )
     figures = Table.grid(padding=(0, 3))
     cells = [f"[dim]{label}[/] {_shown(state.get(name), form)}" for label, name, form in _figures(state)]
@@ -212,7 +229,7 @@ def plain_line(state: ConsoleState) -> str:
         for label, name, form in _figures(state)
         if (value := state.get(name)) is not None and not name.startswith("val-core/")
     ]
-    parts = [f"[{state.phase}] step {state.step}/{state.total}"]
+    parts = [f"[{state.phase}] {state.steps}", state.times]
     if known and state.phase != "starting":
         parts.append(", ".join(known))
     if state.failed:

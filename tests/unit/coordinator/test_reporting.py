@@ -48,6 +48,14 @@ def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter)
     assert "flow/filtered_frac" not in third and third["rollout/groups_per_trained_group"] == 0.0
 
 
+def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporter: Reporter) -> None:
+    """The default batch is of 32 groups of 8 episodes."""
+    episodes = list(reporter.state.buffer.episodes.values())
+    for episode, state in zip(episodes, (State.LANDED, State.TAKEN), strict=False):
+        episode.state = state
+    assert len(episodes) > 1 and reporter.batch_share() == 1.5 / (32 * 8)
+
+
 def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporter) -> None:
     landed(reporter, 0.5, shaping=-0.5, components={"format": 1.0})
     landed(reporter, 0.0, components={"format": 0.5})

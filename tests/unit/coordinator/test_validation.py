@@ -72,6 +72,7 @@ def test_a_failed_episode_is_tried_again_and_then_counts_as_nothing(tmp_path: Pa
             if mode == "greedy":
                 record = Finished(0, message.attempt, EpisodeResult(1.0), EpisodeStats(1))
             validation.record(worker, record)
+    assert "the validation of step 1: 1 of 2 episodes are over" in setup.state.waits
     assert tries == {"sampled": 1 + setup.state.config.rollout.retries, "greedy": 1}
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/sampled/success"] == metrics["val-core/all/sampled/mean@1"] == 0.0

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
+from asyncrl.observe import console as console_module
 from asyncrl.observe.console import Console, ConsoleState, open_console, plain_line, print_summary, render
+from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
     GREEDY_SCORE,
@@ -146,7 +148,26 @@ def test_a_stranger_to_terminals_gets_plain_lines() -> None:
 
 
 def test_unknown_figures_are_left_out() -> None:
-    assert plain_line(ConsoleState("demo", 10)) == "[starting] step 0/10"
+    assert plain_line(ConsoleState("demo", 10)) == "[starting] step 0/10 | elapsed 0:00:00"
+
+
+def test_time_and_an_estimate_are_shown_while_the_first_batch_lands(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now)
+    shown, out = console()
+    shown.status("starting", 0, 10, {}, ())
+    now += 20
+    shown.status("running", 0, 10, {BATCH: 0.0}, ())
+    now += 6
+    shown.status("running", 0, 10, {BATCH: 0.25}, ())
+    text = out.getvalue().splitlines()[-1]
+    assert text == "[running] step 0/10 (25% of the first batch) | elapsed 0:00:26, ETA 0:03:54"
+    shown.step(10, METRICS)
+    assert " step 10/10 | elapsed 0:00:26 | " in out.getvalue().splitlines()[-1]
+    shown.status("running", 0, 10, {BATCH: 0.25}, ())
+    picture = io.StringIO()
+    Terminal(file=picture, width=150).print(render(shown.state))
+    assert "step 0/10 (25% of the first batch) elapsed 0:00:26, ETA 0:03:54" in picture.getvalue()
 
 
 def test_a_batch_that_teaches_little_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,39 @@
+"""How far a run is, and when its last step will be done. Pure: the caller passes the time in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BATCH = "async/batch_share"  # of the step under way, 0 to 1: an estimate, see `Reporter.batch_share`
+
+
+@dataclass
+class Progress:
+    """`steps` are those done and the share of the next one, so that something is known before the first."""
+
+    began: float
+    steps: float = 0.0
+    origin: tuple[float, float] | None = None  # (time, steps) at which this launch began to train
+
+    def update(self, steps: float, training: bool, now: float) -> None:
+        self.steps = steps
+        if training and self.origin is None:
+            self.origin = now, steps
+
+    def remaining(self, total: int, now: float) -> float | None:
+        """Seconds to the last step, at the mean speed of this launch; None before anything has moved. For
+        example 1.5 of 10 steps in 30 s leave 8.5 of them for 170 s."""
+        since, before = self.origin or (now, self.steps)
+        done = self.steps - before
+        return (total - self.steps) * (now - since) / done if done > 0 else None
+
+    def line(self, total: int, now: float) -> str:
+        left = self.remaining(total, now)
+        eta = "" if left is None or self.steps >= total else f", ETA {clock(left)}"
+        return f"elapsed {clock(now - self.began)}{eta}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
