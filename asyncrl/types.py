@@ -7,6 +7,7 @@ logs in float32, version spans are half-open ranges of token positions, duration
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any, NamedTuple
 
 import msgspec
@@ -193,7 +194,8 @@ class Turn(msgspec.Struct, frozen=True):
 
     An episode is one row of tokens, or several where its history was rewritten or branched. The tokens of a
     row are, turn by turn, `context` (written by the template) followed by `ids` (written by the model); a
-    turn that begins a row has the whole prompt as its context. Spans are relative to `ids`.
+    turn that begins a row has the whole prompt as its context. Spans are relative to `ids`. `agent`: who
+    asked for it, by the `model` of the request, where an agent program leads the episode.
     """
 
     index: int
@@ -206,6 +208,7 @@ class Turn(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     row: int = 0
     observation: Observation | None = None
+    agent: str = ""
 
 
 class TurnReply(msgspec.Struct, frozen=True):
@@ -223,7 +226,8 @@ class RewardResult(msgspec.Struct, frozen=True):
 
     `score` falls on the last turn, `turns` (empty, or one number per turn) on theirs. `components`: named
     parts, for advantages that weigh them. `shaping`: what `algorithm.shaping` adds to the last turn. `notes`:
-    what else it said, such as the answer that it read, for transcripts.
+    what else it said, such as the answer that it read, for transcripts. `agents`: what each agent of the
+    episode earns for itself, on its own last turn; the score is then earned by every one of them.
     """
 
     score: float
@@ -231,6 +235,7 @@ class RewardResult(msgspec.Struct, frozen=True):
     components: dict[str, float] = {}
     shaping: float = 0.0
     notes: dict[str, str] = {}
+    agents: dict[str, float] = {}
 
 
 class EpisodeResult(msgspec.Struct, frozen=True):
@@ -240,6 +245,9 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     `reward` is all of it; `turn_rewards`: the part of each turn; they sum to it (empty: all of it is
     the last turn's); `components` are its named parts, as the reward function reports them. `tokens` counts
     model tokens. `shaping`: the part of `reward` that `algorithm.shaping` added.
+
+    Where agents earn rewards of their own, `agents` is the agent of each turn, and `turn_tokens` its model
+    tokens. The reward is their sum then, 0 in a zero-sum game: baselines compare the parts, `of(agent)`.
     """
 
     reward: float
@@ -248,6 +256,26 @@ class EpisodeResult(msgspec.Struct, frozen=True):
     components: dict[str, float] = {}
     shaping: float = 0.0
     end: EpisodeEnd = EpisodeEnd.ANSWERED
+    agents: tuple[str, ...] = ()
+    turn_tokens: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, EpisodeResult]:
+        """`of` each agent that earns a reward of its own, in the order of their first turns."""
+        return {agent: self.of(agent) for agent in dict.fromkeys(self.agents)}
+
+    def of(self, agent: str) -> EpisodeResult:
+        """One agent's turns, as if they were the whole episode."""
+        mine = [turn for turn, who in enumerate(self.agents) if who == agent]
+        rewards = tuple(self.turn_rewards[turn] for turn in mine)
+        return EpisodeResult(
+            reward=math.fsum(rewards),
+            tokens=sum(self.turn_tokens[turn] for turn in mine),
+            turn_rewards=rewards,
+            components=self.components,
+            shaping=self.shaping if self.agents[-1] == agent else 0.0,  # it falls on the last turn
+            end=self.end,
+        )
 
     @property
     def score(self) -> float:

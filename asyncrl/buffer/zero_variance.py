@@ -29,14 +29,18 @@ def all_equal(results: Sequence[EpisodeResult], greedy: float | None, reads: Com
     if greedy is not None:  # one number for all turns: as if all of it was earned at the very end
         longest = max((len(result.turn_rewards) for result in results), default=0)
         results = [*results, EpisodeResult(greedy, turn_rewards=(0.0,) * longest)]
-    columns: dict[tuple[str, object], list[float]] = defaultdict(list)
+    columns: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for result in results:
         for name, value in _values(result, reads):
             columns[name].append(value)
     return all(max(column) - min(column) <= TOLERANCE for column in columns.values())
 
 
-def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple[str, object], float]]:
+def _values(result: EpisodeResult, reads: ComparedParts) -> Iterator[tuple[tuple[object, ...], float]]:
+    if result.agents:  # the sum of what they earned is not compared: 0 in a zero-sum game
+        for agent, part in result.parts.items():
+            yield from (((agent, *name), value) for name, value in _values(part, reads))
+        return
     yield ("reward", None), result.reward
     if reads.turns:
         for k, reward in enumerate(result.turn_rewards[:-1]):

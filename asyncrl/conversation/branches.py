@@ -29,12 +29,13 @@ CHARACTERS = 16  # of a token, at most, on average: more text than that is too l
 
 class AgentRequest(msgspec.Struct, frozen=True):
     """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's.
-    `stops`: texts in front of which the answer ends."""
+    `stops`: texts in front of which the answer ends. `agent`: who asks."""
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()
+    agent: str = ""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -162,14 +163,15 @@ class Branches:
         seen: set[int] = set()
         for turn in self._recorded[len(self.turns) :]:
             row = turn.row if turn.row < len(self.rows) else None  # None: the turn begins it
-            if turn.row not in seen and (row, turn.context) == (place.row, place.context):
+            same = (row, turn.context, turn.agent) == (place.row, place.context, place.request.agent)
+            if turn.row not in seen and same:
                 return turn
             seen.add(turn.row)
         raise ProtocolError(f"the agent does not repeat its recorded turn {len(self.turns)}")
 
     def turn(self, place: Placement, generation: Generation) -> Turn:
         """The next turn of the episode, to be added before anything else happens."""
-        return make_turn(len(self.turns), self._number(place), place.context, generation)
+        return make_turn(len(self.turns), self._number(place), place.context, generation, place.request.agent)
 
     def add(self, place: Placement, turn: Turn) -> Message:
         """The model's message in it. ProtocolError, changing nothing, if it is not the next turn there."""

@@ -44,7 +44,9 @@ def problem(stop_ids: Sequence[int], limit: int, generation: Generation) -> str:
     return ""
 
 
-def make_turn(index: int, row: int, context: tuple[int, ...], generation: Generation) -> Turn:
+def make_turn(
+    index: int, row: int, context: tuple[int, ...], generation: Generation, agent: str = ""
+) -> Turn:
     """The turn of a generation; nothing answers it yet."""
     return Turn(
         index=index,
@@ -55,6 +57,7 @@ def make_turn(index: int, row: int, context: tuple[int, ...], generation: Genera
         stop=generation.stop,
         seconds=generation.seconds,
         row=row,
+        agent=agent,
     )
 
 
@@ -91,7 +94,7 @@ def rows_of(turns: Sequence[Turn]) -> list[tuple[int, ...]]:
 
 def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done | Fail:
     """Turn k earns what the reward function, its tools and the environment give it; the last turn also earns
-    the score and the shaping."""
+    the score and the shaping. Where agents earn rewards of their own, each one's last turn earns its own."""
     if result.turns and len(result.turns) != len(turns):
         detail = (
             f"the reward function gave {len(result.turns)} turn rewards to an episode of {len(turns)} turns"
@@ -103,12 +106,24 @@ def scored(turns: Sequence[Turn], end: EpisodeEnd, result: RewardResult) -> Done
     ]
     for part, given in zip(parts, result.turns, strict=False):
         part.append(given)
-    parts[-1] += [result.score, result.shaping]
+    agents = tuple(turn.agent for turn in turns) if result.agents else ()
+    if poor := [agent for agent in agents if agent not in result.agents]:
+        return Fail(
+            FailReason.REWARD_ERROR,
+            f"the reward is a dict of {', '.join(result.agents)}, and not of {poor[0] or 'agents'!r}: give "
+            "'score', or a number for each agent of the episode (the `model` of its requests)",
+        )
+    last = {agent: index for index, agent in enumerate(agents)} or {"": len(turns) - 1}
+    for agent, index in last.items():
+        parts[index] += [result.score, result.agents.get(agent, 0.0)]
+    parts[-1].append(result.shaping)
     try:
         rewards = tuple(map(math.fsum, parts))
         total = math.fsum(rewards)
     except (OverflowError, ValueError):  # finite numbers whose sum is not, or infinities
         return Fail(FailReason.REWARD_ERROR, "the rewards of the episode add up to no finite number")
-    tokens = sum(len(turn.ids) for turn in turns)
-    earned = EpisodeResult(total, tokens, rewards, result.components, result.shaping, end)
+    tokens = tuple(len(turn.ids) for turn in turns)
+    earned = EpisodeResult(
+        total, sum(tokens), rewards, result.components, result.shaping, end, agents, tokens if agents else ()
+    )
     return Fail(FailReason.REWARD_ERROR, earned.problem) if earned.problem else Done(earned)

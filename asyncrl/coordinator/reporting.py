@@ -72,6 +72,7 @@ class Reporter:
             "timing_s/episode": stats.seconds,
             "timing_s/tools": stats.tool_s,
         } | {f"rollout/component/{name}": value for name, value in result.components.items()}
+        numbers |= {f"rollout/agent/{name}": part.score for name, part in result.parts.items()}
         for name, value in numbers.items():
             columns[name].append(value)
         self.landed.ends[result.end] += 1

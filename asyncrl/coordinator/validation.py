@@ -265,6 +265,8 @@ class Validation:
                 numbers[f"val-core/{source}/{mode}/success"].append(uid in earned and self._succeeds(result))
                 for name, value in result.components.items():
                     numbers[f"val-aux/{source}/{mode}/{name}/mean@1"].append(value)
+                for name, part in result.parts.items():
+                    numbers[f"val-aux/{source}/{mode}/agent/{name}/mean@1"].append(part.score)
         for uid, finished in session.scores.items():
             mode = uid.split("/")[1]
             numbers[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)

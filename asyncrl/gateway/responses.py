@@ -26,6 +26,7 @@ from asyncrl.gateway.wire import (
     ContentPart,
     Event,
     Limit,
+    ModelName,
     ToldText,
     calls_of,
     new_id,
@@ -63,6 +64,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
+    model: ModelName | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -104,7 +106,8 @@ def agent_request(request: ResponsesRequest) -> AgentRequest:
     items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     first = [Item(role="system", content=request.instructions)] if request.instructions else []
     tools = () if request.tool_choice == "none" else tuple(map(_tool, request.tools or ()))
-    return AgentRequest(tuple(_messages((*first, *items))), tools, request.max_output_tokens)
+    messages, agent = tuple(_messages((*first, *items))), request.model or MODEL
+    return AgentRequest(messages, tools, request.max_output_tokens, agent=agent)
 
 
 def _tool(given: dict[str, Any]) -> str:

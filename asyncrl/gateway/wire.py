@@ -138,10 +138,14 @@ SAMPLING = "is ignored: sampling is the run's (rollout.temperature)"
 HINT = "is a hint: tokens are not constrained, so the model may answer otherwise"
 
 
+ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
+
+
 class ChatRequest(msgspec.Struct, frozen=True):
     """The body of a request. Fields that are not here have no effect, as have those in IGNORED."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: ModelName | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -193,7 +197,8 @@ def agent_request(request: ChatRequest) -> AgentRequest:
     tools = () if request.tool_choice == "none" else tuple(map(tool, request.tools or ()))
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    return AgentRequest(_messages(request.messages), tools, min(limits, default=None), stops)
+    most, agent = min(limits, default=None), request.model or MODEL
+    return AgentRequest(_messages(request.messages), tools, most, stops, agent)
 
 
 def unheeded(request: Any, form: dict[str, Any] | None) -> dict[str, str]:

@@ -51,7 +51,7 @@ the data set, the latter with `num_turns`, `tool_calls`, `end`, `messages` (Open
 where an agent program led the episode, `agent_result`.
 Of a dict that is given back, `score`, `turns` (a number for each turn, beside the score, which falls on the
 last) and `components` (named parts, by name) are read. Without `components` its other numbers are these;
-texts go to transcripts."""
+texts go to transcripts. `{agent: number}`, alone or as `score`, is what each agent of the episode earns."""
 
 rewards: Registry[RewardFunction] = Registry("reward")
 

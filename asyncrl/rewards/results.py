@@ -59,18 +59,26 @@ def as_result(result: Any) -> RewardResult:
     """Of a number, a dict with `score`, or a RewardResult. TypeError or ValueError names what is wrong.
 
     Without `components` a dict is verl's: its other numbers (`acc`, …) are the components. What is neither
-    goes to the notes, as text.
+    goes to the notes, as text. A dict of other numbers, or such a dict as `score`, is what each agent of the
+    episode earns for itself.
     """
     if isinstance(result, RewardResult):
-        notes, given = result.notes, {"turns": result.turns, "components": result.components}
-        return msgspec.structs.replace(as_result({"score": result.score, **given}), notes=notes)
+        made = as_result({"score": result.score, "turns": result.turns, "components": result.components})
+        return msgspec.structs.replace(
+            made, notes=result.notes, agents=result.agents and _of_agents(result.agents)
+        )
     if not isinstance(result, Mapping):
         return RewardResult(finite("the reward", result))
     if "score" not in result:
-        found = ", ".join(map(str, result)) or "nothing"
-        raise ValueError(f"the reward is a dict without 'score'; it has {found}")
+        if not result or {"turns", "components"} & result.keys():
+            found = ", ".join(map(str, result)) or "nothing"
+            raise ValueError(f"the reward is a dict without 'score'; it has {found}")
+        return as_result({"score": result})
+    if isinstance(result["score"], Mapping):
+        alone = as_result({**result, "score": 0.0})
+        return msgspec.structs.replace(alone, agents=_of_agents(result["score"]))
     others = {str(name): value for name, value in result.items() if name not in READ}
-    numbers = {} if "components" in result else _numbers(others)
+    numbers: dict[str, float] = {} if "components" in result else _numbers(others)
     turns, components = result.get("turns", ()), result.get("components", numbers)
     if not isinstance(turns, Iterable) or isinstance(turns, str | Mapping):
         raise TypeError(f"'turns' of the reward is a {type(turns).__name__}; a list of numbers is expected")
@@ -86,6 +94,12 @@ def as_result(result: Any) -> RewardResult:
     return RewardResult(
         finite("the reward", result["score"]), by_turn, parts, notes=dict(islice(notes.items(), MOST_NOTES))
     )
+
+
+def _of_agents(given: Mapping[str, Any]) -> dict[str, float]:
+    if not given:
+        raise ValueError("'score' of the reward is an empty dict; it needs a number for each agent")
+    return {str(agent): finite(f"the reward of {agent!r}", value) for agent, value in given.items()}
 
 
 def _numbers(given: Mapping[str, Any]) -> dict[str, float]:
@@ -107,7 +121,7 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     unweighted, and their components and notes as `name/part`. Of a single result they keep their names.
 
     For example 0.5 · exact (score 1) + 1 · code (score 0.2, component tests = 5) is a score of 0.7 with the
-    components exact = 1, code = 0.2 and code/tests = 5.
+    components exact = 1, code = 0.2 and code/tests = 5. What agents earn for themselves is summed for each.
 
     ValueError when two give different numbers of turn rewards, or a sum is not finite.
     """
@@ -117,10 +131,15 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
         components, notes = {name: result.score for name, _, result in parts}, {}
         for name, _, result in parts:
             components |= {f"{name}/{part}": value for part, value in result.components.items()}
+            components |= {f"{name}/{agent}": value for agent, value in result.agents.items()}
             notes |= {f"{name}/{part}": text for part, text in result.notes.items()}
     by_turn = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
     if len({len(turns) for turns in by_turn}) > 1:
         raise ValueError("the rewards of `turns` are of different lengths")
     score = math.fsum(weight * result.score for _, weight, result in parts)
+    shares: dict[str, float] = {}
+    for _, weight, result in parts:
+        shares |= {name: shares.get(name, 0.0) + weight * value for name, value in result.agents.items()}
     turns = tuple(finite("a sum of turns", math.fsum(column)) for column in zip(*by_turn, strict=True))
-    return RewardResult(finite("the sum of the rewards", score), turns, components, notes=notes)
+    total = finite("the sum of the rewards", score)
+    return RewardResult(total, turns, components, notes=notes, agents=shares)

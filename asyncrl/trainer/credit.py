@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.algorithms.credit import Trace
+from asyncrl.algorithms.credit import CreditInput, Trace
 from asyncrl.algorithms.kl import kl_tokens
 from asyncrl.algorithms.recipe import Recipe
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
@@ -25,9 +26,36 @@ Penalties = Mapping[tuple[str, int], Sequence[float]]  # (group, place among the
 def credit(example: Example, recipe: Recipe, traces: Sequence[Trace] = ()) -> Example:
     """With its advantage and, where there is a critic, the returns V is trained on."""
     given = replace(example.credit_input(), traces=traces)
-    advantage = np.broadcast_to(np.asarray(recipe.advantage.of(given), dtype=np.float64), example.mu.shape)
+    found = _by_agent(given, recipe) if given.own.agents else recipe.advantage.of(given)
+    advantage = np.broadcast_to(np.asarray(found, dtype=np.float64), example.mu.shape)
     returns = None if example.value is None else advantage + example.value
     return replace(example, advantage=advantage, returns=returns)
+
+
+def _by_agent(given: CreditInput, recipe: Recipe) -> np.ndarray:
+    """[T] for agents with rewards of their own: the turns of each are an episode by themselves, compared with
+    the same agent's turns in the siblings that have some. ConfigError for what compares whole episodes."""
+    advantage = recipe.advantage
+    if advantage.greedy or advantage.whole_group or recipe.loss.whole_group:
+        raise ConfigError(
+            f"$.algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
+            "episodes, and agents earned rewards of their own; use dr_grpo or rloo with reinforce or ppo"
+        )
+    found = np.zeros(len(given.turn))
+    for agent, own in given.own.parts.items():
+        turns = [turn for turn, who in enumerate(given.own.agents) if who == agent]
+        mine = np.isin(given.turn, turns)
+        places = [place for place, sibling in enumerate(given.siblings) if agent in sibling.agents]
+        part = CreditInput(
+            own=own,
+            siblings=[given.siblings[place].of(agent) for place in places],
+            rewards=given.rewards[mine],
+            turn=np.searchsorted(turns, given.turn[mine]),
+            place=places.index(given.place) if given.place in places else -1,
+            values=None if given.values is None else given.values[mine],
+        )
+        found[mine] = advantage.of(part)
+    return found
 
 
 def rescaled(example: Example, change: Callable[[np.ndarray], np.ndarray]) -> Example:

@@ -43,6 +43,17 @@ def test_turns_by_hand(turns: list[Turns], greedy: float | None, reads: Compared
     assert all_equal(results(*turns), greedy, reads) is same
 
 
+def game(white: float, black: float) -> EpisodeResult:
+    return EpisodeResult(white + black, 3, (0.0, white, black), agents=("w", "w", "b"), turn_tokens=(1, 1, 1))
+
+
+def test_a_zero_sum_game_is_compared_by_what_each_agent_earned() -> None:
+    assert not all_equal([game(1.0, -1.0), game(-1.0, 1.0)], None, ComparedParts())
+    assert all_equal([game(1.0, -1.0), game(1.0, -1.0)], None, TURNS)
+    alone = EpisodeResult(1.0, 1, (1.0,), agents=("w",), turn_tokens=(1,))  # black never moved
+    assert all_equal([game(1.0, -1.0), alone], None, ComparedParts())
+
+
 @pytest.mark.parametrize(
     ("parts", "reads", "same"),
     [

@@ -92,6 +92,11 @@ def test_messages_have_openais_shape() -> None:
             ),
         ),
         ({"score": 1, "pred": "\ud800"}, RewardResult(1.0, notes={"pred": "?"})),
+        ({"white": 1, "black": -1}, RewardResult(0.0, agents={"white": 1.0, "black": -1.0})),
+        (
+            {"score": {"white": 1, "black": -1}, "acc": 1, "pred": "e4"},
+            RewardResult(0.0, (), {"acc": 1.0}, notes={"pred": "e4"}, agents={"white": 1.0, "black": -1.0}),
+        ),
     ],
 )
 def test_results(result: Any, verdict: RewardResult) -> None:
@@ -101,7 +106,10 @@ def test_results(result: Any, verdict: RewardResult) -> None:
 @pytest.mark.parametrize(
     ("result", "complaint"),
     [
-        ({"points": 1, "x": 2}, "without 'score'; it has points, x"),
+        ({"points": 1, "x": "a"}, "the reward of 'x' is 'a', which is no number"),
+        ({"turns": [1.0], "acc": 2}, "without 'score'; it has turns, acc"),
+        ({"score": {"x": math.inf}}, "the reward of 'x' is inf"),
+        ({"score": {}}, "'score' of the reward is an empty dict"),
         ({}, "it has nothing"),
         ({"score": 1, "turns": [0.0, float("nan")]}, "reward of turn 1 is nan"),
         ({"score": 1, "turns": [0.0, "much"]}, "reward of turn 1 is 'much', which is no number"),
@@ -141,6 +149,18 @@ def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
                 ("c", 1.0, RewardResult(0.0)),
             ],
             RewardResult(0.0, (2.0, 4.0), {"a": 0.0, "b": 0.0, "c": 0.0}),
+        ),
+        (  # a number is earned by each agent
+            [
+                ("won", 2.0, RewardResult(0.0, agents={"x": 1.0, "o": -1.0})),
+                ("short", 0.5, RewardResult(1.0)),
+            ],
+            RewardResult(
+                0.5,
+                (),
+                {"won": 0.0, "won/x": 1.0, "won/o": -1.0, "short": 1.0},
+                agents={"x": 2.0, "o": -2.0},
+            ),
         ),
         (
             [("a", 0.0, RewardResult(1.0)), ("b", 1.0, RewardResult(2.0))],

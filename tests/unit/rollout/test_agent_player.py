@@ -106,6 +106,59 @@ def test_a_template_that_rewrites_makes_rows() -> None:
     assert bench.rows == ["q42", "q42sure?42"]
 
 
+# -- several agents ----------------------------------------------------------------------------------
+
+
+async def duel(sample: Sample, endpoint: Endpoint) -> dict[str, float]:
+    """White moves twice, black once; both see the same messages."""
+    first = await message(endpoint, "q", model="white")
+    second = await message(endpoint, "q", first, "your move", model="black")
+    await message(endpoint, "q", first, "your move", second, "and?", model="white")
+    return {"white": 1.0, "black": -1.0}
+
+
+def of_program(given: RewardInput) -> Any:
+    return given.result
+
+
+def test_each_agent_earns_its_own_reward_on_its_last_turn() -> None:
+    bench = AgentBench(duel, reward=of_program)
+    result = finished(bench).result
+    assert [turn.agent for turn in bench.turns] == ["white", "black", "white"]
+    assert bench.rows == ["q42your move42and?42"]  # the row is told apart by its tokens, not by who asks
+    assert (result.reward, result.turn_rewards) == (0.0, (0.0, -1.0, 1.0))
+    parts = result.parts
+    assert (parts["white"].reward, parts["white"].turn_rewards) == (1.0, (0.0, 1.0))
+    assert (parts["black"].reward, parts["black"].turn_rewards) == (-1.0, (-1.0,))
+    assert parts["white"].tokens + parts["black"].tokens == result.tokens
+
+
+def test_one_number_is_the_reward_of_all_and_a_missing_agent_is_told() -> None:
+    assert finished(AgentBench(duel)).result.agents == ()
+    reason, detail = failed(AgentBench(duel, reward=lambda given: {"white": 1.0, "blak": -1.0}))
+    assert reason is FailReason.REWARD_ERROR
+    assert detail.startswith("the reward is a dict of white, blak, and not of 'black': give 'score', or")
+
+
+def test_recorded_turns_of_another_agent_do_not_answer() -> None:
+    async def other(sample: Sample, endpoint: Endpoint) -> None:
+        await ask(endpoint, "q", model="black")
+        await asyncio.Event().wait()
+
+    whole = AgentBench(duel, reward=of_program)
+    finished(whole)
+    again = AgentBench(duel, reward=of_program)
+    assert finished_from(again, whole.record).result == finished_from(whole, whole.record).result
+    end = AgentBench(other).play(whole.record)
+    assert isinstance(end, Failed) and end.reason is FailReason.NOT_REPEATED
+
+
+def finished_from(bench: AgentBench, record: list[bytes]) -> Finished:
+    end = bench.play(record)
+    assert isinstance(end, Finished), end
+    return end
+
+
 # -- agents that fail --------------------------------------------------------------------------------
 
 

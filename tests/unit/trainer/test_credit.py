@@ -2,18 +2,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncrl.algorithms.aggregation import aggregations
+from asyncrl.algorithms.recipe import Recipe, compose
+from asyncrl.errors import ConfigError
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.barrier import _view
 from asyncrl.trainer.batch import Example, example
-from asyncrl.trainer.credit import Packed, penalised, share, share_traces
+from asyncrl.trainer.credit import Packed, credit, penalised, share, share_traces
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 from tests.fakes.ranks import run_ranks
+from tests.fakes.training import tiny_config
 
 THIRD = 1 / 3  # no float32
 
@@ -74,3 +79,72 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
     view = _view(broken)
     assert view["fresh"].tolist() == [True, False, True, False]
     assert view["reference"].tolist() == [-1, 0, -1, 0] and view["prox"][1] == 0
+
+
+# -- agents with rewards of their own ----------------------------------------------------------------
+
+
+def game(place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeResult, ...] = ()) -> Example:
+    """An episode of one agent a turn, by its letter, and 2 tokens a turn."""
+    own = result_of(agents, rewards)
+    row = PlannedTrajectory(f"u{place}", "g", 1, own, siblings or (own,), place, 1.0, 1)
+    spans = (VersionSpan(0, 2, 0, 0),)
+    turns = [
+        Turn(k, (1,), (2, 3), (-THIRD, -THIRD), spans, StopReason.STOP, agent=agent)
+        for k, agent in enumerate(agents)
+    ]
+    return example(row, turns, 0, 4, aggregations.get("token_mean"))
+
+
+def result_of(agents: str, rewards: list[float]) -> EpisodeResult:
+    counts = (2,) * len(agents)
+    return EpisodeResult(
+        sum(rewards), 2 * len(agents), tuple(rewards), agents=tuple(agents), turn_tokens=counts
+    )
+
+
+# White won twice and lost once, black the other way round; in the third game black never moved.
+GAMES = [("wbw", [0.0, -1.0, 1.0]), ("wbwb", [0.0, 0.0, -1.0, 1.0]), ("w", [1.0])]
+SIBLINGS = tuple(result_of(*one) for one in GAMES)
+
+
+def recipe_of(advantage: Any) -> Recipe:
+    algorithm = {"advantage": advantage, "normalise": "none"}
+    return compose(tiny_config("x", algorithm=algorithm, buffer={"filter_zero_variance": False}))
+
+
+def advantages_of(name: str, **options: Any) -> list[list[float]]:
+    """By game and turn."""
+    recipe = recipe_of({name: options})
+    found = [credit(game(place, *one, SIBLINGS), recipe) for place, one in enumerate(GAMES)]
+    assert all(e.advantage is not None for e in found)
+    return [e.advantage.reshape(-1, 2)[:, 0].round(12).tolist() for e in found if e.advantage is not None]
+
+
+def test_an_agents_baseline_is_over_the_same_agents_rewards() -> None:
+    """White: 1, -1, 1, with mean 1/3; black: -1, 1, with mean 0. The sums 0, 0, 1 play no part."""
+    w, lost = round(1 - THIRD, 12), round(-1 - THIRD, 12)
+    assert advantages_of("dr_grpo") == [[w, -1, w], [lost, 1, lost, 1], [w]]
+    # of the others: white 0 against (-1, 1), -1 against (1, 1); black -1 against 1
+    assert advantages_of("rloo") == [[1, -2, 1], [-2, 2, -2, 2], [1]]
+
+
+def test_every_kind_of_advantage_sees_an_agents_turns_as_an_episode() -> None:
+    """opo weighs by the agent's own tokens: white 4, 4, 2, a mean of 0.2; black 2, 4, a mean of 1/3.
+    By turn, white's second move is compared with second moves: 1, -1; returns pass over black's turns."""
+    lost = round(-1 - THIRD, 12)
+    assert advantages_of("opo") == [[0.8, lost, 0.8], [-1.2, round(2 / 3, 12), -1.2, round(2 / 3, 12)], [0.8]]
+    assert advantages_of("grpo_turn")[1] == [lost, 1, -1, 1]
+
+
+def test_without_other_games_of_an_agent_nothing_is_learned_of_it() -> None:
+    found = credit(
+        game(0, "wb", [1.0, -1.0], (result_of("wb", [1.0, -1.0]), SIBLINGS[2])), recipe_of("dr_grpo")
+    )
+    assert found.advantage is not None and found.advantage.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", ["remax", "optimal_token_baseline"])
+def test_what_compares_whole_episodes_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="agents earned rewards of their own; use dr_grpo or rloo"):
+        advantages_of(name)
