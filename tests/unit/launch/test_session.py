@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ DEADLINE = 60.0
 
 
 class Process:
-    def __init__(self, name: str) -> None:
-        self.name, self.code = name, None
+    def __init__(self, name: str, polled: Callable[[], None]) -> None:
+        self.name, self.code, self.polled = name, None, polled
 
     def poll(self) -> int | None:
+        self.polled()
         return self.code
 
     def terminate(self) -> None:
@@ -47,15 +48,17 @@ class Play:
         self.processes: dict[str, Process] = {}
         self.shown: list[tuple[Any, ...]] = []
         units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]
-        supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
+        self.polled: Callable[[], None] = lambda: None  # in the session's thread, between its messages
+        self.supervisor = Supervisor(units, self.spawn, run_dir, 0, lambda unit, name: "")
         self.session = Session(
-            LaunchConfig(**launch), run_dir, self.endpoints, supervisor, self, self.on_step
+            LaunchConfig(**launch), run_dir, self.endpoints, self.supervisor, self, self.on_step
         )
         self.tracked: list[int] = []
         self._stepped = threading.Event()
 
     def spawn(self, order: ProcessSpec) -> Process:
-        return self.processes.setdefault(order.place.name, Process(order.place.name))
+        process = Process(order.place.name, lambda: self.polled())
+        return self.processes.setdefault(order.place.name, process)
 
     def status(self, *arguments: Any) -> None:
         self.shown.append(arguments)
@@ -81,9 +84,13 @@ class Play:
             elif isinstance(received[1], kind):
                 return received[0], received[1]
 
-    def wait_for_step(self) -> None:
-        """Until a step report, and what was sent before it, has been handled."""
+    def begin(self, phase: str = "running") -> bytes:
+        """The run has begun, and the session has heard of it: it has handled a step report."""
+        peer, _ = self.hear(ObserverHello)
+        self.hub.send(peer, Status(phase, 1, 9, {}, ()))
+        self.hub.send(peer, StepReport(1, {}))
         assert self._stepped.wait(DEADLINE)
+        return peer
 
     def run(self, part: Any) -> RunOutcome:
         errors: list[BaseException] = []
@@ -163,10 +170,7 @@ def test_a_coordinator_that_was_being_restarted_is_asked_to_stop_as_well(
     monkeypatch.setattr(session, "HELLO_EVERY", 0.05)
 
     def part() -> None:
-        peer, _ = play.hear(ObserverHello)
-        play.hub.send(peer, Status("running", 1, 9, {}, ()))
-        play.hub.send(peer, StepReport(1, {}))
-        play.wait_for_step()
+        play.begin()
         signal.raise_signal(signal.SIGINT)
         play.hear(Stop)
         play.hear(ObserverHello)
@@ -177,21 +181,23 @@ def test_a_coordinator_that_was_being_restarted_is_asked_to_stop_as_well(
 
 
 def test_nohup_is_respected(play: Play) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
+
+    def part() -> None:
+        play.begin()
+        signal.raise_signal(signal.SIGHUP)
+        play.processes["rollout-0"].code = play.processes["coordinator-0"].code = 0
+
     try:
-        with play.session._catch_signals():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert play.run(part) == RunOutcome(0)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        assert signal.signal(signal.SIGHUP, before[0]) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is before[1]
 
 
 def test_a_stop_says_how_long_it_may_take_and_what_became_of_it(play: Play) -> None:
     def part() -> None:
-        peer, _ = play.hear(ObserverHello)
-        play.hub.send(peer, Status("running", 1, 9, {}, ()))
-        play.hub.send(peer, StepReport(1, {}))  # shown: the status was handled, too
-        play.wait_for_step()
+        play.begin()
         signal.raise_signal(signal.SIGINT)
         assert play.hear(Stop)[1].save
         play.processes["rollout-0"].code = play.processes["coordinator-0"].code = 0
@@ -205,10 +211,7 @@ def test_a_trainer_that_dies_during_a_stop_is_not_waited_for(tmp_path: Path) -> 
     play = Play(tmp_path, "trainer")
 
     def part() -> None:
-        peer, _ = play.hear(ObserverHello)
-        play.hub.send(peer, Status("running", 1, 9, {}, ()))
-        play.hub.send(peer, StepReport(1, {}))
-        play.wait_for_step()
+        peer = play.begin()
         signal.raise_signal(signal.SIGINT)
         assert play.hear(Stop)[1].save
         play.processes["trainer-0"].code = -9
@@ -238,10 +241,7 @@ def test_a_role_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 def test_a_coordinator_that_stops_by_itself_is_given_the_same_time(play: Play) -> None:
     def part() -> None:
-        peer, _ = play.hear(ObserverHello)
-        play.hub.send(peer, Status("stopping", 1, 9, {}, ()))
-        play.hub.send(peer, StepReport(1, {}))
-        play.wait_for_step()
+        peer = play.begin("stopping")
         play.processes["rollout-0"].code = -9  # nobody is restarted any more
         play.hub.send(peer, RunEnd("failed", "nothing has moved"))
         play.processes["coordinator-0"].code = 1
@@ -250,9 +250,18 @@ def test_a_coordinator_that_stops_by_itself_is_given_the_same_time(play: Play) -
 
 
 def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play) -> None:
-    play.session._stop(RunOutcome(130), "interrupted", 0.0)
-    play.session._handle(Status("running", 1, 9, {}, ()))
-    assert play.session._late() == RunOutcome(130)
+    """It was not waited for, then, and did not fail to stop in time."""
+    peers: list[bytes] = []
+    signals, messages = [signal.SIGINT], [Status("running", 1, 9, {}, ())]
+
+    def polled() -> None:
+        if peers and signals:
+            signal.raise_signal(signals.pop())
+        elif play.supervisor.stopping and messages:
+            play.hub.send(peers[0], messages.pop())
+
+    play.polled = polled
+    assert play.run(lambda: peers.append(play.hear(ObserverHello)[0])) == RunOutcome(130)
 
 
 def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
