@@ -65,7 +65,7 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
             of = "adapters on " * lora + f"{_short(parameters)} parameters"
             yield (
                 f"trainer.lr={config.trainer.lr:g} is far from what works for {of}, by published runs: "
-                f"{low:.0e} to {high:.0e}"
+                f"{low:.1e} to {high:.1e}"
             )
     needed = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config)
     if needed > _free(config):

@@ -153,7 +153,7 @@ def warnings(config: RunConfig) -> list[str]:
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
-    parser = config.rollout.parser
+    parser, engine, gpu = config.rollout.parser, config.engine, sees_gpu(config)
     calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
     fitting = detect(chat_template(config)) if calls else None
     found = {
@@ -163,11 +163,14 @@ def warnings(config: RunConfig) -> list[str]:
         f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory": (
             rows > 1 and rows * config.rollout.max_tokens > budget
         ),
+        "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
+        "then engine=sglang_cpu": (
+            gpu is False and engine.remote and not (engine.urls or engine.server_command)
+        ),
         f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
     }
-    costs = cost_warnings(config, sees_gpu(config))
-    return [*(message for message, applies in found.items() if applies), *costs]
+    return [*(message for message, applies in found.items() if applies), *cost_warnings(config, gpu)]
 
 
 def sees_gpu(config: RunConfig) -> bool | None:

@@ -178,6 +178,18 @@ def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
     assert "an episode of 9 rows" in line and "micro_batch_tokens (8192)" in line
 
 
+def test_servers_for_gpus_where_there_are_none_are_worth_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (line,) = preflight.warnings(config(tmp_path, engine={"name": "sglang"}))
+    assert "engine=sglang starts servers on GPUs" in line and "then engine=sglang_cpu" in line
+    for own in ({"urls": ["http://127.0.0.1:1"]}, {"server_command": ["launch"]}):
+        assert not preflight.warnings(config(tmp_path, engine={"name": "sglang", **own}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not preflight.warnings(config(tmp_path, engine={"name": "sglang"}))
+
+
 def test_a_parser_that_does_not_fit_the_template_is_worth_a_warning(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ '[TOOL_CALLS]' }}")
     model = {"path": str(tmp_path)}
