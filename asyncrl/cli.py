@@ -26,6 +26,9 @@ from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
 OPEN_KEYS = (  # mappings with keys of the user's choice
+    "data.columns",
+    "data.dataset",
+    "data.order",
     "rollout.tool_args",
     "rollout.environment",
     "rollout.agent",
@@ -36,7 +39,14 @@ OPEN_KEYS = (  # mappings with keys of the user's choice
     "algorithm.shaping",
 )
 # Of these, keys that take one name: a mapping given for one replaces that of a preset instead of joining it.
-ONE_NAME = ("rollout.environment", "rollout.agent", "algorithm.advantage", "algorithm.loss")
+ONE_NAME = (
+    "data.dataset",
+    "data.order",
+    "rollout.environment",
+    "rollout.agent",
+    "algorithm.advantage",
+    "algorithm.loss",
+)
 
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 
 class Prompts:
-    """`samples` of them, shuffled anew each epoch by `seed`; `epochs` 0 is without end."""
+    """`samples` draws an epoch, whose numbers `order` gives; `epochs` 0 is without end."""
 
-    def __init__(self, samples: int, seed: int, shuffle: bool, epochs: int) -> None:
-        self.samples, self.seed, self.shuffle = samples, seed, shuffle
+    def __init__(self, samples: int, order: Callable[[int], Sequence[int]], epochs: int = 0) -> None:
+        self.samples, self._order_of = samples, order
         self.limit = samples * epochs if epochs else None
         self._epoch = -1
-        self._order: list[int] = []
+        self._order: Sequence[int] = []
 
     def exhausted(self, position: int) -> bool:
         """True when there is no sample at this position."""
         return self.limit is not None and position >= self.limit
 
     def draw(self, position: int) -> int:
-        """Index of the sample at a position."""
+        """Number of the sample at a position."""
         epoch, place = divmod(position, self.samples)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(self.samples))
-            if self.shuffle:
-                random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._order, self._epoch = self._order_of(epoch), epoch
         return self._order[place]
+
+
+def shuffled(numbers: Sequence[int], key: str) -> list[int]:
+    """The numbers in an order that only the key decides."""
+    order = list(numbers)
+    random.Random(key).shuffle(order)
+    return order

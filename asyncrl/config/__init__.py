@@ -13,6 +13,7 @@ from asyncrl.config.run import (
     ModelConfig,
     ObserveConfig,
     RunConfig,
+    WeightedSource,
     WeightsConfig,
     parse,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "Section",
     "TrainerConfig",
     "ValidationConfig",
+    "WeightedSource",
     "WeightsConfig",
     "parse",
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Options, Positive, Seconds, Section, Text
+from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
 from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -46,13 +46,34 @@ class ModelConfig(Section, frozen=True):
     """Adapters are scaled by lora_alpha / lora_rank."""
 
 
-class DataConfig(Section, frozen=True):
-    """Prompts, as parquet files with verl's columns."""
+class WeightedSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of several sources: its share of the draws is its weight by the sum of all weights."""
 
-    train: Text
-    """Parquet file of training samples."""
-    test: str = ""
-    """Parquet file of held-out samples; empty: no validation."""
+    path: Text
+    weight: Annotated[float, Meta(gt=0)]
+
+
+class DataConfig(Section, frozen=True):
+    """Prompts, with verl's columns or others."""
+
+    train: Text | Annotated[list[Text | WeightedSource], Meta(min_length=1)]
+    """Training samples: a file (parquet, jsonl, json, csv), a pattern, a hub data set
+    `hf:OWNER/NAME:CONFIG:SPLIT`; or several, all with weights `{path, weight}` or none."""
+    test: str | list[Text] = ""
+    """Held-out samples, in the same ways, without weights; empty: no validation."""
+    columns: dict[str, str] = {}
+    """Parts of a sample that other columns hold, e.g. `{prompt: question, ground_truth: answer.value}`."""
+    dataset: Plugin = ""
+    """What reads the sources: `module:class` or `file.py:class`, called with the path of each, an iterable of
+    rows; empty: the readers of the formats above."""
+    system_prompt: str = ""
+    """System message for prompts that bring none."""
+    filter_overlong: bool = False
+    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`;
+    without it the checks before the start warn of them."""
+    order: Plugin = ""
+    """What puts the samples of an epoch in order: `module:function` or `file.py:function`, called with the
+    samples, the numbers of those drawn, and the epoch; gives the numbers in their new order."""
     shuffle: bool = True
     """Shuffle the samples anew in each epoch, by `seed`."""
     epochs: Count = 0

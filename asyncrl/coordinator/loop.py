@@ -28,7 +28,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.turn_writer import TurnWriter
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.data.samples import load_samples
+from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import failures_line
@@ -85,7 +85,7 @@ class Coordinator:
             self.state, self.engines, is_current_eval=lambda attempt: self.validation.is_current(attempt)
         )
         self.trainer = TrainerHandler(self.state, self._committed)
-        test = load_samples(config.data.test) if config.data.test else []
+        test = Samples.open(samples_path(self.run_dir, "test")) if config.data.test else []
         self.validation = Validation(self.state, self.workers, self.engines, test)
         self.reporter = Reporter(self.state, self.workers, self.engines, self.trainer)
         self.records = RecordHandler(self.state, self.workers, self.validation, self.reporter)

@@ -19,7 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.first_attempts import FirstAttempts
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.data.samples import check_same_data, load_demonstrations, load_samples
+from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
@@ -77,7 +77,7 @@ class RunState:
 
     config: RunConfig
     run_dir: Path
-    samples: list[Sample]
+    samples: Sequence[Sample]
     buffer: ReplayBuffer
     batches: Batches
     versions: VersionLedger
@@ -179,10 +179,11 @@ class RunState:
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
-    load = load_demonstrations if config.algorithm.loss == "sft" else load_samples
-    samples, store = load(config.data.train), RunStore(run_dir)
-    store.put_meta("data", check_same_data(config.data.train, samples, store.read.meta("data")))
-    buffer = _new_buffer(config, len(samples))
+    samples, store = Samples.open(samples_path(run_dir, "train")), RunStore(run_dir)
+    check_same_data(samples, store.read.meta("data"))
+    store.put_meta("data", samples.fingerprint)
+    order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
+    buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
     batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")
     restore(config, store, buffer, batches)
     version, path = store.read.newest_version()
@@ -213,12 +214,12 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     batches.restore(held.batches, held.taken, held.baselines)
 
 
-def _new_buffer(config: RunConfig, samples: int) -> ReplayBuffer:
-    data, buffer = config.data, config.buffer
+def _new_buffer(config: RunConfig, prompts: Prompts) -> ReplayBuffer:
+    buffer = config.buffer
     credit = advantages.load(config.algorithm.advantage)
     return ReplayBuffer(
         buffer,
-        Prompts(samples, config.seed, data.shuffle, data.epochs),
+        prompts,
         total_groups=config.total_steps * buffer.groups_per_batch,
         retries=config.rollout.retries,
         group_bytes=config.group_bytes + credit.greedy * config.group_bytes // buffer.episodes_per_group,

@@ -11,6 +11,7 @@ unblocks: the end of the run (the last validation)
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ class Validation:
     """Runs at most one session at a time. One that is not over by its deadline is abandoned and logged."""
 
     def __init__(
-        self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: list[Sample]
+        self, state: RunState, workers: WorkerHandler, engines: EngineHandler, samples: Sequence[Sample]
     ) -> None:
         self.state, self.workers, self.engines, self.samples = state, workers, engines, samples
         self.session: ValidationSession | None = None

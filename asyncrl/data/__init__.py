@@ -1,5 +1,17 @@
 """Data sets: prompts to train on, and demonstrations to imitate."""
 
-from asyncrl.data.samples import check_same_data, load_demonstrations, load_samples
+from asyncrl.data.order import EpochOrder
+from asyncrl.data.prepare import Room, check_same_data, prepare, samples_path
+from asyncrl.data.samples import RowLayout, load_samples
+from asyncrl.data.storage import Samples
 
-__all__ = ["check_same_data", "load_demonstrations", "load_samples"]
+__all__ = [
+    "EpochOrder",
+    "Room",
+    "RowLayout",
+    "Samples",
+    "check_same_data",
+    "load_samples",
+    "prepare",
+    "samples_path",
+]

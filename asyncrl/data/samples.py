@@ -3,109 +3,112 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
-import xxhash
 
+from asyncrl.config import DataConfig
+from asyncrl.data.columns import as_json, as_object, renamed
 from asyncrl.data.messages import read_messages
-from asyncrl.data.rows import Row, read_rows
+from asyncrl.data.rows import Row
+from asyncrl.data.sources import Place, reader
 from asyncrl.errors import ConfigError
-from asyncrl.types import Sample
-
-REQUIRED = ("data_source", "prompt", "reward_model")
+from asyncrl.types import Message, Sample
 
 
-def load_samples(path: str | Path) -> list[Sample]:
-    """Prompts, in order. Raises ConfigError for whatever is wrong."""
-    return [_question(path, index, row) for index, row in enumerate(read_rows(Path(path)))]
+class RowLayout(msgspec.Struct, frozen=True):
+    """How a row becomes a sample. `truth`: what needs the ground truth of a prompt, for the error where there
+    is none; empty: nothing does. `demonstrations`: rows are whole conversations."""
+
+    columns: Mapping[str, str] = MappingProxyType({})
+    system_prompt: str = ""
+    truth: str = ""
+    demonstrations: bool = False
 
 
-def load_demonstrations(path: str | Path) -> list[Sample]:
-    """Whole conversations, in order: what to imitate. The `prompt` of a sample holds all messages, turns of
-    the assistant included. Columns: `messages`, or `prompt` and `response`; optional: `tools` (schemas, which
-    go to `extra_info.tool_schemas`), and verl's, which a validation needs. ConfigError as above."""
-    return [_demonstration(path, index, row) for index, row in enumerate(read_rows(Path(path)))]
+def load_samples(path: str | Path, truth: str = "a reward") -> list[Sample]:
+    """The prompts of one source, with verl's columns."""
+    return list(read_samples(DataConfig(str(path)), str(path), "train", RowLayout(truth=truth)))
 
 
-def check_same_data(path: str | Path, samples: Sequence[Sample], kept: str) -> str:
-    """The fingerprint of samples in their order, as a run keeps it: its groups name samples by number.
-    ConfigError when it is not the `kept` one, unless that is empty: a new run."""
-    digest = xxhash.xxh3_128()
-    for sample in samples:
-        digest.update(msgspec.msgpack.encode(sample))
-    found = digest.hexdigest()
-    if kept not in ("", found):
+def read_samples(config: DataConfig, path: str, split: str, layout: RowLayout) -> Iterator[Sample]:
+    """The samples of one source, in order, each with its number in its file. ConfigError for what is wrong.
+
+    A prompt: columns `prompt`, `ground_truth` or `reward_model`, and optional ones. A demonstration:
+    `messages`, or `prompt` and `response`, of which only the latter is learned; the sample's `prompt` holds
+    all messages, and `extra_info.tool_schemas` what a column `tools` held.
+    """
+    parse = _demonstration if layout.demonstrations else _question
+    empty = True
+    for place, row in reader(config, split)(path):
+        empty = False
+        yield parse(place, renamed(str(place), row, layout.columns), layout)
+    if empty:
+        raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
+
+
+def _question(where: Place, row: Row, layout: RowLayout) -> Sample:
+    if row.get("prompt") is None:
+        raise ConfigError(f"{where}: no column prompt; {_found(row)}")
+    truth = _truth(where, row)
+    if truth is None and layout.truth:
         raise ConfigError(
-            f"$.data.train: {path} holds other samples, or another order, than those that the run was begun "
-            "with; restore the file, or begin a new run with another name=…"
+            f"{where}: no ground truth for {layout.truth}, neither reward_model.ground_truth nor a column "
+            f"ground_truth; {_found(row)}"
         )
-    return found
+    prompt = read_messages(f"{where}: column prompt", row["prompt"])
+    return _sample(where, row, _led(prompt, layout), truth, _extra(where, row))
 
 
-def _question(path: str | Path, index: int, row: Row) -> Sample:
-    where = f"{path}, sample {index}"
-    if missing := [name for name in REQUIRED if row.get(name) is None]:
-        raise ConfigError(
-            f"{where}: no column {', '.join(missing)} (found: {', '.join(row) or 'none'}); "
-            "verl's columns are data_source, prompt, ability, reward_model, extra_info"
-        )
-    reward_model = _object(where, "reward_model", row["reward_model"])
-    if reward_model.get("ground_truth") is None:
-        raise ConfigError(f"{where}: reward_model has no ground_truth; it needs {{style, ground_truth}}")
-    return Sample(
-        row=index,
-        data_source=str(row["data_source"]),
-        prompt=read_messages(f"{where}: column prompt", row["prompt"]),
-        ground_truth=_json(where, "reward_model.ground_truth", reward_model["ground_truth"]),
-        ability=str(row.get("ability") or ""),
-        extra_info=_json(where, "extra_info", _object(where, "extra_info", row.get("extra_info") or {})),
-    )
-
-
-def _demonstration(path: str | Path, index: int, row: Row) -> Sample:
-    where = f"{path}, sample {index}"
+def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
     if row.get("messages") is not None:
-        messages = read_messages(f"{where}: column messages", row["messages"])
+        given: tuple[Message, ...] = ()
+        learned = read_messages(f"{where}: column messages", row["messages"])
     elif row.get("prompt") is not None and row.get("response") is not None:
-        answer = read_messages(f"{where}: column response", row["response"], role="assistant")
-        messages = read_messages(f"{where}: column prompt", row["prompt"]) + answer
+        given = _led(read_messages(f"{where}: column prompt", row["prompt"]), layout)
+        learned = read_messages(f"{where}: column response", row["response"], role="assistant")
     else:
-        raise ConfigError(
-            f"{where}: no column messages, or prompt and response (found: {', '.join(row) or 'none'})"
-        )
-    if all(message.role != "assistant" for message in messages):
+        raise ConfigError(f"{where}: no column messages, or prompt and response; {_found(row)}")
+    if all(message.role != "assistant" for message in learned):
         raise ConfigError(f"{where}: has no assistant message, so there is nothing to imitate")
-    extra = _object(where, "extra_info", row.get("extra_info") or {})
+    extra = _extra(where, row)
     if tools := row.get("tools"):
         extra["tool_schemas"] = json.loads(tools) if isinstance(tools, str) else tools
-    truth = _object(where, "reward_model", row.get("reward_model") or {}).get("ground_truth")
+    messages = (*given, *learned) if given else _led(learned, layout)
+    sample = _sample(where, row, messages, _truth(where, row), extra)
+    return msgspec.structs.replace(sample, given=len(given))
+
+
+def _led(messages: tuple[Message, ...], layout: RowLayout) -> tuple[Message, ...]:
+    """With the configured system prompt, unless they bring their own."""
+    if not layout.system_prompt or messages[0].role == "system":
+        return messages
+    return Message("system", layout.system_prompt), *messages
+
+
+def _truth(where: Place, row: Row) -> Any:
+    if row.get("ground_truth") is not None:
+        return row["ground_truth"]
+    return as_object(str(where), "reward_model", row.get("reward_model") or {}).get("ground_truth")
+
+
+def _extra(where: Place, row: Row) -> dict[str, Any]:
+    return as_object(str(where), "extra_info", row.get("extra_info") or {})
+
+
+def _sample(where: Place, row: Row, prompt: tuple[Message, ...], truth: Any, extra: dict[str, Any]) -> Sample:
     return Sample(
-        row=index,
-        data_source=str(row.get("data_source") or Path(path).stem),
-        prompt=messages,
-        ground_truth=_json(where, "reward_model.ground_truth", truth),
+        row=where.number,
+        data_source=str(row.get("data_source") or where.source),
+        prompt=prompt,
+        ground_truth=as_json(str(where), "ground_truth", truth),
         ability=str(row.get("ability") or ""),
-        extra_info=_json(where, "extra_info", extra),
+        extra_info=as_json(str(where), "extra_info", extra),
     )
 
 
-def _object(where: str, column: str, value: Any) -> dict[str, Any]:
-    """A nested column, or the same as JSON text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ConfigError(f"{where}: column {column} is text, but not JSON") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: column {column} must be an object, not {type(value).__name__}")
-    return value
-
-
-def _json(where: str, column: str, value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=str)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {column} cannot be written as JSON ({error})") from None
+def _found(row: Row) -> str:
+    return f"found: {', '.join(row) or 'none'}; data.columns gives columns other names, see docs/data.md"

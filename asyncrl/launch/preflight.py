@@ -6,35 +6,43 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.estimates import cost_warnings
 from asyncrl.launch.model_directory import chat_template, check_model, weight_bytes
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_logins
-from asyncrl.store.reader import RunReader
-from asyncrl.store.schema import DATABASE
-from asyncrl.tools import Tool, check_sample_tools
+from asyncrl.tools import Tool
 from asyncrl.types import Sample
 
 
-def check(config: RunConfig) -> list[str]:
-    """Raise the first ConfigError, cheap checks first; return warnings about what is valid, but probably a
-    mistake, one line each. Nothing is written and nothing started."""
+class Checked(NamedTuple):
+    """What the checks found: warnings about what is valid, but probably a mistake, one line each; and the
+    data, which is to be saved."""
+
+    warnings: list[str]
+    data: RunData
+
+
+def check(config: RunConfig) -> Checked:
+    """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started."""
     check_resumed(config)
     check_installed(config)
     check_logins(config)
     check_model(config)
     tools = check_names(config)
-    samples = check_data(config, tools)
+    with _quiet():
+        data = check_data(config, tools)
     check_device(config)
     check_weights_directory(config)
     check_servers(config)
-    return warnings(config) + check_template(config, tools, samples)
+    return Checked([*warnings(config), *check_template(config, tools, data.train), *data.warnings], data)
 
 
 def check_installed(
@@ -70,41 +78,6 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
             importlib.import_module(module)
         engines.load(config.engine.name)
     return toolbox.tools
-
-
-def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> Sequence[Sample]:
-    """The data sets load, hold at least a batch, and name only configured tools; a resumed run finds the
-    samples that it was begun with. Returns those of training."""
-    from asyncrl.algorithms.library import imitates
-    from asyncrl.data import check_same_data, load_demonstrations, load_samples
-
-    load = load_demonstrations if imitates(config) else load_samples
-    with _quiet():
-        loaded = {config.data.train: load(config.data.train)}
-        if config.data.test:
-            loaded[config.data.test] = load_samples(config.data.test)
-    for path, samples in loaded.items():
-        if config.rollout.agent:  # the agent itself reads what its data says about tools
-            break
-        if found := check_sample_tools(tools, (sample.extra_info for sample in samples)):
-            raise ConfigError(f"{path}: {'; '.join(found)}; add it to rollout.tools, or correct the data")
-    count, needed = len(loaded[config.data.train]), config.buffer.groups_per_batch
-    if count < needed:
-        raise ConfigError(
-            f"{config.data.train}: {count} samples are less than one batch; lower "
-            f"buffer.groups_per_batch ({needed}) or add samples"
-        )
-    check_same_data(config.data.train, loaded[config.data.train], _kept_data(config))
-    return loaded[config.data.train]
-
-
-def _kept_data(config: RunConfig) -> str:
-    """The fingerprint of the samples that a run to be continued was begun with; '' for a new one."""
-    database = run_directory(config) / DATABASE
-    if config.resume == "never" or not database.exists() or not database.stat().st_size:
-        return ""
-    with closing(RunReader.open(run_directory(config))) as reader:
-        return reader.meta("data")
 
 
 def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]) -> list[str]:

@@ -30,6 +30,7 @@ EXISTING = ("run.db", "config.yaml")
 PATHS = ("data.train", "model.path")
 KEPT = (
     *PATHS,
+    *("data.columns", "data.dataset", "data.system_prompt", "data.filter_overlong", "data.order"),
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
     *("algorithm.steps_per_batch", "model.lora_rank", "model.lora_alpha", "critic.backbone"),
     *("model.template", "model.template_args"),
@@ -99,7 +100,7 @@ def check_resumed(config: RunConfig) -> None:
     now = msgspec.to_builtins(config)
     for key in KEPT:
         old, new = _value(before, key), _value(now, key)
-        moved = key in PATHS and old is not None and Path(old).resolve() == Path(new).resolve()
+        moved = key in PATHS and old is not None and _resolved(old) == _resolved(new)
         if old not in (None, new) and not moved and key == "model.template":
             raise ConfigError(
                 f"$.model.template: {path.parent} was begun with another chat template, which is in its "
@@ -132,6 +133,13 @@ def _value(tree: Any, key: str) -> Any:
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree
+
+
+def _resolved(path: Any) -> Any:
+    """Of a path, or of several, some with weights."""
+    if isinstance(path, dict):
+        return path | {"path": _resolved(path.get("path"))}
+    return list(map(_resolved, path)) if isinstance(path, list) else Path(str(path)).resolve()
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     try:
         check_run_directory(config)  # before a model is fetched
         config = resolve_models(config, run_directory(config))
-        warnings = preflight.check(config)
+        warnings, data = preflight.check(config)
         run_dir, units = run_directory(config), placement.plan(config)
         check_schema(run_dir)
     except OSError as error:  # of a path that no check has foreseen
@@ -54,6 +54,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         return COMPLETED
     with ExitStack() as stack:
         stack.enter_context(locked(config))
+        data.save(run_dir)
         _remove_outside_weights(config)  # of a launcher that was killed
         stack.callback(_remove_outside_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))

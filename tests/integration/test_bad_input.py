@@ -212,8 +212,10 @@ CASES: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "short context": (short_context, ("$.rollout.max_tokens", "64")),
     "no data": (setting("data.train=nowhere.parquet"), ("nowhere.parquet",)),
     "malformed data": (garbage, ("train.parquet", "not readable as parquet")),
-    "missing column": (data([{"data_source": "d", "text": "q"}]), ("no column prompt, reward_model",)),
-    "plain prompt": (data(rows(40, prompt="1 + 1?")), ("sample 0", "prompt")),
+    "missing column": (data([{"data_source": "d", "text": "q"}]), ("no column prompt",)),
+    "unknown role": (data(rows(40, prompt=[{"role": "bot", "content": "?"}])), ("sample 0", "role 'bot'")),
+    "no ground truth": (data(rows(40, reward_model={"style": "rule"})), ("sample 0", "final_number")),
+    "long prompts": (data(rows(40, prompt="1 plus 1? " * 300)), ("all prompts", "more than 284 tokens")),
     "empty data": (empty, ("empty",)),
     "a tool that is not there": (
         data(rows(40, extra_info={"tools": ["weather"]})),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.prompts import Prompts, shuffled
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.buffer.zero_variance import ComparedParts
@@ -27,7 +27,7 @@ def make(
     config = BufferConfig(
         **{"groups_per_batch": 2, "episodes_per_group": 2, "filter_zero_variance": False} | keys
     )
-    prompts = Prompts(rows, 0, True, epochs)
+    prompts = Prompts(rows, lambda epoch: shuffled(range(rows), f"0/{epoch}"), epochs)
     buffer = ReplayBuffer(config, prompts, total_groups, retries=1, group_bytes=1, greedy=greedy, reads=reads)
     return buffer, Batches(buffer, micro_tokens=1 << 20, flush=True)
 

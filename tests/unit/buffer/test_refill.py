@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from tests.unit.buffer.machine import admit, give_up, land, land_group, make, train
@@ -123,8 +122,8 @@ def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
 
 def test_retired_samples_are_skipped_and_the_order_of_the_rest_stays() -> None:
     buffer, _ = make(rows=4, retire_pass_rate=0.9)
-    plain = Prompts(4, 0, True, 0)
-    order = [plain.draw(position) for position in range(8)]
+    plain, _ = make(rows=4)
+    order = rows_of(plain, 8)
     assert rows_of(buffer, 4) == order[:4]
     land_group(buffer, 1, 1.0, 1.0)
     assert rows_of(buffer, 3) == [row for row in order[4:] if row != order[1]]

@@ -14,29 +14,28 @@ import zmq
 
 from asyncrl.buffer.records import State
 from asyncrl.config import parse
-from asyncrl.coordinator import loop, state
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
-from asyncrl.types import FailReason, Message, PolicyVersion, Sample
+from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Status
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, TrainerHello
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode
+from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import land_group, turn_payload
 
-ROWS = [Sample(row, "s", (Message("user", "?"),), "1") for row in range(50)]
+ROWS = rows(50)
 
 
 @pytest.fixture(autouse=True)
 def samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (loop, state):
-        monkeypatch.setattr(module, "load_samples", lambda path: ROWS)
+    give(monkeypatch, ROWS)
 
 
 class LoopSetup:
@@ -262,7 +261,7 @@ def test_a_full_disk_keeps_the_rows_of_the_metrics(setup: LoopSetup, monkeypatch
     monkeypatch.setattr(reporter, "_file", Full())
     reporter.write({"a": 1.0})
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "load_samples", lambda path: ROWS)
+    give(monkeypatch, ROWS)
     reporter.write({"a": 2.0})
     assert read_rows(setup.run_dir) == [{"a": 1.0}, {"a": 2.0}]
 

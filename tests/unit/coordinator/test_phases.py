@@ -7,37 +7,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from asyncrl.config import parse
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
+from asyncrl.data import samples_path
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
+from tests.fakes.data import rows, stored
 from tests.fakes.mail import Sent
 
 OBSERVER, WORKER, RANK = b"observer/0/a", b"rollout/0/launch.1", b"trainer/0/launch.2"
 
-ROW = {
-    "data_source": "d",
-    "prompt": [{"role": "user", "content": "1 + 1"}],
-    "reward_model": {"style": "rule", "ground_truth": "2"},
-}
-
 
 @pytest.fixture
 def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    data = tmp_path / "train.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ROW] * 4), data)
-    keys = {"name": "r", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": str(data)}}
+    stored(rows(4)).save(samples_path(tmp_path / "r", "train"))
+    keys = {"name": "r", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}}
     config = parse(keys)
-    (tmp_path / "r").mkdir()
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
     coordinator.lifecycle.phase = Phase.RUNNING
     coordinator.state.outbox = Sent()  # type: ignore[assignment]

@@ -12,11 +12,10 @@ import pytest
 from asyncrl.algorithms.advantages import Advantage
 from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import parse
-from asyncrl.coordinator import state as module
 from asyncrl.coordinator.state import RunState, TransactionalOutbox, load_state
 from asyncrl.errors import ConfigError
-from asyncrl.types import Message, Sample
 from asyncrl.wire.messages.shared import Stop
+from tests.fakes.data import give, rows
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import land_group, run, train, turn_payload
 
@@ -26,8 +25,7 @@ ROWS = 5
 
 @pytest.fixture(autouse=True)
 def samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Sample(row, "s", (Message("user", "?"),), "1") for row in range(ROWS)]
-    monkeypatch.setattr(module, "load_samples", lambda path: rows)
+    give(monkeypatch, rows(ROWS))
 
 
 def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> RunState:
@@ -145,6 +143,6 @@ def test_a_run_does_not_go_on_with_other_samples(tmp_path: Path, monkeypatch: py
     state = build(tmp_path)
     play(state, 1)
     build(tmp_path)
-    monkeypatch.setattr(module, "load_samples", lambda path: state.samples[::-1])
+    give(monkeypatch, rows(ROWS + 1)[1:])
     with pytest.raises(ConfigError, match="other samples"):
         build(tmp_path)

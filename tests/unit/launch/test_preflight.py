@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,8 @@ import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
-from asyncrl.data import check_same_data
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, servers
-from asyncrl.store.runstore import RunStore
-from asyncrl.types import Message, Sample
 from asyncrl.weights import disk
 
 Mounts = Callable[..., None]
@@ -198,36 +194,6 @@ def test_a_parser_that_does_not_fit_the_template_is_worth_a_warning(tmp_path: Pa
     assert "rollout.parser is hermes" in line and "set rollout.parser=mistral" in line
     assert not preflight.warnings(config(tmp_path, model=model, rollout=calling | {"parser": "mistral"}))
     assert not preflight.warnings(config(tmp_path, model=model, rollout={"slots": 1}))
-
-
-def test_what_an_agents_data_says_of_tools_is_its_own_affair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sample = Sample(0, "s", (Message("user", "?"),), "1", extra_info='{"tools": [{"type": "function"}]}')
-    monkeypatch.setattr("asyncrl.data.load_samples", lambda path: [sample] * 99)
-    preflight.check_data(config(tmp_path, rollout={"agent": "a.py:f"}), {})
-    with pytest.raises(ConfigError, match="extra_info"):
-        preflight.check_data(config(tmp_path), {})
-
-
-def test_another_file_under_the_same_path_is_found_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples = [Sample(row, "s", (Message("user", f"{row}?"),), "1") for row in range(99)]
-    monkeypatch.setattr("asyncrl.data.load_samples", lambda path: samples)
-    resumed = config(tmp_path, resume="auto")
-    preflight.check_data(resumed, {})  # there is no run yet
-    run = run_directory.run_directory(resumed)
-    run.mkdir()
-    (run / "run.db").touch()
-    preflight.check_data(resumed, {})  # its first coordinator was killed at once
-    with closing(RunStore(run)) as store:
-        store.put_meta("data", check_same_data("t", samples, ""))
-        store.commit()
-    preflight.check_data(resumed, {})
-    samples.reverse()
-    with pytest.raises(ConfigError, match=r"\$\.data\.train: t holds other samples"):
-        preflight.check_data(resumed, {})
 
 
 def test_what_a_killed_launcher_left_on_shared_memory_counts_as_room(

@@ -13,11 +13,15 @@ from rich.console import Console as Terminal
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, start
+from asyncrl.launch.data import RunData
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
 from asyncrl.observe.console import Console, ConsoleState
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.weights import disk
+from tests.fakes.data import rows, stored
+
+CHECKED = preflight.Checked([], RunData(stored(rows(1)), None, []))
 
 
 @pytest.fixture
@@ -38,7 +42,7 @@ def test_a_refused_start_has_cleared_shared_memory_and_leaves_no_run(
         seen.append(left.exists())
         raise ConfigError("no such tracker")
 
-    monkeypatch.setattr(preflight, "check", lambda config: None)
+    monkeypatch.setattr(preflight, "check", lambda config: CHECKED)
     monkeypatch.setattr(start.Trackers, "open", refuse)
     with pytest.raises(ConfigError, match="no such tracker"):
         start.train(config)
@@ -64,7 +68,7 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
 def test_a_full_disk_is_one_line_and_leaves_no_run(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "check", lambda config: [])
+    monkeypatch.setattr(preflight, "check", lambda config: CHECKED)
     monkeypatch.setattr(start, "check_run_directory", lambda config: None)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "config.yaml").symlink_to("/dev/full")

@@ -1,0 +1,98 @@
+"""Where rows come from: files by path or pattern, a hub data set, or a data set of the user's own."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.config import DataConfig
+from asyncrl.config.base import Plugin
+from asyncrl.data.rows import READERS, Row, read_rows
+from asyncrl.errors import ConfigError, describe, one_line
+from asyncrl.registry import bind, check_call, load_object, single
+
+HUB = "hf:"
+
+
+class Place(NamedTuple):
+    """Where a row is: in a file, a hub data set or a user's one, and its number there."""
+
+    name: str
+    number: int
+
+    @property
+    def source(self) -> str:
+        """The data source of a row that names none: the file's name without its suffix, or the data set's."""
+        return Path(self.name).stem if Path(self.name).suffix in READERS else self.name
+
+    def __str__(self) -> str:
+        return f"{self.name}, sample {self.number}"
+
+
+Reader = Callable[[str], Iterator[tuple[Place, Row]]]
+
+
+def reader(config: DataConfig, split: str) -> Reader:
+    """What gives the rows of a source. `split`: train or test."""
+    if config.dataset:
+        return _own(config.dataset)
+    return lambda path: _hub(path, split) if path.startswith(HUB) else _files(path)
+
+
+def _files(path: str) -> Iterator[tuple[Place, Row]]:
+    """Of one file, or of all that a pattern names, sorted by name."""
+    found = [path] if Path(path).exists() else sorted(glob.glob(path, recursive=True))
+    if not found and glob.has_magic(path):
+        raise ConfigError(f"{path}: no file is named so; correct the pattern")
+    for name in found or [path]:
+        for number, row in enumerate(read_rows(Path(name))):
+            yield Place(name, number), row
+
+
+def _hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
+    """`hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]`, through `datasets`, which maps its copy into memory."""
+    repository, _, rest = path.removeprefix(HUB).partition(":")
+    name, _, revision = repository.partition("@")
+    chosen, _, given = rest.partition(":")
+    import datasets  # here: it takes a second
+
+    try:
+        found = datasets.load_dataset(name, chosen or None, split=given or split, revision=revision or None)
+    except Exception as error:
+        raise ConfigError(
+            f"{path}: cannot be loaded ({one_line(error)}); it is read as hf:OWNER/NAME[@REVISION][:CONFIG"
+            "[:SPLIT]]; without network, load it once where there is one, and bring its cache (HF_HOME) here"
+        ) from error
+    for number, row in enumerate(found):
+        yield Place(name, number), row
+
+
+def _own(plugin: Plugin) -> Reader:
+    """A class or function of the user's, called with a source's path, that gives rows."""
+    where = "$.data.dataset"
+    name, options = single(plugin, where)
+    made = bind(load_object(name, "data set"), options, f"{where}.{name}")
+    check_call(made, f"{where}.{name}", "a class or function that takes the path", ("path",))
+
+    def read(path: str) -> Iterator[tuple[Place, Row]]:
+        call = f"{where}: {name}({path!r})"
+        for number, row in enumerate(_guarded(call, made, path)):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{call} gives {type(row).__name__}; rows are dicts of column and value")
+            yield Place(path, number), dict(row)
+
+    return read
+
+
+def _guarded(where: str, made: Callable[[str], Iterable[Any]], path: str) -> Iterator[Any]:
+    """What users' code raises, as a ConfigError with its file and line. What can only be counted and indexed,
+    as data sets of torch can, is iterated, too."""
+    try:
+        rows: Any = made(path)
+        yield from rows if hasattr(rows, "__iter__") else map(rows.__getitem__, range(len(rows)))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} failed: {describe(error)}; it must give an iterable of rows") from error

@@ -1,0 +1,159 @@
+"""Sources of rows, and layouts of their columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from asyncrl.config import DataConfig
+from asyncrl.data.columns import check_columns
+from asyncrl.data.samples import RowLayout, read_samples
+from asyncrl.errors import ConfigError
+from asyncrl.types import Message, Sample
+
+COLUMNS = {"prompt": "question", "ground_truth": "answer.value", "extra_info.level": "level"}
+ROW = {"question": "1 + 1?", "answer": {"value": 2}, "level": 3}
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def read(path: Path | str, layout: RowLayout = RowLayout(COLUMNS, truth="r"), **keys: Any) -> list[Sample]:
+    return list(read_samples(DataConfig(str(path), **keys), str(path), "train", layout))
+
+
+def test_columns_of_another_layout_get_the_names_of_ours(tmp_path: Path) -> None:
+    found = read(jsonl(tmp_path / "sums.jsonl", ROW, ROW | {"extra_info": {"a": 1}, "data_source": "mine"}))
+    assert found[0] == Sample(0, "sums", (Message("user", "1 + 1?"),), "2", "", '{"level": 3}')
+    assert (found[1].data_source, found[1].extra_info) == ("mine", '{"a": 1, "level": 3}')
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"promt": "question"}, "'promt' is no part of a sample; did you mean prompt"),
+        ({"extra_info.": "question"}, "is no part of a sample"),
+    ],
+)
+def test_names_that_no_sample_has_are_refused(columns: dict[str, str], complaint: str) -> None:
+    check_columns(COLUMNS)
+    with pytest.raises(ConfigError, match=complaint):
+        check_columns(columns)
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROW, ROW | {"answer": 2})
+    with pytest.raises(ConfigError, match=r"sample 1: no column answer\.value, .*found: question, answer"):
+        read(path)
+
+
+def test_the_ground_truth_may_be_missing_where_nothing_needs_it(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "Play!"})
+    assert read(path, RowLayout())[0].ground_truth == "null"
+    with pytest.raises(ConfigError, match=r"sample 0: no ground truth for rollout.reward exact"):
+        read(path, RowLayout(truth="rollout.reward exact"))
+
+
+def test_a_system_prompt_goes_to_prompts_without_one(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "?"}]
+    path = jsonl(tmp_path / "a.jsonl", {"prompt": "?"}, {"prompt": own})
+    first, second = read(path, RowLayout(system_prompt="Be brief."))
+    assert first.prompt == (Message("system", "Be brief."), Message("user", "?"))
+    assert second.prompt == (Message("system", "Mine."), Message("user", "?"))
+
+
+def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        jsonl(tmp_path / f"{name}.jsonl", ROW, ROW)
+    found = read(tmp_path / "*.jsonl")
+    assert [(sample.data_source, sample.row) for sample in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    with pytest.raises(ConfigError, match="no file is named so"):
+        read(tmp_path / "*.csv")
+
+
+def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(name: str, chosen: str | None, **more: Any) -> Any:
+        asked.append((name, chosen, *more.values()))
+        return datasets.Dataset.from_list([ROW, ROW])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    (sample, _) = read("hf:openai/gsm8k")
+    assert (sample.data_source, sample.ground_truth) == ("openai/gsm8k", "2")
+    read("hf:openai/gsm8k@abc:main:test"), read("hf:openai/gsm8k::extra")
+    assert asked == [
+        ("openai/gsm8k", None, "train", None),
+        ("openai/gsm8k", "main", "test", "abc"),
+        ("openai/gsm8k", None, "extra", None),
+    ]
+
+
+def test_a_hub_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Couldn't reach\n'a/b' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(ConfigError, match=r"hf:a/b: cannot be loaded .*without network") as caught:
+        read("hf:a/b")
+    assert "\n" not in str(caught.value)
+
+
+OWN = """
+class Squares:
+    def __init__(self, path, *, count: int = 2):
+        self.path, self.count = path, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, at):
+        return {"prompt": f"{self.path} {at}^2?", "ground_truth": at * at}  # no IndexError, as of torch's
+
+
+def rows(path):
+    yield {"prompt": "?", "ground_truth": 1}
+    yield {"prompt": path[99], "ground_truth": 1}
+
+
+def numbers(path):
+    return [3]
+
+
+def nothing():
+    return []
+
+
+def empty(path):
+    return []
+"""
+
+
+def test_a_data_set_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    found = read("small", RowLayout(truth="r"), dataset={f"{tmp_path}/own.py:Squares": {"count": 3}})
+    assert [(one.prompt[0].content, one.ground_truth) for one in found] == [
+        *(("small 0^2?", "0"), ("small 1^2?", "1"), ("small 2^2?", "4")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("rows", r"rows\('small'\) failed: IndexError: .* \(own.py:15\); it must give"),
+        ("numbers", "gives int; rows are dicts"),
+        ("nothing", r"nothing \(own.py:22\) takes other arguments"),
+        ("empty", "small: the data set is empty"),
+        ("none", "has no 'none'"),
+    ],
+)
+def test_a_data_set_that_cannot_be_used_is_named(tmp_path: Path, name: str, complaint: str) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=complaint):
+        read("small", RowLayout(), dataset=f"{tmp_path}/own.py:{name}")

@@ -1,0 +1,117 @@
+"""The data of a run, checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.data import Samples, samples_path
+from asyncrl.errors import ConfigError
+from asyncrl.launch.data import check_data
+from asyncrl.launch.run_directory import check_resumed, run_directory
+from asyncrl.store.runstore import RunStore
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/multiturn/calculator/model"
+
+
+def write(path: Path, rows: Iterable[Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def questions(count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"{number}?", "ground_truth": 1} | more for number in range(count)]
+
+
+def config(run_dir: Path, rows: Iterable[Any], data: dict[str, Any] | None = None, **keys: Any) -> RunConfig:
+    train = write(run_dir / "t.jsonl", rows)
+    least = {"name": "x", "run_dir": str(run_dir), "model": {"path": str(MODEL)}}
+    return parse(least | {"data": {"train": train} | (data or {}), "buffer": {"groups_per_batch": 4}} | keys)
+
+
+def test_what_is_checked_is_what_the_coordinator_finds(tmp_path: Path) -> None:
+    test = write(tmp_path / "test.jsonl", questions(3))
+    found = check_data(config(tmp_path, questions(9), {"test": test}), {})
+    assert not found.warnings and not (tmp_path / "x").exists()
+    found.save(tmp_path / "x")
+    for split, count in (("train", 9), ("test", 3)):
+        assert len(Samples.open(samples_path(tmp_path / "x", split))) == count
+
+
+def test_prompts_that_leave_no_room_are_found_before_the_start(tmp_path: Path) -> None:
+    """Each of their episodes fails."""
+    rollout = {"max_tokens": 128, "max_new_tokens": 16}
+    rows = [*questions(4), {"prompt": "7 plus 8? " * 60, "ground_truth": 1}]
+    (line,) = check_data(config(tmp_path, rows, rollout=rollout), {}).warnings
+    assert "$.data.train: at least 1 prompts have more than 112 tokens" in line
+    filtered = check_data(config(tmp_path, rows, {"filter_overlong": True}, rollout=rollout), {})
+    assert len(filtered.train) == 4 and "left out" in filtered.warnings[0]
+    with pytest.raises(ConfigError, match="all prompts have more than 112 tokens"):
+        check_data(config(tmp_path, rows[-1:] * 5, rollout=rollout), {})
+    with pytest.raises(ConfigError, match=r"\$.data.train: 4 samples are less than one batch"):
+        check_data(config(tmp_path, rows, {"filter_overlong": True}, buffer={}, rollout=rollout), {})
+
+
+@pytest.mark.parametrize(
+    ("reward", "refused"),
+    [
+        *(("exact", True), ({"gsm8k": {}, "format": {"weight": 0.2}}, True)),
+        *(("none", False), ("mine.py:score", False), ({"format": {}, "m:f": {}}, False)),
+    ],
+)
+def test_a_ground_truth_is_needed_where_a_reward_compares_with_it(
+    tmp_path: Path, reward: Any, refused: bool
+) -> None:
+    given = config(tmp_path, [{"prompt": "?"}] * 4, rollout={"reward": reward})
+    if not refused:
+        assert check_data(given, {}).train[0].ground_truth == "null"
+        return
+    with pytest.raises(ConfigError, match=r"sample 0: no ground truth for rollout.reward (exact|gsm8k)"):
+        check_data(given, {})
+
+
+def test_what_an_agents_data_says_of_tools_is_its_own_affair(tmp_path: Path) -> None:
+    rows = questions(9, extra_info={"tools": [{"type": "function"}]})
+    check_data(config(tmp_path, rows, rollout={"agent": "a.py:f"}), {})
+    with pytest.raises(ConfigError, match="extra_info"):
+        check_data(config(tmp_path, rows), {})
+
+
+def test_another_file_under_the_same_path_is_found_before_anything_starts(tmp_path: Path) -> None:
+    resumed = config(tmp_path, questions(9), resume="auto")
+    samples = check_data(resumed, {}).train  # there is no run yet
+    run = run_directory(resumed)
+    run.mkdir()
+    (run / "run.db").touch()
+    check_data(resumed, {})  # its first coordinator was killed at once
+    with closing(RunStore(run)) as store:
+        store.put_meta("data", samples.fingerprint)
+        store.commit()
+    check_data(resumed, {})
+    with pytest.raises(ConfigError, match=r"\$\.data\.train: these are other samples"):
+        check_data(config(tmp_path, questions(9)[::-1], resume="auto"), {})
+
+
+def test_a_resumed_run_keeps_its_sources_and_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resumed(train: Any, **data: Any) -> RunConfig:
+        return config(tmp_path, questions(9), {"train": train} | data, resume="auto")
+
+    monkeypatch.chdir(tmp_path)
+    begun = tmp_path / "x" / "config.yaml"
+    begun.parent.mkdir()
+    begun.write_text("data: {train: [{path: t.jsonl, weight: 1}, {path: u.jsonl, weight: 2.0}], order: ''}\n")
+    same = [{"path": str(tmp_path / "t.jsonl"), "weight": 1}, {"path": "u.jsonl", "weight": 2}]
+    check_resumed(resumed(same))
+    for other in ([same[0], same[1] | {"weight": 3}], same[::-1], "t.jsonl", ["t.jsonl", "u.jsonl"]):
+        with pytest.raises(ConfigError, match=r"\$.data.train: .* was begun with"):
+            check_resumed(resumed(other))
+    with pytest.raises(ConfigError, match=r"\$.data.order: .* was begun with ''"):
+        check_resumed(resumed(same, order="a.py:f"))
