@@ -93,5 +93,5 @@ def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Messa
         try:
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
-            raise ConfigError(f"{config.data.train}: sample 0: {error}; change the prompt") from error
+            raise ConfigError(f"$.data.train: sample 0: {error}; change the prompt") from error
     return chat.check(rollout.history, ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment))
