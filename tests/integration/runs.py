@@ -1,4 +1,4 @@
-"""Real runs of `asyncrl train` for the integration tests: small, with their processes in view."""
+"""Real runs of `asyncrl train` (or `sft`) for the integration tests: small, with their processes in view."""
 
 from __future__ import annotations
 
@@ -40,14 +40,19 @@ class Run:
     """One launch. Use as a context: whatever is left at the end is killed, by pid."""
 
     def __init__(
-        self, run_dir: Path, *overrides: str, name: str = "run", experiment: str = "calculator"
+        self,
+        run_dir: Path,
+        *overrides: str,
+        name: str = "run",
+        experiment: str = "calculator",
+        command: str = "train",
     ) -> None:
         self.path = run_dir / name
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
-        command = [sys.executable, "-m", "asyncrl.cli", "train", f"experiment={experiment}"]
+        asyncrl = [sys.executable, "-m", "asyncrl.cli", command, f"experiment={experiment}"]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
-                [*command, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides],
+                [*asyncrl, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides],
                 cwd=ROOT,
                 stdout=out,
                 stderr=subprocess.STDOUT,
