@@ -46,9 +46,9 @@ def write_splits(out: Path, splits: Mapping[str, Sequence[Row]]) -> dict[str, An
 
 def write_task(
     description: str | None, make: Callable[[random.Random, int], Sequence[Row]], train: int, test: int
-) -> None:
+) -> Path:
     """The main function of a script that makes a task: `make` gives so many different rows, of which the
-    first are for training. `train`, `test`: how many by default."""
+    first are for training. `train`, `test`: how many by default. Returns the directory."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of train.parquet and test.parquet")
     parser.add_argument("--train", type=int, default=train, help="training samples")
@@ -57,3 +57,4 @@ def write_task(
     args = parser.parse_args()
     rows = make(random.Random(args.seed), args.train + args.test)
     print(json.dumps(write_splits(args.out, {"train": rows[: args.train], "test": rows[args.train :]})))
+    return Path(args.out)
