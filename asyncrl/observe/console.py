@@ -240,9 +240,9 @@ def plain_line(state: ConsoleState) -> str:
 
 
 def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:
-    """Those of this kind of run: a supervised one has a loss, all others a reward."""
-    other = REWARD if NLL in state.metrics else NLL
-    return [figure for figure in FIGURES if figure[1] != other]
+    """Those of this kind of run: a supervised one has a loss, all others rewards."""
+    other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL,)
+    return [figure for figure in FIGURES if figure[1] not in other]
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
