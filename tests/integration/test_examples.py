@@ -12,7 +12,7 @@ from asyncrl.cli import compose
 from tests.integration.runs import ROOT, Run
 
 EXAMPLES = sorted(path.parent.parent for path in (ROOT / "examples/multiturn").glob("*/experiment/*.yaml"))
-WANTED = {"python_math", "search_qa", "hi_lo", "mcp_tools", "openai_agent", "custom_reward"}
+WANTED = {"python_math", "search_qa", "hi_lo", "mcp_tools", "openai_agent", "custom_reward", "self_play"}
 CODE = 100  # lines that an example may have
 
 

@@ -1,0 +1,58 @@
+"""Nim, played by the policy against itself: who takes the last of the stones wins, and the other loses.
+
+Both players are the model in training. Each has a conversation of its own, and is named in its requests, so
+that it earns a reward of its own: 1 or -1. What one cannot read as 1, 2 or 3 stones loses the game.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from asyncrl.environments import extra_info
+from asyncrl.gateway import Endpoint
+from asyncrl.types import Sample
+
+CLIENT = AsyncOpenAI(api_key="of each episode")  # one for all: making one takes longer than most requests
+PLAYERS = ("first", "second")
+MOST = 3  # stones that a move may take
+
+
+async def move(client: AsyncOpenAI, player: str, messages: list[Any], stones: int) -> int:
+    """The stones that a player takes; 0: no number was said."""
+    messages.append({"role": "user", "content": f"Nim: {stones}"})
+    completion = await client.chat.completions.create(model=player, messages=messages)
+    text = completion.choices[0].message.content or ""
+    messages.append({"role": "assistant", "content": text})
+    found = re.search(r"\d+", text)
+    return int(found[0]) if found else 0
+
+
+async def play(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
+    """One game. `best`: the share of moves that were right, of those where a right one existed: it leaves the
+    other a multiple of 4, from which every move loses."""
+    client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    messages: dict[str, list[Any]] = {player: [] for player in PLAYERS}
+    stones, moves, right = extra_info(sample)["stones"], 0, []
+    while True:
+        player, other = PLAYERS[moves % 2], PLAYERS[(moves + 1) % 2]
+        taken = await move(client, player, messages[player], stones)
+        moves += 1
+        if stones % (MOST + 1):
+            right.append(taken == stones % (MOST + 1))
+        if not 1 <= taken <= min(MOST, stones):
+            return result(winner=other, loser=player, moves=moves, right=right)
+        stones -= taken
+        if stones == 0:
+            return result(winner=player, loser=other, moves=moves, right=right)
+
+
+def result(winner: str, loser: str, moves: int, right: list[bool]) -> dict[str, Any]:
+    """What the reward `agent` reads: a score for each player, and numbers to be reported."""
+    return {
+        "score": {winner: 1.0, loser: -1.0},
+        "moves": moves,
+        **({"best": sum(right) / len(right)} if right else {}),
+    }
