@@ -18,12 +18,12 @@ def check_model(config: RunConfig) -> None:
     """config.json, weights, tokenizer and chat template are there; the context is long enough."""
     path = Path(config.model.path)
     settings = _json(path / "config.json")
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"{path}: no *.safetensors; save the weights with save_pretrained(...)")
-    shards = set(_json(path / INDEX).get("weight_map", {}).values()) if (path / INDEX).is_file() else set()
-    if missing := sorted(name for name in shards if not (path / name).is_file()):
+    files = weight_files(config.model.path)
+    if not files:
+        raise ConfigError(f"{path}: no model.safetensors; save the weights with save_pretrained(...)")
+    if missing := sorted(file.name for file in files if not file.is_file()):
         raise ConfigError(
-            f"{path}: {len(missing)} of {len(shards)} files of weights are missing, first {missing[0]}; "
+            f"{path}: {len(missing)} of {len(files)} files of weights are missing, first {missing[0]}; "
             "fetch or save the model anew"
         )
     if not (path / "tokenizer.json").is_file():
@@ -54,16 +54,26 @@ def chat_template(config: RunConfig) -> str:
     return str((_json(inside) if inside.is_file() else {}).get("chat_template") or "")
 
 
+def weight_files(path: str) -> list[Path]:
+    """The files that transformers reads, not others beside them, such as a second copy in a publisher's own
+    layout, or adapters. Those of the index are there: `check_model`."""
+    directory = Path(path)
+    if (directory / INDEX).is_file():
+        return [directory / name for name in set(_json(directory / INDEX).get("weight_map", {}).values())]
+    single = directory / "model.safetensors"
+    return [single] if single.is_file() else []
+
+
 def weight_bytes(path: str) -> int:
     """Bytes of the files of weights; 0 without any."""
-    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def parameter_count(path: str) -> int:
     """Parameters, by the headers of the files of weights; shared ones count once. 0 where there are none."""
     return sum(
         prod(tensor["shape"])
-        for file in Path(path).glob("*.safetensors")
+        for file in weight_files(path)
         for name, tensor in _header(file).items()
         if name != "__metadata__"
     )

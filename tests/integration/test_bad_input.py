@@ -186,7 +186,7 @@ def raising_reward(inputs: Inputs) -> list[str]:
 
 def no_room(inputs: Inputs) -> list[str]:
     free = shutil.disk_usage(SHARED_MEMORY).free
-    with (inputs.model / "more.safetensors").open("wb") as sparse:
+    with (inputs.model / "model.safetensors").open("r+b") as sparse:
         sparse.truncate(free + 1)
     return ["weights.directory=shm"]
 

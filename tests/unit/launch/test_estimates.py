@@ -29,9 +29,12 @@ def weights(file: Path, **shapes: list[int]) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """100,000,000 parameters in two files."""
+    """100,000,001 parameters in two files, and the publisher's own copy of them."""
     weights(tmp_path / "model-1.safetensors", a=[1000, 50_000])
     weights(tmp_path / "model-2.safetensors", b=[50_000_000], scalar=[])
+    weights(tmp_path / "consolidated.safetensors", a=[1000, 50_000], b=[50_000_000], scalar=[])
+    index = {"a": "model-1.safetensors", "b": "model-2.safetensors", "scalar": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return tmp_path
 
 
@@ -140,9 +143,6 @@ def test_the_plan_names_gpus_only_where_there_may_be_some(
 
 def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
     (model / "config.json").write_text("{}")
-    index = {
-        "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}
-    }
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"1 of 3 files of weights are missing, first model-3\.safetensors"):
+    (model / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"1 of 2 files of weights are missing, first model-2\.safetensors"):
         check_model(config(model))

@@ -13,10 +13,14 @@ import msgspec
 import pytest
 from huggingface_hub import constants
 
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import KLConfig, RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch.models import resolve_models
+from asyncrl.launch.placement import COORDINATOR
+from asyncrl.launch.process import BAD_INPUT
+from asyncrl.launch.role import execute
 from asyncrl.launch.run_directory import check_resumed
+from asyncrl.wire.sockets import Endpoints
 
 COMMITS = ("1" * 40, "2" * 40)
 FILES = {
@@ -158,6 +162,24 @@ def test_a_machine_with_another_cache_fetches_the_same_commit(
     assert resolve_models(launcher).model.path == str(
         tmp_path / "here" / "models--o--m" / "snapshots" / COMMITS[0]
     )
+
+
+def started(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
+    """A role that says whether it sees its model."""
+    return 0 if (Path(config.model.path) / "model.safetensors").read_bytes() == b"weights" else 1
+
+
+def test_a_role_that_lacks_the_directory_fetches_it(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher, where = resolve_models(config(tmp_path, "o/m")), Endpoints("tcp://c", "tcp://b")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "here"))
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    role = (f"{__name__}:started", COORDINATOR)
+    assert execute(*role, launcher, where, 0, "i", "") == 0
+    gone = msgspec.structs.replace(launcher, kl=KLConfig(reference="/gone"))
+    assert execute(*role, gone, where, 0, "i", "") == BAD_INPUT
+    assert "$.kl.reference: /gone is no directory" in caplog.text
 
 
 def test_the_configuration_holds_the_text_of_the_template(tmp_path: Path) -> None:
