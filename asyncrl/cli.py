@@ -187,7 +187,7 @@ def _with_root(tree: Any, root: str) -> Any:
     """Keys that name a file, resolved: OmegaConf resolves values only."""
     if not isinstance(tree, dict):
         return tree
-    return {key.replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
+    return {str(key).replace(ROOT, root): _with_root(value, root) for key, value in tree.items()}
 
 
 def _opened(overrides: list[str]) -> Iterator[str]:
@@ -228,7 +228,7 @@ def _unknown_keys(section: type[msgspec.Struct], tree: Any, prefix: str = "") ->
     for name, value in tree.items():
         kind = fields.get(name)
         if kind is None:
-            yield prefix + name
+            yield f"{prefix}{name}"
         elif isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
             yield from _unknown_keys(kind, value, f"{prefix}{name}.")
 
@@ -248,7 +248,7 @@ def _not_utf8(config_dir: Path | None) -> str:
 def _keys(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every section and key by its dotted name, with its value."""
     for name, value in tree.items():
-        yield prefix + name, value
+        yield f"{prefix}{name}", value
         if isinstance(value, dict):
             yield from _keys(value, f"{prefix}{name}.")
 

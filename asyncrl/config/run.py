@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -185,8 +187,20 @@ def parse(mapping: Any) -> RunConfig:
         config = msgspec.convert(mapping, RunConfig, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from None
+    for path, number in _numbers("$", msgspec.to_builtins(config)):
+        if not math.isfinite(number):
+            raise ConfigError(f"configuration: Expected a finite number, got {number} - at `{path}`")
     _check_combinations(config)
     return config
+
+
+def _numbers(path: str, tree: Any) -> Iterator[tuple[str, float]]:
+    """All numbers of a mapping, each with its path."""
+    if isinstance(tree, float):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _numbers(f"{path}.{name}", value)
 
 
 def _check_combinations(config: RunConfig) -> None:
