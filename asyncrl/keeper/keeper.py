@@ -27,7 +27,6 @@ from asyncrl.engines.sglang.server import connect
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, EngineError, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.contact import Contact, ContactState
-from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.wire.messages.channels import ToKeeper
@@ -44,7 +43,7 @@ MAX_PROBE_GAP = 1.0  # nats between server and trainer on the first version: not
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Run a keeper until `Stop` or a signal. Returns 0, or 1 when the server or the coordinator is lost.
+    """Run a keeper until `Stop`. Returns 0, or 1 when the server or the coordinator is lost.
     Raises ConfigError for a server that can never serve this run."""
     keeper = Keeper(config, endpoints, index, incarnation)
     try:
@@ -71,7 +70,7 @@ class Keeper:
         self._loaded, self._failures = 0, LoadFailures()  # versions in all
 
     async def serve(self) -> int:
-        """Until `Stop` or a signal."""
+        """Until `Stop`."""
         loop = asyncio.get_running_loop()
         name = identity("engine", self.index, self.incarnation)
         self._control = AsyncLink(self._endpoints.control, ToKeeper, name)
@@ -79,7 +78,6 @@ class Keeper:
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
         self._ending: asyncio.Future[int] = loop.create_future()
         self._loads = WeightLoader("train", self._timeline, self.config.weights.deadline, self._ready)
-        on_signals(self._end)
         services = [asyncio.create_task(service) for service in self._services()]
         try:
             done, _ = await asyncio.wait([self._ending, *services], return_when=asyncio.FIRST_COMPLETED)

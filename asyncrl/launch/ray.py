@@ -66,9 +66,6 @@ class RayProcess:
             ray.kill(self._actor)  # it has returned or is lost: release its process
         return self._code
 
-    def terminate(self) -> None:
-        self.kill()
-
     def kill(self) -> None:
         ray.kill(self._actor)
 

@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED
+from asyncrl.runtime.signals import ignore_endings
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
@@ -28,6 +29,7 @@ log = logging.getLogger("asyncrl.launch")
 
 def main(argv: list[str] | None = None) -> int:
     options = _arguments(argv)
+    ignore_endings()
     set_up_logging()
     config = read_config(Path(options.run_dir))
     target = options.target or TARGETS[options.role]

@@ -2,7 +2,7 @@
 
 `run` starts the supervisor, then loops: `_listen` (messages of the coordinator, at most POLL seconds),
 signals, `Supervisor.tick` (exits and restarts), the deadline of a stop, `_watch` (a silent coordinator).
-At the end `_wind_down` waits for the other processes, then terminates and kills them.
+At the end `_wind_down` waits for the other processes, then kills them.
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the coordinator to stop: the trainer ends its micro-batch and writes
 a checkpoint, all within `launch.stop_timeout`. Without that checkpoint the run counts as failed. The second
@@ -33,7 +33,7 @@ from asyncrl.wire.sockets import Endpoints, Link, identity
 
 POLL = 0.1
 HELLO_EVERY = 1.0
-KILL_RESERVE = 2.0  # of the stop timeout: one second from terminate to kill, one to be reaped
+KILL_RESERVE = 1.0  # of the stop timeout: for what is killed to be gone
 LEAVE_SECONDS = 5.0  # for the other roles to follow a coordinator that has ended
 WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint: at most {:g} s"
 FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordinator"
@@ -245,16 +245,14 @@ class Session:
         return any(handle.name.startswith(COORDINATOR) for handle in self._supervisor.alive)
 
     def _wind_down(self, ending: RunOutcome) -> None:
-        """Let the others end by themselves; then terminate, then kill, with a second for each."""
+        """Let the others end by themselves, if the coordinator has told them to; then kill."""
         self._supervisor.stopping = True
-        followed = ending.code in (COMPLETED, INTERRUPTED) and self._running and self._signals < 2
-        if followed and not self._coordinator_lives():
+        told = self._end is not None or ending.code in (COMPLETED, INTERRUPTED)
+        if told and self._running and self._signals < 2 and not self._coordinator_lives():
             room = LEAVE_SECONDS if self._stop_by is None else max(0.0, self._stop_by - time.monotonic())
             self._await_exits(min(LEAVE_SECONDS, room))
-        self._supervisor.terminate()
-        self._await_exits(KILL_RESERVE / 2)
         self._supervisor.kill()
-        self._await_exits(KILL_RESERVE / 2)
+        self._await_exits(KILL_RESERVE)
 
     def _await_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -116,10 +116,6 @@ class Supervisor:
     def alive(self) -> list[ProcessHandle]:
         return [handle for unit in self.units for handle in unit.alive]
 
-    def terminate(self) -> None:
-        for handle in self.alive:
-            handle.terminate()
-
     def kill(self) -> None:
         for handle in self.alive:
             handle.kill()

@@ -39,7 +39,6 @@ from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
-from asyncrl.runtime.signals import on_signals
 from asyncrl.runtime.waits import Waits
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
 from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
@@ -55,7 +54,7 @@ SPARE_THREADS = 8  # beside one per episode for blocking tools: loading weights 
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """Run a rollout worker until `Stop` or a signal. Returns 0, or 1 without a coordinator or engine."""
+    """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     parts = prepare(config)
     engine: Engine | None = NoEngine() if parts.demonstrations else None
@@ -129,14 +128,13 @@ class RolloutWorker:
         }
 
     async def serve(self) -> int:
-        """Until `Stop` or a signal; raises DeadlineError when the coordinator does not come back."""
+        """Until `Stop`; raises DeadlineError when the coordinator does not come back."""
         loop = asyncio.get_running_loop()
         self._control = AsyncLink(self._endpoints.control, ToWorkerControl, self._name)
         self._bulk = AsyncLink(self._endpoints.bulk, ToWorkerBulk, self._name)
         self._ending: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
-        on_signals(self._end)
         if self.agents is not None:
             await self.agents.start()
         services = [asyncio.create_task(service) for service in self._services()]

@@ -5,7 +5,6 @@ socket, so that a test waits for an event and not for a while.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
@@ -47,13 +46,6 @@ def failing_coordinator(config: RunConfig, endpoints: Endpoints, incarnation: st
 
 
 def worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    tell(config, "rollout", index, incarnation)
-    return _wait()
-
-
-def stubborn_worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    """SIGTERM means nothing to it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell(config, "rollout", index, incarnation)
     return _wait()
 
@@ -136,7 +128,7 @@ def config(run_dir: Path, **launch: Any) -> RunConfig:
         {
             "name": "run",
             "run_dir": str(run_dir),
-            "model": {"path": "m"},
+            "model": {"path": str(run_dir)},
             "data": {"train": "t"},
             "launch": launch,
         }

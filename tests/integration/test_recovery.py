@@ -83,14 +83,17 @@ def test_a_run_goes_on_while_no_checkpoint_can_be_written(tmp_path: Path) -> Non
 
 
 def test_an_interrupted_or_killed_run_resumes(tmp_path: Path) -> None:
-    """Three times: by either signal, and by kill -9 of the launcher. A checkpoint of two ranks goes on at
-    one. A signal ends it in time, within the stop timeout: a run that exceeds it has another exit code."""
+    """Three times: by SIGTERM to all processes at once, as Slurm sends it, by SIGINT and by kill -9 of the
+    launcher. A checkpoint of two ranks goes on at one. A signal ends it in time, within the stop timeout: a
+    run that exceeds it has another exit code."""
     for number, ranks, step in ((signal.SIGTERM, 2, 2), (signal.SIGKILL, 1, 5), (signal.SIGINT, 1, 7)):
         more = (f"trainer.ranks={ranks}", "resume=auto", "launch.stop_timeout=60")
         with Run(tmp_path, "total_steps=12", "data.test=''", *more) as run:
             run.until_step(step)
             children = run.children().values()
-            run.process.send_signal(number)
+            others = psutil.Process(run.process.pid).children(recursive=True)
+            for process in [run.process, *(others if number == signal.SIGTERM else [])]:
+                process.send_signal(number)
             code = run.wait()
             killed = number == signal.SIGKILL
             assert not psutil.wait_procs(children, 60 if killed else 0)[1], "a process outlived the launcher"

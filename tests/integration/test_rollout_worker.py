@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -259,7 +258,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.assign("b", sample())
         assert hub.expect(Generated).oldest == 4
         hub.expect(Finished)
-        child.send_signal(signal.SIGTERM)
+        hub.send(Stop("over"))
         assert child.wait(60) == 0
     assert '"decode"' in (tmp_path / "t" / "timeline" / "rollout-0.jsonl").read_text()
 

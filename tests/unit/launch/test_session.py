@@ -32,9 +32,6 @@ class Process:
         self.polled()
         return self.code
 
-    def terminate(self) -> None:
-        self.code = -15 if self.code is None else self.code
-
     def kill(self) -> None:
         self.code = -9 if self.code is None else self.code
 
@@ -137,7 +134,7 @@ def test_a_failed_run_gives_the_coordinators_reason(play: Play) -> None:
         play.processes["coordinator-0"].code = 1
 
     assert play.run(part) == RunOutcome(1, "ProtocolError: nothing has moved")
-    assert play.processes["rollout-0"].code == -15
+    assert play.processes["rollout-0"].code == -9
 
 
 def test_a_lost_role_lets_the_coordinator_write_down_where_it_was(play: Play) -> None:
@@ -160,7 +157,7 @@ def test_an_interrupt_before_the_run_began_waits_for_nobody(play: Play, number: 
         signal.raise_signal(number)  # handlers run in the main thread
 
     assert play.run(part).code == 130
-    assert {process.code for process in play.processes.values()} == {-15}
+    assert {process.code for process in play.processes.values()} == {-9}
 
 
 def test_a_coordinator_that_was_being_restarted_is_asked_to_stop_as_well(

@@ -23,9 +23,6 @@ class Fake:
     def poll(self) -> int | None:
         return self.code
 
-    def terminate(self) -> None:
-        self.kill()
-
     def kill(self) -> None:
         self.killed = True
         if not self.lingers and self.code is None:
@@ -210,7 +207,7 @@ def test_exits_are_described() -> None:
 
 
 def test_a_worker_that_leaves_while_the_run_goes_on_is_replaced(world: World) -> None:
-    """Somebody's SIGTERM ends a worker in order; without this the run would wait for it for ever."""
+    """Without this the run would wait for it for ever."""
     world.newest("rollout-0").code = 0
     assert world.supervisor.tick(0.0) is None
     assert world.supervisor.tick(LEAVE_SECONDS + 1) is None
