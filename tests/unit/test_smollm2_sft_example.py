@@ -9,13 +9,20 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl import cli
+from asyncrl.config import DataConfig
 from asyncrl.conversation.parsers import hermes
-from asyncrl.data import load_demonstrations, load_samples
+from asyncrl.data import RowLayout, load_samples
+from asyncrl.data.samples import read_samples
 from asyncrl.tools import call_tool, load_tool
 from asyncrl.types import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "examples/multiturn/smollm2_sft/data"
+
+
+def demonstrations() -> list[Sample]:
+    path = str(DATA / "demonstrations.jsonl")
+    return list(read_samples(DataConfig(path), path, "train", RowLayout(demonstrations=True)))
 
 
 def question(sample: Sample) -> str:
@@ -24,7 +31,7 @@ def question(sample: Sample) -> str:
 
 def test_demonstrations_call_the_tool_and_state_its_reply() -> None:
     calculator = load_tool("expression_calculator")
-    shown = load_demonstrations(DATA / "demonstrations.jsonl")
+    shown = demonstrations()
     assert len(shown) == 256
     for sample in shown:
         _, asked, turn, reply, answer = sample.prompt
@@ -37,7 +44,7 @@ def test_demonstrations_call_the_tool_and_state_its_reply() -> None:
 @pytest.mark.parametrize(("split", "count"), [("train", 1024), ("test", 256)])
 def test_questions_are_not_those_of_the_demonstrations(split: str, count: int) -> None:
     samples = load_samples(DATA / f"{split}.parquet")
-    shown = load_demonstrations(DATA / "demonstrations.jsonl")
+    shown = demonstrations()
     other = load_samples(DATA / f"{'test' if split == 'train' else 'train'}.parquet")
     assert len({*map(question, samples)}) == count
     assert not {*map(question, samples)} & {*map(question, (*shown, *other))}
