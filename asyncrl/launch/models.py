@@ -8,6 +8,7 @@ on another machine the roles can fetch the same files into the cache there.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ def resolve_models(config: RunConfig, begun: Path | None = None) -> RunConfig:
 def local_directory(given: str, key: str, before: str = "") -> str:
     """The directory of a model: `given` itself, or where the hub's cache keeps it. `before`: the one that a
     run was begun with, which is kept if it is of the same repository."""
+    given = os.path.expanduser(given)  # a shell leaves the ~ of model.path=~/mine as it is
     if not given or Path(given).is_dir():
         return given
     hub, kept = hub_model(given), hub_model(before)

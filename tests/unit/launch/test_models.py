@@ -142,6 +142,14 @@ def test_what_the_hub_does_not_have_is_said_on_one_line(tmp_path: Path, hub: Hub
             resolve_models(config(tmp_path, name))
 
 
+def test_a_home_directory_is_meant_by_its_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "own.jinja").write_text("{{ 1 }}")
+    found = resolve_models(config(tmp_path, "~/mine", "~/own.jinja"))
+    assert found.model.path == str(tmp_path / "mine") and found.model.template == "{{ 1 }}"
+
+
 def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(tmp_path: Path, hub: Hub) -> None:
     first = resolve_models(config(tmp_path, "o/m"))
     run_dir = begin(first)

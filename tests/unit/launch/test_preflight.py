@@ -174,6 +174,14 @@ def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
     assert "an episode of 9 rows" in line and "micro_batch_tokens (8192)" in line
 
 
+def test_where_sglang_is_missing_the_way_on_a_cpu_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"):
+        servers.check_servers(config(tmp_path, engine={"name": "sglang"}))
+
+
 def test_servers_for_gpus_where_there_are_none_are_worth_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
