@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,42 +64,45 @@ def _benchmark(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, Sequ
     it, and only with --test."""
     source, rng = args.source or benchmark.repository, random.Random(args.seed)
     one = not benchmark.held_out or Path(source).is_file()
-    found, splits = dict[str, list[Row]](), {"train": "train", "test": benchmark.held_out}
-    for name, split in splits.items():
-        if not (one and name == "test"):
-            found[name], left_out = rows_of(benchmark, source, split, args.instruction)
-            if left_out:
-                print(f"{name}: {left_out} rows without an answer that can be scored are left out")
+    splits = {"train": "train"} if one else {"train": "train", "test": benchmark.held_out}
+    found = {name: _scored(benchmark, source, split, args.instruction) for name, split in splits.items()}
     if one:
         rng.shuffle(found["train"])
         held_out = args.test or 0
-        found = {"test": found["train"][:held_out], "train": found["train"][held_out:]}
+        found = {"train": found["train"][held_out:], "test": found["train"][:held_out]}
     drawn = {name: _drawn(rng, rows, getattr(args, name)) for name, rows in found.items()}
     if args.system:
         rules = {"role": "system", "content": args.system}
         for rows in drawn.values():
             rows[:] = [row | {"prompt": [rules, *row["prompt"]]} for row in rows]
     if args.name == "hotpotqa":
-        _write_corpus(args.out, source, benchmark, ("train",) if one else tuple(splits.values()))
-    return {name: drawn[name] for name in splits}
+        asked = {row["extra_info"].get("id") for rows in drawn.values() for row in rows}
+        passages = (passages_of(source, benchmark.config, split, asked) for split in splits.values())
+        _write_corpus(args.out / "corpus.jsonl", itertools.chain.from_iterable(passages))
+    return dict(drawn)
+
+
+def _scored(benchmark: Benchmark, source: str, split: str, instruction: str | None) -> list[Row]:
+    rows, left_out = rows_of(benchmark, source, split, instruction)
+    if left_out:
+        print(f"{split}: {left_out} rows without an answer that can be scored are left out")
+    return rows
 
 
 def _drawn(rng: random.Random, rows: list[Row], count: int | None) -> list[Row]:
     return rows if count is None or count >= len(rows) else rng.sample(rows, count)
 
 
-def _write_corpus(out: Path, source: str, benchmark: Benchmark, splits: tuple[str, ...]) -> None:
-    """The paragraphs of all questions, each once."""
-    out.mkdir(parents=True, exist_ok=True)
-    seen = set[int]()
-    with (out / "corpus.jsonl").open("w") as file:
-        for split in splits:
-            for passage in passages_of(source, benchmark.config, split):
-                line = json.dumps(passage, ensure_ascii=False)
-                if hash(line) not in seen:
-                    seen.add(hash(line))
-                    file.write(line + "\n")
-    print(f"{out / 'corpus.jsonl'}: {len(seen)} passages, for rollout.tools=[search]")
+def _write_corpus(path: Path, passages: Iterable[Row]) -> None:
+    """Each passage once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seen = set[str]()
+    with path.open("w") as file:
+        for line in (json.dumps(passage, ensure_ascii=False) for passage in passages):
+            if line not in seen:
+                seen.add(line)
+                file.write(line + "\n")
+    print(f"{path}: {len(seen)} passages, for rollout.tools=[search]")
 
 
 def _reasoning_gym(args: argparse.Namespace) -> dict[str, Sequence[Row]]:

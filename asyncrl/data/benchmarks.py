@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,12 +118,14 @@ def read_split(source: str, config: str, split: str) -> Iterator[Row]:
     yield from loaded
 
 
-def passages_of(source: str, config: str, split: str) -> Iterator[Row]:
-    """The paragraphs beside HotpotQA's questions, as a corpus for the tool `search`; repeated ones, too."""
+def passages_of(source: str, config: str, split: str, asked: Container[str | None]) -> Iterator[Row]:
+    """The paragraphs beside HotpotQA's questions of these ids, as a corpus for the tool `search`; one that
+    stands beside several, several times."""
     for row in read_split(source, config, split):
-        context = row.get("context") or {"title": [], "sentences": []}
-        for title, sentences in zip(context["title"], context["sentences"], strict=True):
-            yield {"title": title, "text": "".join(sentences)}
+        if row.get("id") in asked and row.get("context"):
+            context = row["context"]
+            for title, sentences in zip(context["title"], context["sentences"], strict=True):
+                yield {"title": title, "text": "".join(sentences)}
 
 
 def boxed(text: str) -> str:

@@ -138,6 +138,16 @@ def test_hotpotqa_brings_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert score({"exact": {"tag": "answer"}}, first, "Hm. <answer>the queen</answer>") == 1.0
 
 
+def test_a_corpus_is_of_the_questions_that_were_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "hotpot.parquet", HOTPOT)
+    written(capsys, "hotpotqa", "--source", source, "--out", str(tmp_path), "--train", "1")
+    (only,) = load_samples(tmp_path / "train.parquet")
+    titles = [json.loads(line)["title"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
+    assert titles == ["A", f"B{json.loads(only.extra_info)['id'][-1]}"]
+
+
 def test_what_cannot_be_prepared_is_said_on_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
