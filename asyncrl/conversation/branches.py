@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
+from asyncrl.conversation.forms import AnswerForm
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.errors import ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
@@ -29,13 +30,14 @@ CHARACTERS = 16  # of a token, at most, on average: more text than that is too l
 
 class AgentRequest(msgspec.Struct, frozen=True):
     """What an agent asks for. `tools`: OpenAI schemas, as JSON text. `max_new_tokens` None: the run's.
-    `stops`: texts in front of which the answer ends. `agent`: who asks."""
+    `stops`: texts in front of which the answer ends. `agent`: who asks. `form`: of the answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()
     agent: str = ""
+    form: AnswerForm = AnswerForm()
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -18,7 +18,8 @@ NOTHING = Generation((), (), (), StopReason.ABORT)
 def rest(request: Request, sampled: Generation) -> Request:
     """What is left to ask for: the same turn, with `sampled` as part of its prompt."""
     left = request.sampling.max_new_tokens - len(sampled.ids)
-    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left)
+    grammar = "" if sampled.ids else request.sampling.grammar  # it is of whole turns
+    sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left, grammar=grammar)
     watch = None if request.watch is None else _after(sampled.ids, request.watch)
     return msgspec.structs.replace(request, ids=request.ids + sampled.ids, sampling=sampling, watch=watch)
 

@@ -29,6 +29,7 @@ from asyncrl.gateway.wire import (
     ModelName,
     ToldText,
     calls_of,
+    form_of,
     new_id,
     own_id,
     refuse,
@@ -107,7 +108,12 @@ def agent_request(request: ResponsesRequest) -> AgentRequest:
     first = [Item(role="system", content=request.instructions)] if request.instructions else []
     tools = () if request.tool_choice == "none" else tuple(map(_tool, request.tools or ()))
     messages, agent = tuple(_messages((*first, *items))), request.model or MODEL
-    return AgentRequest(messages, tools, request.max_output_tokens, agent=agent)
+    form = form_of(request, _form(request), tools)
+    return AgentRequest(messages, tools, request.max_output_tokens, agent=agent, form=form)
+
+
+def _form(request: ResponsesRequest) -> dict[str, Any] | None:
+    return request.text.format if request.text is not None else None
 
 
 def _tool(given: dict[str, Any]) -> str:
@@ -167,9 +173,8 @@ class ResponsesExchange:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        form = self.request.text.format if self.request.text is not None else None
-        self.unheeded = unheeded(self.request, form)
         self.ask = agent_request(self.request)
+        self.unheeded = unheeded(self.request, _form(self.request))
         self.stream = bool(self.request.stream)
         self._id, self._created = new_id("resp"), int(time.time())
         self._told = ToldText()
@@ -315,7 +320,7 @@ class ResponsesExchange:
             "previous_response_id": None,
             "store": False,
             "temperature": None,
-            "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+            "text": {"format": _form(request) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": None,

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.errors import ConfigError, one_line
-from asyncrl.gateway import responses, wire
+from asyncrl.gateway import completions, responses, wire
 from asyncrl.gateway.wire import AgentReply, ApiError, Event, Exchange, ToldOf
 
 log = logging.getLogger("asyncrl.gateway")
@@ -118,7 +118,9 @@ class Gateway:
         return _json({**wire.model(), "id": request.match_info["name"]})  # requests may have any name for it
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._exchange(request, lambda body: wire.ChatExchange(wire.read_request(body)))
+        return await self._exchange(
+            request, lambda body: completions.ChatExchange(completions.read_request(body))
+        )
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         return await self._exchange(

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.conversation.branches import AgentRequest, Branches, Placement, Refusal
 from asyncrl.conversation.commands import Fail
+from asyncrl.conversation.forms import grammar
 from asyncrl.conversation.turns import opening, problem, scored
 from asyncrl.conversation.watch import Told, TurnWatch
 from asyncrl.errors import EngineError, ProtocolError, describe
@@ -134,19 +135,19 @@ class AgentHost:
         return None
 
     async def _sample(self, place: Placement, told: Told | None) -> Turn:
-        watch = self._watch(place, told) if place.request.stops or told else None
-        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch)
-        stop_ids = self._run.context.rules.chat.stop_ids
-        if trouble := problem(stop_ids, place.max_new_tokens, generation):
+        rules, asked = self._run.context.rules, place.request
+        prompt = opening(rules, place.context)
+        watch = None
+        if asked.stops or told:
+            watch = TurnWatch(rules, asked.tools, asked.stops, prompt, told)
+        form = grammar(asked.form, asked.tools, rules.parse, prompt)
+        generation = await self._run.generate(place.ids, place.max_new_tokens, place.session, watch, form)
+        if trouble := problem(rules.chat.stop_ids, place.max_new_tokens, generation):
             raise EngineError(trouble)
         async with self._posting:
             turn = self._branches.turn(place, generation)
             await self._run.post_turn(turn)
             return self._add(place, turn)  # at once: what is posted is a turn, even if the client has left
-
-    def _watch(self, place: Placement, told: Told | None) -> TurnWatch:
-        rules, asked = self._run.context.rules, place.request
-        return TurnWatch(rules, asked.tools, asked.stops, opening(rules, place.context), told)
 
     def _add(self, place: Placement, turn: Turn) -> Turn:
         self._branches.add(place, turn)

@@ -6,9 +6,11 @@ generate -> post_turn -> until_durable -> (tools, environment or agent) -> post_
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request, Sampling, Watch
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import EngineError, NoEngineError, ProtocolError, one_line
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
@@ -25,6 +27,8 @@ from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.messages.worker_control import Assign
 from asyncrl.wire.outbox import Outbox
+
+log = logging.getLogger("asyncrl.worker")
 
 _ROW_KEY = 0x9E3779B97F4A7C15  # odd: rows of one episode never draw the same random numbers
 TEXT_LIMIT = 20_000  # characters of a transcript that is kept
@@ -94,14 +98,31 @@ class EpisodeRun:
         return f"{self.attempt.uid}/{self.attempt.attempt}"
 
     async def generate(
-        self, ids: tuple[int, ...], max_new_tokens: int, row: int = 0, watch: Watch | None = None
+        self,
+        ids: tuple[int, ...],
+        max_new_tokens: int,
+        row: int = 0,
+        watch: Watch | None = None,
+        grammar: str = "",
     ) -> Generation:
-        """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side."""
+        """Sample a turn after `ids`, the whole prefix. Rows may be sampled side by side. A `grammar` is kept
+        in validation only: it would change the distribution that the log-probs are of. Where the engine
+        refuses it, the turn is sampled without."""
         session = f"{self.name}#{row}" if row else self.name
         self._sessions.add(session)
-        sampling = Sampling(max_new_tokens, self.context.rules.chat.stop_ids, self.assign.temperature)
+        grammar = grammar if self.assign.lane == "eval" else ""
+        stop_ids = self.context.rules.chat.stop_ids
+        sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature, grammar)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        return await self.sampler.generate(Request(session, ids, sampling, key, watch), self._oldest)
+        request = Request(session, ids, sampling, key, watch)
+        try:
+            return await self.sampler.generate(request, self._oldest)
+        except EngineError as error:
+            if not grammar or isinstance(error, NoEngineError):
+                raise
+            _log_refused(one_line(error))
+        free = msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, grammar=""))
+        return await self.sampler.generate(free, self._oldest)
 
     def _oldest(self) -> int:
         """The version that a turn which begins now must not be below: the buffer counts on what the episode
@@ -219,6 +240,12 @@ def _cut(text: str) -> str:
     over = len(text) - TEXT_LIMIT
     half = TEXT_LIMIT // 2
     return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
+
+
+@cache
+def _log_refused(why: str) -> None:
+    """Once in a process."""
+    log.warning("the form that an agent asks of answers is a hint in validation, too: %s", why)
 
 
 def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:

@@ -174,3 +174,24 @@ def test_mini_swe_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     result, stats = played(agent, script)
     assert result["submission"] == "hello\n"
     assert (stats.turns, stats.rows) == (2, 1)
+
+
+def test_litellm_knows_a_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+
+    def agent(sample: Sample, endpoint: Endpoint) -> None:
+        own = {
+            "api_base": endpoint.base_url,
+            "api_key": endpoint.api_key,
+            "model": f"openai/{endpoint.model}",
+        }
+        for text in ("q", "long " * 10_000, "long " * 200_000):
+            asked = [{"role": "user", "content": text}]
+            if text == "q":
+                litellm.completion(messages=asked, **own)
+            else:
+                with pytest.raises(litellm.exceptions.ContextWindowExceededError):
+                    litellm.completion(messages=asked, **own)
+
+    assert played(agent, lambda prompt: "42")[1].turns == 1

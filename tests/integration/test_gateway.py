@@ -131,6 +131,31 @@ def test_the_client_sees_limits_and_expired_keys() -> None:
     assert (end.result.end, end.stats.turns) == (EpisodeEnd.LENGTH, 1)
 
 
+def test_the_client_gets_several_answers_that_stop_at_a_text() -> None:
+    from openai import OpenAI
+
+    texts = iter(["a. b", "c. d", "e. f"])
+
+    def agent(sample: Sample, endpoint: Endpoint) -> dict[str, Any]:
+        with OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            assert client.models.retrieve("gpt-4o").id == "gpt-4o"
+            asked: Any = {
+                "model": endpoint.model,
+                "messages": [{"role": "user", "content": "q"}],
+                "stop": ".",
+            }
+            whole = client.chat.completions.create(n=2, **asked)
+            said = [choice.message.content for choice in whole.choices]
+            for chunk in client.chat.completions.create(stream=True, **asked):
+                said.append(chunk.choices[0].delta.content or "")
+            assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+        return {"said": "".join(map(str, said))}
+
+    bench = AgentBench(agent, lambda prompt: next(texts))
+    assert finished(bench).stats.rows == 3
+    assert bench.rows == ["qa.", "qc.", "qe."]
+
+
 def test_a_langgraph_agent() -> None:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI

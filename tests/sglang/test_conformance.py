@@ -4,13 +4,22 @@ log-probs of the trainer's own model. Its promises about weights: test_conforman
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from asyncrl.conversation.forms import AnswerForm, grammar
+from asyncrl.conversation.parsers import hermes
+from asyncrl.conversation.tokenizer import load_tokenizer
+from asyncrl.conversation.watch import TurnWatch
 from asyncrl.engines.base import Engine, Request
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
+from tests.fakes.chat import FakeChat, rules
 from tests.sglang.conformance import (
     EOS,
     MAX_LEN,
@@ -91,6 +100,56 @@ def test_a_stop_id_ends_the_turn_and_is_its_last_id(subject: Subject):
             assert subject.versions.check(request, cut) == size
         short = await engine.generate(ask(prompt(9), size - 1, "short", temperature=0.0, stop_ids=(stop,)))
         assert short.stop is StopReason.LENGTH and short.ids == full.ids[: size - 1]
+
+    subject.run(body)
+
+
+@every_engine
+def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(subject: Subject):
+    """The turn is the beginning of the one without the text, its log-probs are the trainer's, and the next
+    turn goes on after it."""
+
+    class Words(FakeChat):
+        def decode(self, ids: Sequence[int]) -> str:
+            return "".join(f"<{id}>" for id in ids)
+
+    async def body(engine: Engine) -> None:
+        chat = Words()
+        for size in (5, 6, 8):  # of tokens, at every place in an event of several
+            full = await engine.generate(ask(prompt(9, size), 40, f"{size}", temperature=0.0))
+            text = chat.decode(full.ids[:size])
+            stop = text[len(chat.decode(full.ids[: size - 2])) - 1 : -1]
+            assert text.find(stop) + len(stop) == len(text) - 1
+            watch = TurnWatch(rules(chat=chat), (), (stop,), "", None)
+            request = replace(ask(prompt(9, size), 40, f"cut {size}", temperature=0.0), watch=watch)
+            cut = await engine.generate(request)
+            assert (cut.stop, cut.ids) == (StopReason.TEXT, full.ids[:size])
+            assert subject.versions.check(request, cut) == size
+            more = ask(request.ids + cut.ids + prompt(4), 10, f"cut {size}")
+            assert subject.versions.check(more, await engine.generate(more)) == 10
+
+    subject.run(body)
+
+
+@pytest.mark.parametrize("subject", ["sglang-qwen2-in_place"], indirect=True)
+def test_a_grammar_is_kept(subject: Subject, tiny_models: dict[str, Path]):
+    """A random model would write neither."""
+    decode = load_tokenizer(str(tiny_models["qwen2"])).decode
+    see = {"name": "see", "parameters": {"enum": [{"a": 1}]}}
+    tools = (json.dumps({"type": "function", "function": see}),)
+
+    async def body(engine: Engine) -> None:
+        forms = [AnswerForm(schema='{"enum": ["yes", "no"]}'), AnswerForm(calls=("see",), once=True)]
+        for form, given in zip(forms, ((), tools), strict=True):
+            kept = grammar(form, given, hermes, "")
+            asked = ask(prompt(9), 80, temperature=1.0, stop_ids=(EOS,), grammar=kept)
+            text = decode((await engine.generate(asked)).ids[:-1])
+            if given:
+                assert [(call.name, json.loads(call.arguments)) for call in hermes(text, given).calls] == [
+                    ("see", {"a": 1})
+                ]
+            else:
+                assert json.loads(text) in ("yes", "no")
 
     subject.run(body)
 

@@ -43,7 +43,6 @@ ARGUMENTS = [
     "--dtype=float32",
     "--attention-backend=torch_native",
     "--sampling-backend=pytorch",
-    "--grammar-backend=none",
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
     "--max-total-tokens=8192",

@@ -122,6 +122,8 @@ class SGLangClient:
             },
             "return_logprob": True,
         }
+        if sampling.grammar:
+            body["sampling_params"]["structural_tag"] = sampling.grammar
         if self._in_place:
             # The cache outlives updates. What a request finds under its salt is no older than the salt says.
             body["cache_salt"] = f"{self._salt}/{self._acked.label}"

@@ -622,3 +622,30 @@ def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
     finished(bench)
     assert heard[-2] == "data: [DONE]\n"
     assert sum('"content":"2"' in line for line in heard) == 1
+
+
+@pytest.mark.parametrize("lane", ["train", "eval"])
+def test_a_form_of_the_answer_is_kept_in_validation_only(lane: str) -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q", response_format={"type": "json_object"})
+
+    bench = AgentBench(agent)
+    bench.lane = lane
+    finished(bench)
+    (request,) = bench.engine.requests
+    assert ("json_schema" in request.sampling.grammar) is (lane == "eval")
+
+
+def test_a_form_that_the_engine_refuses_is_a_hint() -> None:
+    class Without(ScriptedEngine):
+        async def generate(self, request: Request) -> Generation:
+            if request.sampling.grammar:
+                raise EngineError("launched with --grammar-backend none")
+            return await super().generate(request)
+
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await message(endpoint, "q", response_format={"type": "json_object"})
+
+    bench = AgentBench(agent)
+    bench.lane, bench.engine = "eval", Without(bench.script)
+    assert finished(bench).stats.turns == 1

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.conversation.branches import AgentRequest
-from asyncrl.gateway import wire
-from asyncrl.gateway.wire import AgentReply, ApiError, ChatExchange
+from asyncrl.gateway import completions, wire
+from asyncrl.gateway.completions import ChatExchange
+from asyncrl.gateway.wire import AgentReply, ApiError
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
 
 USER = {"role": "user", "content": "q"}
@@ -17,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def exchange(**body: Any) -> ChatExchange:
-    return ChatExchange(wire.read_request(json.dumps({"messages": [USER], **body}).encode()))
+    return ChatExchange(completions.read_request(json.dumps({"messages": [USER], **body}).encode()))
 
 
 def ask(**body: Any) -> AgentRequest:
@@ -71,7 +72,9 @@ def test_a_form_that_is_asked_for_is_a_hint() -> None:
         asked = exchange(tool_choice=choice, **body)
         assert asked.unheeded.keys() == {"tool_choice", "parallel_tool_calls", "response_format"}
         assert set(asked.unheeded.values()) == {wire.HINT}
-        assert asked.ask == ask(tools=[TOOL])
+        assert (asked.ask.form.calls, asked.ask.form.once) == (("look",), True)
+        assert json.loads(asked.ask.form.schema) == {"type": "object"}
+    assert ask(tools=[TOOL], tool_choice="auto", response_format={"type": "text"}) == ask(tools=[TOOL])
 
 
 def test_texts_to_stop_at() -> None:
@@ -97,6 +100,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty text to stop at": ({"stop": [""]}, "stop"),
     "too many texts to stop at": ({"stop": ["a"] * 33}, "stop"),
     "an unknown format": ({"response_format": {"type": "yaml"}}, "'yaml' of the answer"),
+    "a choice that is not there": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "see"}}},
+        "'see' is not one of the tools",
+    ),
     "an unknown choice": ({"tools": [TOOL], "tool_choice": "must"}, "'must' is none of auto"),
     "alternatives": ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
     "functions": ({"functions": [{}]}, "use tools"),
@@ -120,7 +127,7 @@ DEEP = b'{"messages": [{"role": "user"}], "stop": ' + b"[" * 100_000
 )
 def test_what_is_no_request_is_told(body: bytes) -> None:
     with pytest.raises(ApiError, match="cannot be read"):
-        wire.read_request(body)
+        completions.read_request(body)
 
 
 def completion(message: Message, stop: StopReason = StopReason.STOP, **body: Any) -> dict[str, Any]:

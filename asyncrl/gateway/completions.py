@@ -1,0 +1,232 @@
+"""OpenAI's chat completions, as far as a policy under training can serve them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from asyncrl.conversation.branches import AgentRequest
+from asyncrl.gateway.wire import (
+    MODEL,
+    AgentReply,
+    ApiError,
+    ContentPart,
+    Event,
+    Limit,
+    ModelName,
+    ToldText,
+    calls_of,
+    form_of,
+    new_id,
+    own_id,
+    refuse,
+    text_of,
+    tool,
+    tool_call,
+    unheeded,
+)
+from asyncrl.types import Message, StopReason, ToolCall
+
+MAX_CHOICES = 128  # answers to one request
+MAX_STOPS = 32  # texts of one request that end the answer
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str = "{}"
+
+
+class ChatToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str = ""
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """The body of a request. Fields that are not here have no effect, as have those in IGNORED."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: ModelName | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    response_format: dict[str, Any] | None = None
+    functions: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Any = None
+    top_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Any = None
+
+
+_decode = msgspec.json.Decoder(ChatRequest).decode
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """ApiError for an invalid request, or an unsupported option."""
+    try:
+        request = _decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the request cannot be read: {error}") from error
+    refuse(
+        {
+            "functions: use tools": bool(request.functions),
+            "top_logprobs: only the sampled token's log-prob is known": bool(request.top_logprobs),
+        }
+    )
+    return request
+
+
+def agent_request(request: ChatRequest) -> AgentRequest:
+    """The request as the episode sees it. ApiError for a message or a tool that no template can write."""
+    tools = () if request.tool_choice == "none" else tuple(map(tool, request.tools or ()))
+    limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
+    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    most, agent = min(limits, default=None), request.model or MODEL
+    form = form_of(request, request.response_format, tools)
+    return AgentRequest(_messages(request.messages), tools, most, stops, agent, form)
+
+
+def _messages(sent: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """Replies to tool calls get the name of the tool, which some templates write, from the call."""
+    names: dict[str, str] = {}
+    messages = []
+    for one in sent:
+        calls = tuple(map(_call, one.tool_calls or ()))
+        names |= {sent.id: call.name for sent, call in zip(one.tool_calls or (), calls, strict=True)}
+        answers = one.tool_call_id or ""
+        messages.append(
+            Message(
+                role="system" if one.role == "developer" else one.role,
+                content=text_of(one.content),
+                tool_calls=calls,
+                tool_call_id=own_id(answers),
+                name=names.get(answers, one.name or ""),
+                reasoning=one.reasoning_content or "",
+            )
+        )
+    return tuple(messages)
+
+
+def _call(call: ChatToolCall) -> ToolCall:
+    return tool_call(call.function.name, call.function.arguments, call.id)
+
+
+@dataclass
+class ChatExchange:
+    """See `Exchange`."""
+
+    request: ChatRequest
+    ask: AgentRequest = field(init=False)
+    unheeded: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ask = agent_request(self.request)
+        self.unheeded = unheeded(self.request, self.request.response_format)
+        self.count, self.stream = self.request.n or 1, bool(self.request.stream)
+        self.logprobs = bool(self.request.logprobs)
+        self._head, self._told = _head("chat.completion.chunk"), [ToldText() for _ in range(self.count)]
+
+    def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", **_content(reply), "refusal": None},
+                "finish_reason": _finish(reply),
+                "logprobs": _logprobs(reply, text) if self.logprobs else None,
+            }
+            for index, (reply, text) in enumerate(zip(replies, texts, strict=True))
+        ]
+        return {**_head("chat.completion"), "choices": choices, "usage": _usage(replies)}
+
+    def begin(self) -> Iterator[Event]:
+        for index in range(self.count):
+            yield self._delta(index, {"role": "assistant", "content": ""})
+
+    def told(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
+        self._told[index].reasoning += reasoning
+        self._told[index].content += content
+        for key, text in (("reasoning_content", reasoning), ("content", content)):
+            if text:
+                yield self._delta(index, {key: text})
+
+    def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
+        """What was not told yet, one chunk per call, the end."""
+        for index, (reply, text) in enumerate(zip(replies, texts, strict=True)):
+            yield from self.told(index, *self._told[index].rest(reply.message))
+            for number, call in enumerate(calls_of(reply)):
+                yield self._delta(index, {"tool_calls": [{"index": number, **call.openai()}]})
+            yield self._delta(index, {}, _finish(reply), _logprobs(reply, text) if self.logprobs else None)
+        if self.request.stream_options is not None and self.request.stream_options.include_usage:
+            yield "", {**self._head, "choices": [], "usage": _usage(replies)}
+
+    def _delta(
+        self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    ) -> Event:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return "", {**self._head, "choices": [choice]}
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": new_id("chatcmpl"), "object": kind, "created": int(time.time()), "model": MODEL}
+
+
+def _content(reply: AgentReply) -> dict[str, Any]:
+    message = reply.message
+    found: dict[str, Any] = {"content": message.content or (None if message.tool_calls else "")}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [call.openai() for call in calls_of(reply)]
+    return found
+
+
+def _finish(reply: AgentReply) -> str:
+    if reply.turn.stop is StopReason.LENGTH:
+        return "length"
+    return "tool_calls" if reply.message.tool_calls else "stop"
+
+
+def _usage(replies: Sequence[AgentReply]) -> dict[str, int]:
+    """The answers to one request have its prompt in common."""
+    read, written = replies[0].prompt_tokens, sum(len(reply.turn.ids) for reply in replies)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def _logprobs(reply: AgentReply, texts: Sequence[str]) -> dict[str, Any]:
+    """Those of all tokens, markup of calls and the end of turn included."""
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, reply.turn.logprobs, strict=True)
+        ]
+    }
