@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config import RolloutConfig, RunConfig, WeightedSource
+from asyncrl.data.asked import Asked
 from asyncrl.data.columns import check_columns
 from asyncrl.data.samples import RowLayout, read_samples
 from asyncrl.data.storage import Samples
@@ -72,8 +73,8 @@ def prepare(config: RunConfig, split: str, layout: RowLayout, room: Room | None)
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
     wrong with them."""
     check_columns(config.data.columns)
-    key, everything = f"$.data.{split}", not config.data.filter_overlong
-    read = (read_samples(config.data, path, split, layout) for path in paths(config, split))
+    key, everything, asked = f"$.data.{split}", not config.data.filter_overlong, Asked()
+    read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config, split))
     fitting = (room.keep(samples, everything) if room else samples for samples in read)
     try:
         with tempfile.TemporaryFile() as file:
@@ -84,7 +85,8 @@ def prepare(config: RunConfig, split: str, layout: RowLayout, room: Room | None)
     except OSError as error:
         where = tempfile.gettempdir()
         raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
-    return samples, [f"{key}: {complaint}"] if complaint else []
+    unmet = [] if layout.demonstrations else asked.unmet(config)
+    return samples, [f"{key}: {line}" for line in (complaint, *unmet) if line]
 
 
 def paths(config: RunConfig, split: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,8 +34,11 @@ def load_samples(path: str | Path, truth: str = "a reward") -> list[Sample]:
     return list(read_samples(DataConfig(str(path)), str(path), "train", RowLayout(truth=truth)))
 
 
-def read_samples(config: DataConfig, path: str, split: str, layout: RowLayout) -> Iterator[Sample]:
+def read_samples(
+    config: DataConfig, path: str, split: str, layout: RowLayout, see: Callable[[Row], Row] = lambda row: row
+) -> Iterator[Sample]:
     """The samples of one source, in order, each with its number in its file. ConfigError for what is wrong.
+    `see`: is called with every row.
 
     A prompt: columns `prompt`, `ground_truth` or `reward_model`, and optional ones. A demonstration:
     `messages`, or `prompt` and `response`, of which only the latter is learned; the sample's `prompt` holds
@@ -45,7 +48,7 @@ def read_samples(config: DataConfig, path: str, split: str, layout: RowLayout) -
     empty = True
     for place, row in reader(config, split)(path):
         empty = False
-        yield parse(place, renamed(str(place), row, layout.columns), layout)
+        yield parse(place, see(renamed(str(place), row, layout.columns)), layout)
     if empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 

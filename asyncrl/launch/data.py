@@ -53,10 +53,12 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
     for split, samples in found.items():
         if config.rollout.agent:  # the agent itself reads what its data says about tools
             break
-        if problems := check_sample_tools(tools, (sample.extra_info for sample in samples)):
+        problems, ignored = check_sample_tools(tools, (sample.extra_info for sample in samples))
+        if problems:
             raise ConfigError(
                 f"$.data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
             )
+        warnings += [f"$.data.{split}: {line}; ignored" for line in ignored]
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
             f"$.data.train: {len(train)} samples are less than one batch; lower "

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +16,8 @@ from asyncrl.errors import one_line
 from asyncrl.tools.base import Tool, ToolError, names
 from asyncrl.types import Sample
 
-log = logging.getLogger("asyncrl.tools")
-
 ELSEWHERE = frozenset({"execute_kwargs", "calc_reward_kwargs", "release_kwargs"})  # verl's, not for `open`
 MAX_PROBLEMS = 20
-_warned: set[str] = set()  # unknown names of tools that were logged
 
 
 class SampleTools(msgspec.Struct):
@@ -47,29 +43,50 @@ def read_sample_tools(sample: Sample) -> SampleTools:
         raise ToolError(f"sample {sample.row}: {problem}") from None
 
 
-def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> list[str]:
-    """What is wrong with the tools that samples ask for: a line for each problem, with its first sample
-    (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
+def check_sample_tools(tools: Mapping[str, Tool], extra_infos: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What is wrong with the tools that samples ask for, and which of their arguments nothing takes: a line
+    for each, with its first sample (counted from 0); at most MAX_PROBLEMS. Empty: all is well."""
     found: dict[str, int] = {}
+    ignored: dict[str, int] = {}
     for number, text in enumerate(extra_infos):
         if '"tools' not in text:  # as in most data sets: nothing to decode
             continue
         try:
-            _check_names(tools, _decode(text))
+            asked = _decode(text)
+            _check_names(tools, asked)
+            for line in _unused(tools, asked):
+                ignored.setdefault(line, number)
         except ToolError as problem:
             found.setdefault(str(problem), number)
-        if len(found) >= MAX_PROBLEMS:
+        if max(len(found), len(ignored)) >= MAX_PROBLEMS:
             break
-    return [f"sample {number}: {problem}" for problem, number in found.items()]
+    return _numbered(found), _numbered(ignored)
+
+
+def _numbered(found: Mapping[str, int]) -> list[str]:
+    return [f"sample {number}: {line}" for line, number in found.items()]
+
+
+def _unused(tools: Mapping[str, Tool], asked: SampleTools) -> Iterator[str]:
+    """Data that was made for other trainers brings arguments of tools that are not here."""
+    for name, given in (asked.tools_kwargs or {}).items():
+        if name not in tools:
+            if given is not None:
+                yield f"tools_kwargs for {name!r}, which is not in rollout.tools"
+            continue
+        tool, keywords = tools[name], asked.arguments(name)
+        made_by = (
+            getattr(getattr(tool.state, "func", tool.state), "open", None) if tool.state else tool.remake
+        )
+        for key in keywords.keys() - accepted_arguments(made_by, keywords).keys():
+            yield f"tools_kwargs.{name} has {key!r}, for which the tool has no parameter"
+        for key in sorted(key for key in ELSEWHERE if given and given.get(key)):
+            yield f"tools_kwargs.{name} has {key}; only create_kwargs are used"
 
 
 def select_tools(tools: Mapping[str, Tool], asked: SampleTools) -> dict[str, Tool]:
-    """Those that a sample asks for, in the order of `tools`. ToolError for unknown names; arguments of
-    unknown tools are ignored, because data that was made for other trainers brings some."""
+    """Those that a sample asks for, in the order of `tools`. ToolError for unknown names."""
     _check_names(tools, asked)
-    for name in (asked.tools_kwargs or {}).keys() - tools.keys() - _warned:
-        _warned.add(name)
-        log.warning("samples bring tools_kwargs for %r, which is no tool here: ignored", name)
     keep = tools if asked.tools is None else asked.tools
     return {name: _remade(tool, asked.arguments(name)) for name, tool in tools.items() if name in keep}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -115,3 +116,30 @@ def test_a_resumed_run_keeps_its_sources_and_their_weights(
             check_resumed(resumed(other))
     with pytest.raises(ConfigError, match=r"\$.data.order: .* was begun with ''"):
         check_resumed(resumed(same, order="a.py:f"))
+
+
+@pytest.mark.parametrize(
+    ("row", "rollout", "said"),
+    [
+        ({"agent_name": "tool_agent"}, {}, "4 samples ask for the agent loop 'tool_agent'"),
+        ({"agent_name": "my_loop"}, {}, "set rollout.agent or rollout.environment"),
+        ({"agent_name": "my_loop"}, {"environment": "scripted_user"}, ""),
+        ({"agent_name": "single_turn_agent"}, {}, ""),
+        ({"reward_manager": "prime"}, {}, "the reward_manager 'prime', and there are none; write what"),
+        ({"reward_model": {"style": "model"}}, {}, "a reward model .*rollout.reward is final_number"),
+        ({"reward_model": {"style": "model"}}, {"reward": {"llm_judge": {}, "format": {}}}, ""),
+        ({"reward_model": {"style": "rule"}}, {}, ""),
+        ({"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, {}, "'gsm8k' .*set rollout.environment"),
+        (
+            {"extra_info": {"tools_kwargs": {"calc": {"a": 1}}}},
+            {},
+            "'calc', which is not in rollout.tools; ig",
+        ),
+    ],
+)
+def test_what_verls_data_asks_for_and_is_not_there_is_said_before_the_start(
+    tmp_path: Path, row: dict[str, Any], rollout: dict[str, Any], said: str
+) -> None:
+    rollout = {"reward": "final_number"} | rollout
+    warnings = check_data(config(tmp_path, questions(4, **row), rollout=rollout), {}).warnings
+    assert len(warnings) == bool(said) and re.search(said, "".join(warnings))

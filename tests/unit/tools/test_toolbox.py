@@ -426,16 +426,27 @@ def test_extra_info_that_cannot_be_read_fails(extra_info: dict[str, Any], compla
         play([echo], sample(**extra_info))
 
 
-def test_arguments_of_tools_that_are_not_here_are_ignored(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_arguments_of_tools_that_are_not_here_are_ignored() -> None:
     """As in verl's GSM8K data."""
-    monkeypatch.setattr("asyncrl.tools.sample_tools._warned", set())
     asked = sample(tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}, "other": 3})
-    for _ in range(2):
-        assert play([echo], asked, call("echo", text="x"))[0].content == "x"
-    logged = [record.getMessage() for record in caplog.records]
-    assert len(logged) == 2 and any("'calc_gsm8k_reward', which is no tool here" in line for line in logged)
+    assert play([echo], asked, call("echo", text="x"))[0].content == "x"
+
+
+def test_arguments_that_nothing_takes_are_told_before_the_run() -> None:
+    there = load_tool("calculator", latency_sigma=0.0)
+    found = {"calculator": there, "notes": tool(name="notes")(Notes)}
+    kwargs = {
+        "calculator": {"create_kwargs": {"latency_mean": 0.0, "ground_truth": "4"}},
+        "notes": {"create_kwargs": {"title": "a", "pages": 3, "gone": None}, "execute_kwargs": {"a": 1}},
+        "absent": None,  # parquet gives every sample the keys of all
+    }
+    problems, ignored = check_sample_tools(found, [json.dumps({"tools_kwargs": kwargs})] * 3)
+    assert not problems
+    assert ignored == [
+        "sample 0: tools_kwargs.calculator has 'ground_truth', for which the tool has no parameter",
+        "sample 0: tools_kwargs.notes has 'pages', for which the tool has no parameter",
+        "sample 0: tools_kwargs.notes has execute_kwargs; only create_kwargs are used",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -460,14 +471,15 @@ def test_a_data_set_is_checked_before_the_run() -> None:
         '{"tools": ["ekko"]}',
         '{"tools": "echo"}',
     ]
-    assert check_sample_tools({"echo": echo}, data[:3]) == []
-    assert check_sample_tools({"echo": echo}, data) == [
+    unused = "sample 1: tools_kwargs for 'calc_gsm8k_reward', which is not in rollout.tools"
+    assert check_sample_tools({"echo": echo}, data[:3]) == ([], [unused])
+    assert check_sample_tools({"echo": echo}, data)[0] == [
         "sample 3: extra_info.tools has unknown names: ekko; there are: echo",
         "sample 5: extra_info, tools or tools_kwargs: "
         "ValidationError: Expected `array | null`, got `str` - at `$.tools`",
     ]
     garbage = (json.dumps({"tools": [str(row)]}) for row in itertools.count())
-    assert len(check_sample_tools({"echo": echo}, garbage)) == MAX_PROBLEMS
+    assert len(check_sample_tools({"echo": echo}, garbage)[0]) == MAX_PROBLEMS
 
 
 def test_samples_reach_the_factory_of_a_tool() -> None:
