@@ -43,6 +43,11 @@ class FakeChat:
             return None
         return (*encode("".join(_written(message) for message in messages)), OPEN)
 
+    def turn_ids(
+        self, history: tuple[Message, ...], message: Message, tools: tuple[str, ...] = ()
+    ) -> tuple[int, ...]:
+        return (*encode(_written(message)), END)
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids[:-1] if ids and ids[-1] == END else ids))
 

@@ -1,0 +1,122 @@
+"""Supervised episodes on a worker: their records, what is left out, and what is refused before the start."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine, check_demonstrations, shown_tools
+from asyncrl.tools import Toolbox
+from asyncrl.types import FailReason, Message, PolicyVersion, Sample, Turn
+from asyncrl.weights import disk
+from asyncrl.weights.manifest import Probe
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
+from asyncrl.wire.messages.worker_control import Assign
+from tests.fakes.weights import publish
+from tests.unit.rollout.test_check_chat import config, saved, tools_of
+from tests.unit.rollout.test_episode_runner import Bench, recorded
+
+USER, WELL = Message("user", "q"), Message("assistant", "well")
+TALK = (USER, WELL, Message("user", "more"), Message("assistant", "done"))
+
+
+class Shown(Bench):
+    """Plays a conversation of the data; whatever would be sampled is an error."""
+
+    def __init__(self, talk: tuple[Message, ...] = TALK, **limits: Any) -> None:
+        super().__init__([], **limits)
+        self.talk = talk
+        self.runner = replace(self.runner, make_player=lambda run: DemonstrationPlayer(run, Toolbox({})))
+
+    def assign(self, lane: str = "train", transcript: bool = False) -> Assign:
+        return msgspec.structs.replace(super().assign(lane), sample=talked(*self.talk))
+
+
+def talked(*messages: Message, row: int = 0, **more: Any) -> Sample:
+    return Sample(row, "said", messages, "null", **more)
+
+
+def test_a_conversation_is_posted_turn_by_turn_and_earns_nothing() -> None:
+    bench = Shown()
+    end = bench.play()
+    assert [type(record) for record in bench.sent] == [Generated, Generated, Finished]
+    assert isinstance(end, Finished)
+    assert (end.result.reward, end.result.tokens, end.stats.turns) == (0.0, len("well") + len("done") + 2, 2)
+    turn = msgspec.msgpack.decode(bench.frames[1][0], type=Turn)
+    assert "".join(map(chr, turn.ids[:-1])) == "done" and not bench.engine.requests
+
+
+def test_it_goes_on_after_the_recorded_turns() -> None:
+    whole = Shown()
+    whole.play()
+    rest = Shown()
+    assert isinstance(rest.play(recorded(whole)[:2]), Finished)
+    assert [type(record) for record in rest.sent] == [Generated, Finished]
+    assert rest.frames[0] == whole.frames[1]
+    other = Shown((USER, Message("assistant", "other"))).play(recorded(whole)[:2])
+    assert isinstance(other, Failed) and other.reason is FailReason.NOT_REPEATED
+
+
+def test_one_that_is_too_long_is_left_out() -> None:
+    bench = Shown((USER, Message("assistant", "x" * 100)), max_tokens=50, max_new_tokens=50)
+    end = bench.play()
+    assert isinstance(end, Failed) and end.reason is FailReason.PROMPT_TOO_LONG
+    assert len(bench.sent) == 1 and "rollout.max_tokens is 50" in end.detail
+
+
+def test_the_prompt_shows_the_tools_of_the_conversation_or_of_the_run() -> None:
+    box = Toolbox(tools_of("calculator"))
+    (own,) = shown_tools(box, talked(*TALK, extra_info='{"tool_schemas": [{"type": "function"}]}'))
+    (runs,) = shown_tools(box, talked(*TALK))
+    assert own == '{"type": "function"}' and '"calculator"' in runs
+    assert shown_tools(box, talked(*TALK, extra_info='{"tools": []}')) == ()
+
+
+def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None:
+    probe = Probe((1, 2), (-0.5,))
+    ref = publish({"w": torch.zeros(2)}, tmp_path, PolicyVersion(1, 3), probe)
+
+    async def main() -> None:
+        engine = NoEngine()
+        manifest = await engine.load(ref)
+        assert engine.version == 3 and manifest.probe is None
+        assert manifest.checksum == disk.read_manifest(ref).checksum
+        with pytest.raises(EngineError, match="in validation only"):
+            await engine.generate(Request("s", (1,), Sampling(1, ())))
+
+    asyncio.run(main())
+
+
+def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:
+    run = config(saved("qwen2.5", tmp_path), rollout={"max_tokens": 80, "max_new_tokens": 80})
+    good, long = talked(*TALK), talked(USER, Message("assistant", "word " * 99), row=1)
+    wrong = talked(USER, WELL, WELL, row=2)
+    assert check_demonstrations(run, {}, [good, good]) == []
+    (warning,) = check_demonstrations(run, {}, [good, long, good])
+    assert warning.startswith("1 of 3 conversations") and "rollout.max_tokens is 80" in warning
+    with pytest.raises(ConfigError, match=r"no conversation can be learned; .* rollout\.max_tokens is 80"):
+        check_demonstrations(run, {}, [long, long])
+    with pytest.raises(ConfigError, match=r"sample 2: message 2: the assistant speaks without"):
+        check_demonstrations(run, {}, [good, long, wrong])
+
+
+def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
+    """Spread over the data: the first and one near the end are among them."""
+    run, seen = config(saved("qwen2.5", tmp_path)), list[int]()
+
+    class Watched(list[Sample]):
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            seen.extend(sample.row for sample in found)
+            return found
+
+    check_demonstrations(run, {}, Watched(talked(*TALK, row=row) for row in range(5000)))
+    assert len(seen) <= 256 and seen[0] == 0 and seen[-1] > 4900
