@@ -20,11 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def start(name: str, run_dir: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
-    """`asyncrl train` of the calculator demo, output to `<run_dir>/<name>.out`."""
+def start(
+    name: str, run_dir: Path, overrides: list[str], experiment: str = "calculator"
+) -> subprocess.Popen[bytes]:
+    """`asyncrl train` of an experiment, output to `<run_dir>/<name>.out`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-m", "asyncrl.cli", "train", "experiment=calculator"),
+        *(sys.executable, "-m", "asyncrl.cli", "train", f"experiment={experiment}"),
         *(f"name={name}", f"run_dir={run_dir}", "observe.console=plain", *overrides),
     ]
     out = (run_dir / f"{name}.out").open("wb")
@@ -33,10 +35,16 @@ def start(name: str, run_dir: Path, overrides: list[str]) -> subprocess.Popen[by
     )
 
 
-def train(name: str, run_dir: Path, overrides: list[str], deadline: float = 1200.0) -> dict[str, Any]:
+def train(
+    name: str,
+    run_dir: Path,
+    overrides: list[str],
+    deadline: float = 1200.0,
+    experiment: str = "calculator",
+) -> dict[str, Any]:
     """Run to the end; the summary, with `exit_code` and `wall_s` of the whole command."""
     begin = time.monotonic()
-    process = start(name, run_dir, overrides)
+    process = start(name, run_dir, overrides, experiment)
     try:
         code = process.wait(deadline)
     except subprocess.TimeoutExpired:

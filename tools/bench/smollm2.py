@@ -1,0 +1,104 @@
+"""The pretrained model's example, from several seeds, and with rewards of other samples: curve and table.
+
+    python tools/bench/smollm2.py --seeds 0 1 2 --control     # 20 to 30 minutes a run on 2 quiet cores
+    python tools/bench/smollm2.py --draw                      # again from what is there, running nothing
+
+Each run validates on all held-out questions every second step. A run that is complete is not repeated, one
+that was cut off goes on from its last checkpoint: the whole may take more than one sitting. The curve goes to
+`--plot`, the table to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, rows, summary, table, train, wilson
+
+from asyncrl.observe.summary import GREEDY, SAMPLED
+
+CONTROL = "control"
+OTHERS = f"rollout.reward={ROOT / 'tools' / 'bench' / 'random_reward.py'}:of_another_sample"
+OVERRIDES = ["validation.samples=256", "validation.every=2", "trainer.checkpoint_every=2", "resume=auto"]
+HEADER = ["run", "sampled before", "after", "greedy before", "after", "minutes", "steps", "tokens", "lag max",
+          "conserved"]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--experiment", default="smollm2")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--control", action="store_true", help="one more run, which must not learn")
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs")
+    parser.add_argument("--plot", type=Path, help="default: docs/EXPERIMENT.png")
+    parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    folder = args.run_dir / f"bench-{args.experiment}"
+    runs = {f"seed-{seed}": [f"seed={seed}"] for seed in args.seeds}
+    runs |= {CONTROL: [f"seed={args.seeds[0]}", OTHERS]} if args.control else {}
+    for name, own in runs.items():
+        if not args.draw and summary(folder / name).get("outcome") != "completed":
+            overrides = [*OVERRIDES, *own, *args.overrides]
+            found = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
+            print(f"{name}: {found.get('outcome')} after {found['wall_s'] / 60:.1f} minutes", flush=True)
+    done = {name: found for name in runs if (found := summary(folder / name)).get("outcome") == "completed"}
+    print(table(HEADER, [line(name, found) for name, found in done.items()]))
+    plot = args.plot or ROOT / "docs" / f"{args.experiment}.png"
+    draw(plot, {name: rows(folder / name) for name in done})
+    print(f"drawn: {plot}")
+
+
+def line(name: str, found: Mapping[str, Any]) -> list[str]:
+    episodes = int(found["validation_episodes"]) // 2  # each question sampled once, and greedily
+    return [
+        name,
+        *(
+            share(found[f"{key}_{when}"], episodes)
+            for key in ("success", "greedy")
+            for when in ("before", "after")
+        ),
+        f"{found['seconds'] / 60:.1f}",
+        str(found["steps"]),
+        f"{found['tokens_trained']:,}",
+        f"{found['lag_max']:.0f}",
+        str(found["conserved"]),
+    ]
+
+
+def share(value: float | None, episodes: int) -> str:
+    """With its 95% Wilson interval."""
+    if value is None:
+        return "–"
+    low, high = wilson(round(value * episodes), episodes)
+    return f"{value:.1%} ({low:.0%}–{high:.0%})"
+
+
+def draw(path: Path, runs: Mapping[str, list[dict[str, float]]]) -> None:
+    """Held-out success by step: sampled episodes whole lines, greedy ones dashed; the control grey."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for index, (name, metrics) in enumerate(runs.items()):
+        colour = "0.6" if name == CONTROL else f"C{index}"
+        for metric, style in ((SAMPLED, "o-"), (GREEDY, "s--")):
+            points = [(row["training/step"], 100 * row[metric]) for row in metrics if metric in row]
+            label = f"{name}, {'sampled' if metric == SAMPLED else 'greedy'}"
+            axes.plot(
+                *zip(*points, strict=True), style, color=colour, label=label, markersize=4, linewidth=1.2
+            )
+    axes.set(xlabel="optimizer steps", ylabel="held-out success, %", ylim=(0, 100))
+    axes.grid(alpha=0.3)
+    if runs:
+        axes.legend(fontsize=7, ncols=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
