@@ -1,8 +1,9 @@
-"""The pretrained model's example: its worked calls are right, and nothing held out is trained on."""
+"""The pretrained model's examples: their worked calls are right, and nothing held out is trained on."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from asyncrl.conversation.parsers import hermes
 from asyncrl.data import load_samples
 from asyncrl.rewards import final_number
 from asyncrl.tools import call_tool, load_tool
+from asyncrl.types import ToolCall
 
-DATA = Path(__file__).resolve().parents[2] / "examples/multiturn/smollm2/data"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/multiturn/smollm2"
+DATA = EXAMPLE / "data"
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 1024), ("test", 256)])
@@ -29,8 +32,23 @@ def test_the_worked_examples_of_a_prompt_are_calls_with_their_replies(split: str
     assert asked.role == "user"
 
 
-def test_held_out_questions_are_not_trained_on() -> None:
+def test_two_operations_are_two_calls_with_their_replies() -> None:
+    sample = load_samples(str(EXAMPLE / "two_operations" / "train.parquet"))[0]
+    calculator = load_tool(f"{EXAMPLE / 'one_operation.py'}:calculator")
+    calls = 0
+    for turn, reply in pairwise(sample.prompt):
+        for call in hermes(turn.content, (calculator.schema_text,)).calls:
+            assert asyncio.run(call_tool(calculator, call)).content == reply.content
+            calls += 1
+    assert calls == 3
+    both = ToolCall("calculator", '{"expression": "1 + 2 * 3"}')
+    assert "one operation" in asyncio.run(call_tool(calculator, both)).content
+
+
+@pytest.mark.parametrize("folder", ["data", "two_operations"])
+def test_held_out_questions_are_not_trained_on(folder: str) -> None:
     train, test = (
-        {s.prompt[-1].content for s in load_samples(str(DATA / f"{n}.parquet"))} for n in ("train", "test")
+        {sample.prompt[-1].content for sample in load_samples(str(EXAMPLE / folder / f"{split}.parquet"))}
+        for split in ("train", "test")
     )
-    assert not train & test
+    assert len(train) == 1024 and len(test) == 256 and not train & test
