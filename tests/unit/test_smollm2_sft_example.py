@@ -29,10 +29,6 @@ def question(sample: Sample) -> str:
     return next(message.content for message in sample.prompt if message.role == "user")
 
 
-def load_demonstrations(path: Path) -> list[Sample]:
-    return list(read_samples(DataConfig(str(path)), str(path), "train", RowLayout(demonstrations=True)))
-
-
 def test_demonstrations_call_the_tool_and_state_its_reply() -> None:
     calculator = load_tool("expression_calculator")
     shown = demonstrations()
