@@ -30,11 +30,15 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint directory, or CheckpointError."""
+    """The manifest of a checkpoint directory, `step-N` or `step-N.tmp`. CheckpointError when there is none,
+    or it is of another step: its trajectories would count as trained at the wrong one."""
     try:
-        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
     except (OSError, *UNDECODABLE) as error:
         raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
+    if path.name.removesuffix(".tmp") != f"step-{manifest.step}":
+        raise CheckpointError(f"{path}: it was renamed or copied, its manifest is of step {manifest.step}")
+    return manifest
 
 
 def lineage(directory: Path, step: int, known: int) -> list[CheckpointManifest]:

@@ -6,6 +6,7 @@ A record is kill-9 safe once it is appended (the kernel has it), and power-loss 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import struct
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import xxhash
 
 from asyncrl.store.schema import StoreError, store_error
+
+log = logging.getLogger("asyncrl.store")
 
 HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
@@ -97,12 +100,16 @@ class SegmentReader:
         raise StoreError(f"{path}: damaged record at {place.offset}")
 
     def remove_before(self, segment: int) -> None:
-        """Delete whole segments below a number. The caller has no reference into them any more."""
+        """Delete whole segments below a number. The caller has no reference into them any more; one that
+        cannot be deleted costs its place on the disk, and is tried again next time."""
         for path in self.directory.glob("*.seg"):
             if int(path.stem) < segment:
                 if (file := self._files.pop(int(path.stem), None)) is not None:
                     os.close(file)
-                path.unlink()
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    log.warning("%s, which is not needed any more, stays: %s", path, error)
 
     def close(self) -> None:
         for file in self._files.values():

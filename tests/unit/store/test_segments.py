@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -44,6 +45,23 @@ def test_old_segments_go_and_the_current_one_stays(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="No such file"):
         reader.read(places[0])
     assert reader.read(places[3]) == b"0123456789"
+
+
+def test_an_old_segment_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = SegmentWriter(tmp_path, segment_bytes=10)
+    places = [segments.append(b"0123456789") for _ in range(4)]
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        SegmentReader(tmp_path).remove_before(places[2].segment)
+    assert "Read-only" in caplog.text and len(list(tmp_path.glob("*.seg"))) == 4
+    SegmentReader(tmp_path).remove_before(places[2].segment)
+    assert len(list(tmp_path.glob("*.seg"))) == 2
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_torn_record(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -92,7 +93,7 @@ def test_the_export_loads_with_transformers(learner: Learner, directory: Path, m
     assert (path / "hf" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ 'ä' }}"
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no text"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no text", "of another step"])
 def test_a_damaged_newest_falls_back_to_the_one_before(
     learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
@@ -114,6 +115,9 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
         case "no text":
             written = (second / "manifest.json").read_bytes()
             (second / "manifest.json").write_bytes(written.replace(b"state/", b"st\xffte/"))
+        case "of another step":
+            shutil.rmtree(second)
+            shutil.copytree(first, second)
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest(directory) == first
     assert "step-2" in caplog.text and "damaged" in caplog.text
