@@ -84,9 +84,12 @@ def reason(error: BaseException) -> str:
 
 
 def describe(error: BaseException, limit: int = 300) -> str:
-    """`reason`, followed by the place in users' code that raised: "KeyError: 'b' (bad.py:41)"."""
-    place = "" if isinstance(error, AsyncrlError) else _place(error)
-    return reason(error) if not place else one_line(error, limit - len(place)) + place
+    """`one_line`, and the place in users' code that raised: "KeyError: 'b' (bad.py:41)". An error that was
+    raised on purpose is its own text, which may hold such a description: up to twice the limit."""
+    if isinstance(error, AsyncrlError):
+        return " ".join(str(error).split())[: 2 * limit]
+    place = _place(error)
+    return one_line(error, limit - len(place)) + place
 
 
 def _place(error: BaseException) -> str:

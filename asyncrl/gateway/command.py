@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -28,7 +29,10 @@ from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.wrapper import KILL, KILL_SECONDS
 from asyncrl.types import Sample
 
-MAX_ERROR = 4096  # bytes of stderr that are read back
+MAX_ERROR = 1 << 16  # bytes of stderr that are kept
+MAX_COMPLAINT = 300  # characters
+FRAME = re.compile(r'^ +File "([^"<>]+)", line (\d+)', re.MULTILINE)  # of a Python traceback
+INSTALLED = re.compile(r"/(site|dist)-packages/|/lib/python\d")
 
 Line = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
@@ -58,7 +62,8 @@ class Command:
             raise ConfigError(f"line {line!r}: there is no program {program!r}; install it, or give its path")
 
     async def __call__(self, sample: Sample, endpoint: Endpoint) -> Any:
-        """CommandError on an exit code other than 0, with the last line of stderr."""
+        """CommandError on an exit code other than 0, with the last line of stderr and, of an error in Python,
+        its place."""
         given, program = _written(sample, self._extra_info), self._words[0]
         pipe = asyncio.subprocess.PIPE
         try:
@@ -87,23 +92,34 @@ class Command:
 
 
 async def _talk(process: asyncio.subprocess.Process, sample: bytes) -> tuple[str, str]:
-    """The last lines of its output and of its errors, when it and all that it started have ended."""
+    """The last line of its output and why it failed, when it and all that it started have ended."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     process.stdin.write(sample)
     process.stdin.close()  # when all of it is read, or the program has ended
-    tails = _last_line(process.stdout, MAX_RESULT), _last_line(process.stderr, MAX_ERROR)
+    tails = _tail(process.stdout, MAX_RESULT), _tail(process.stderr, MAX_ERROR)
     out, err = await asyncio.gather(*tails)
     await process.wait()
-    return out, err
+    return "".join(out[-1:]), _complaint(err)
 
 
-async def _last_line(stream: asyncio.StreamReader, limit: int) -> str:
-    """Of a stream of any length, of which the last `limit` bytes are kept."""
+async def _tail(stream: asyncio.StreamReader, limit: int) -> list[str]:
+    """The last lines of a stream of any length, of which `limit` bytes are kept."""
     kept = b""
     while data := await stream.read(1 << 16):
         kept = (kept + data)[-limit:]
-    lines = kept.decode(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    return kept.decode(errors="replace").strip().splitlines()
+
+
+def _complaint(lines: Sequence[str]) -> str:
+    """The last line; that of a Python traceback with the innermost place in a user's file."""
+    if not lines:
+        return ""
+    above = "\n".join(lines[:-1]).rpartition("Traceback (most recent call last):")[2]
+    frames = [frame for frame in FRAME.findall(above) if not INSTALLED.search(frame[0])]
+    raised = frames and lines[-2].startswith(" ")
+    return lines[-1].strip()[:MAX_COMPLAINT] + (
+        f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if raised else ""
+    )
 
 
 def _written(sample: Sample, names: Sequence[str]) -> bytes:

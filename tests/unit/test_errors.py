@@ -74,4 +74,5 @@ def test_the_place_is_the_users_line_not_the_librarys_and_is_never_cut_off(tmp_p
 
 
 def test_an_error_raised_on_purpose_is_its_own_text() -> None:
-    assert describe(ConfigError("no such file: a.py")) == "no such file: a.py"
+    assert describe(ConfigError("no such\n file: a.py")) == "no such file: a.py"
+    assert len(describe(ConfigError("x" * 9999))) == 600

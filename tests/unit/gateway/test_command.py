@@ -81,6 +81,16 @@ def test_a_failure_is_told(line: str, why: str) -> None:
         run(line)
 
 
+def test_an_error_in_python_has_its_place_in_the_users_file(tmp_path: Path) -> None:
+    for code, why in {
+        "import json\ndef f():\n    json.loads('x' * 9)\nf()": r"JSONDecodeError: .*\(agent.py:3\)$",
+        "import sys\ntry:\n    {}['b']\nexcept KeyError:\n    import traceback; traceback.print_exc()\n"
+        "sys.exit('no luck')": r"code 1: no luck$",
+    }.items():
+        with pytest.raises(CommandError, match=why):
+            run(python(tmp_path, code))
+
+
 def test_python_is_the_interpreter_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where another one, or none, is first on PATH; one that is given by its path stays."""
     other = tmp_path / "python"
