@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl import cli
-from asyncrl.config import parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +79,20 @@ def test_a_command_without_a_model_shows_three_ways_to_begin(capsys: pytest.Capt
         "--config-dir examples/",
     ):
         assert way in text
+
+
+def test_sft_is_train_with_its_preset(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[RunConfig] = []
+    monkeypatch.setattr("asyncrl.launch.start.train", lambda config, dry_run: found.append(config) or 0)
+    for given in (["model.path=m", "data.train=t"], ["algorithm=sft", "experiment=smollm2_sft"]):
+        assert cli.main(["sft", *given, "name=n"]) == 0
+    assert [(c.algorithm.loss, c.buffer.episodes_per_group) for c in found] == [("sft", 1)] * 2
+    assert cli.main(["sft", "data.train=t"]) == 2
+    assert "asyncrl sft model.path=DIR data.train=FILE.jsonl" in capsys.readouterr().err
+    assert cli.main(["sft", "algorithm=grpo", "model.path=m", "data.train=t"]) == 2
+    assert "asyncrl sft is algorithm=sft; for algorithm=grpo use asyncrl train" in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own_gets_nothing_of_the_demos() -> None:
