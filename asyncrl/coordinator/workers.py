@@ -154,8 +154,17 @@ class WorkerHandler:
         lease = self.state.config.launch.lease
         for worker in [w for w in self.workers.values() if now - w.seen > lease]:
             self.lose(worker, f"silent for {lease:g} s", now)
+        self._name_missing()
         self.engines.send_table(self.workers, now)
         self._assign(now)
+
+    def _name_missing(self) -> None:
+        """One that hangs is not replaced while others live: its slots must not be missing in silence."""
+        here = {worker.hello.index for worker in self.workers.values()}
+        missing = sorted(set(range(self.state.config.rollout.workers)) - here) if here else []
+        self.state.waits += [
+            f"worker {index} is silent, or starts: its slots are not used" for index in missing
+        ]
 
     def lose(self, worker: WorkerRecord, why: str, now: float) -> None:
         log.warning("%s lost (%s): %d episodes go back", worker.name, why, len(worker.running))

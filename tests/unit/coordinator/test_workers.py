@@ -155,6 +155,16 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     assert setup.sent.take(Fenced) == [(A, Fenced(first))] and setup.landed == []
 
 
+def test_a_worker_that_is_missing_beside_others_is_named(setup: WorkerSetup) -> None:
+    setup.state.config = parse(msgspec.to_builtins(setup.state.config) | {"rollout": {"workers": 2}})
+    setup.join(B, index=1)
+    setup.tick()
+    assert setup.state.waits == []
+    setup.handler.heartbeat(A, Heartbeat(1, 0, (), 0, 0, 0), now=11.0)
+    setup.tick(now=11.0)  # the lease of B is over
+    assert "worker 1 is silent, or starts: its slots are not used" in setup.state.waits
+
+
 def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
     setup.state.launch = "l"
     late, living = b"rollout/0/l.2", b"rollout/0/l.10"
