@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl import cli
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
-from asyncrl.types import EpisodeEnd, FailReason, Sample
+from asyncrl.rollout.setup import engine_factory, load_rules
+from asyncrl.types import EpisodeEnd, FailReason, Sample, StopReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
 from tests.fakes.agents import AgentBench
 from tests.fakes.chat import call
@@ -154,6 +157,43 @@ def test_the_client_gets_several_answers_that_stop_at_a_text() -> None:
     bench = AgentBench(agent, lambda prompt: next(texts))
     assert finished(bench).stats.rows == 3
     assert bench.rows == ["qa.", "qc.", "qe."]
+
+
+@pytest.mark.long
+def test_a_model_that_is_streamed_and_stopped() -> None:
+    """The demo model on its own engine: what was streamed is the message, and a text at which the turn stops
+    leaves the beginning of the same turn, its log-probs and its row."""
+    from openai import OpenAI
+
+    config = cli.compose(["experiment=calculator", "validation.samples=0"])
+    said: list[str] = []
+
+    def agent_of(stop: list[str]) -> Any:
+        def agent(sample: Sample, endpoint: Endpoint) -> None:
+            with OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+                history: Any = [{"role": "user", "content": "What is 12 plus 30?"}]
+                stream = client.chat.completions.create(
+                    model=endpoint.model, messages=history, stream=True, stop=stop
+                )
+                said.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+
+        return agent
+
+    turns = []
+    for _ in range(2):
+        bench = AgentBench(agent_of([said[0][2:6]] if turns else []))
+        bench.context = replace(bench.context, rules=load_rules(config))
+        bench.engine = engine_factory(config)()  # type: ignore[assignment]
+        finished(bench)
+        turns += bench.turns
+    whole, cut = turns
+    assert len(whole.ids) > len(cut.ids)
+    assert (cut.stop, cut.ids, cut.logprobs) == (
+        StopReason.TEXT,
+        whole.ids[: len(cut.ids)],
+        whole.logprobs[: len(cut.ids)],
+    )
+    assert said[1] == said[0][:2]
 
 
 def test_a_langgraph_agent() -> None:

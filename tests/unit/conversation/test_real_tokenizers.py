@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.conversation import templates
 from asyncrl.conversation.chat import Chat
 from asyncrl.conversation.tokenizer import TEXTS, load_tokenizer
+from asyncrl.conversation.watch import GrowingText
 from asyncrl.types import Message, ToolCall
 from tests.fakes.families import FAMILIES, TEMPLATES, Family
 from tests.fakes.fetched import FETCHED, fetched_tokenizer, missing
@@ -223,3 +224,15 @@ def test_a_real_configuration_that_misnames_its_class() -> None:
         missing("deepseek-v3")
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.decode(tokenizer.encode(TEXTS[0], add_special_tokens=False)) == TEXTS[0]
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in FETCHED.glob("*") if path.is_dir()))
+def test_the_text_of_ids_that_come_one_by_one_is_their_text(folder: str) -> None:
+    tokenizer, rng = fetched_tokenizer(folder), Random(folder)
+    texts = [tokenizer.encode(text, add_special_tokens=False) for text in SAID]
+    for ids in (*texts, *(rng.choices(range(len(tokenizer)), k=40) for _ in range(10))):
+        growing = GrowingText(functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False))
+        for count in range(1, len(ids) + 1):
+            growing.grow(ids[:count])
+        whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        assert whole.startswith(growing.text) and set(whole[len(growing.text) :]) <= {"\ufffd"}
