@@ -1,4 +1,4 @@
-"""The pretrained model's example, from several seeds, and with rewards of other samples: curve and table.
+"""The pretrained model's example, from several seeds, and with others' rewards: curve and table.
 
     python tools/bench/smollm2.py --seeds 0 1 2 --control     # 20 to 30 minutes a run on 2 quiet cores
     python tools/bench/smollm2.py --draw                      # again from what is there, running nothing
@@ -20,7 +20,7 @@ from common import ROOT, rows, summary, table, train, wilson
 from asyncrl.observe.summary import GREEDY, SAMPLED
 
 CONTROL = "control"
-OTHERS = f"rollout.reward={ROOT / 'tools' / 'bench' / 'random_reward.py'}:of_another_sample"
+OTHERS = f"algorithm.advantage={ROOT / 'tools' / 'bench' / 'others_reward.py'}:of_a_sibling"
 OVERRIDES = ["validation.samples=256", "validation.every=2", "trainer.checkpoint_every=2", "resume=auto"]
 HEADER = ["run", "sampled before", "after", "greedy before", "after", "minutes", "steps", "tokens", "lag max",
           "conserved"]  # fmt: skip
@@ -30,7 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--experiment", default="smollm2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--control", action="store_true", help="one more run, which must not learn")
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="one more run, in which each episode gets the reward of another",
+    )
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs")
     parser.add_argument("--plot", type=Path, help="default: docs/EXPERIMENT.png")
     parser.add_argument("--draw", action="store_true", help="run nothing")
