@@ -111,6 +111,14 @@ def test_a_hook_that_cannot_be_used_is_named(tmp_path: Path, name: str, complain
         EpochOrder(stored(rows(5)), DataConfig("d", order=f"{tmp_path}/hook.py:{name}"), seed=0)(0)
 
 
+def test_an_order_that_cannot_be_kept_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text(HOOK)
+    order = EpochOrder(stored(rows(5)), DataConfig("d", order=f"{tmp_path}/hook.py:easy_first"), 0, tmp_path)
+    (tmp_path / "order-0.tmp").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"order-0: the order of the data cannot be kept .*No space left"):
+        order(0)
+
+
 def test_the_order_of_an_epoch_outlives_a_change_of_the_hook(tmp_path: Path) -> None:
     """Otherwise samples would be drawn twice, and others not at all, after a restart within the epoch."""
     (tmp_path / "hook.py").write_text(HOOK)
