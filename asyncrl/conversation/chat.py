@@ -160,10 +160,11 @@ class Chat:
         if self._render.shape.user_replies:
             warnings.append("the chat template has no tool role: replies are shown as messages of the user")
         if not self._probe.shows_tools():
-            ready = "chatml_tools" if "<|im_end|>" in self._tokenizer.get_added_vocab() else "a Jinja file"
+            chatml = "<|im_end|>" in self._tokenizer.get_added_vocab()
+            ready = "=chatml_tools, which does" if chatml else " to a Jinja file that does"
             warnings.append(
-                f"the chat template does not show the tools to the model: set model.template to {ready} that "
-                "does, or describe them in the prompts"
+                f"the chat template does not show the tools to the model: set model.template{ready}, or "
+                "describe them in the prompts"
             )
         if history != "append" and not self._probe.shows_calls():
             warnings.append(

@@ -25,10 +25,10 @@ EXPORTED = {"float32": 4, "bfloat16": 2}
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
 
 
-def learning_rates(parameters: int, lora: bool) -> tuple[float, float]:
-    """The range outside of which a learning rate is probably a mistake."""
-    centre = RATE / sqrt(parameters) * (LORA if lora else 1.0)
-    return centre / TIMES_LOWER, centre * TIMES_HIGHER
+def learning_rates(parameters: int, lora: bool) -> tuple[float, float, float]:
+    """The usual learning rate, between the bounds outside of which one is probably a mistake."""
+    usual = RATE / sqrt(parameters) * (LORA if lora else 1.0)
+    return usual / TIMES_LOWER, usual, usual * TIMES_HIGHER
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
@@ -60,12 +60,12 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
     parameters = parameter_count(config.model.path)
     if parameters:
         lora = bool(config.model.lora_rank)
-        low, high = learning_rates(parameters, lora)
+        low, usual, high = learning_rates(parameters, lora)
         if not low <= config.trainer.lr <= high:
             of = "adapters on " * lora + f"{_short(parameters)} parameters"
             yield (
-                f"trainer.lr={config.trainer.lr:g} is far from what works for {of}, by published runs: "
-                f"{low:.1e} to {high:.1e}"
+                f"trainer.lr={config.trainer.lr:g} is far from the usual {usual:.1g} for {of}: less than "
+                f"{low:.1e} or more than {high:.1e} is probably a mistake (docs/models.md)"
             )
     needed = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config)
     if needed > _free(config):

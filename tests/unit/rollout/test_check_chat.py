@@ -53,7 +53,7 @@ def test_tools_that_the_template_cannot_show(tmp_path: Path) -> None:
 
 def test_a_first_prompt_that_the_template_refuses(tmp_path: Path) -> None:
     run, said = config(saved("gemma3", tmp_path)), (*FIRST, *FIRST)
-    with pytest.raises(ConfigError, match=r"t: sample 0: the chat template refuses .* change the prompt"):
+    with pytest.raises(ConfigError, match=r"data\.train: sample 0: .* template refuses .* change the prompt"):
         check_chat(run, {}, said)
     check_chat(config(tmp_path, rollout={"environment": "hi_lo"}), {}, said)  # the environment goes on
     check_chat(config(tmp_path, rollout={"agent": "a:b"}), {}, said)
@@ -99,7 +99,7 @@ def test_a_model_without_tools_in_its_template_is_offered_one(tmp_path: Path) ->
     tokenizer.save_pretrained(tmp_path)
     run, tools = config(tmp_path, rollout={"tools": ["calculator"]}), tools_of("calculator")
     (warning,) = check_chat(run, tools, FIRST)
-    assert "does not show the tools to the model: set model.template to chatml_tools" in warning
+    assert "does not show the tools to the model: set model.template=chatml_tools" in warning
     run = config(tmp_path, template=read_template("chatml_tools", "--"), rollout={"tools": ["calculator"]})
     assert check_chat(run, tools, FIRST) == []
 
