@@ -131,8 +131,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolReply(msgspec.Struct, frozen=True):
-    """What a tool call gave back. `error` names the failure; the content is readable by the model, the
-    `reward` falls on the turn that made the call. `refused`: nothing was run, the call itself was wrong."""
+    """What a tool call gave back. `error` names the failure, and its place in users' code; the content is
+    what the model reads, the `reward` falls on the turn that made the call. `refused`: nothing was run, the
+    call itself was wrong."""
 
     call: ToolCall
     content: str

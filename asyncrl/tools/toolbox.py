@@ -160,8 +160,8 @@ class ToolSession:
             content, reward = await self._run(tool, call.arguments, keywords)
             return ToolReply(call, content, None, time.monotonic() - started, reward)
         except Exception as problem:
-            error = within_memory(reason(problem))
-            return ToolReply(call, f"error: {error}", error, time.monotonic() - started)
+            shown, seconds = f"error: {within_memory(reason(problem))}", time.monotonic() - started
+            return ToolReply(call, shown, within_memory(describe(problem)), seconds)
 
     async def redo(self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str) -> None:
         """Rebuild the effects of recorded calls, where tools ask for it. ProtocolError: the episode must
@@ -215,7 +215,7 @@ async def _attempts(tool: Tool, once: Callable[[], Awaitable[tuple[str, float]]]
         except ToolError:  # the tool's own answer
             raise
         except Exception as problem:
-            log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, one_line(problem))
+            log.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, describe(problem))
             await asyncio.sleep(PAUSES[min(attempt, len(PAUSES) - 1)])
     return await once()
 

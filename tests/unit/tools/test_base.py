@@ -76,7 +76,10 @@ def test_an_exception_is_a_reply() -> None:
     async def broken() -> str:
         raise RuntimeError("out of\npaper")
 
-    assert run(broken, "{}").error == "RuntimeError: out of paper"
+    reply = run(broken, "{}")
+    assert reply.content == "error: RuntimeError: out of paper"
+    line = broken.function.__code__.co_firstlineno + 2
+    assert reply.error == f"RuntimeError: out of paper (test_base.py:{line})"
 
 
 def test_the_tools_own_timeout_error_is_not_the_deadline() -> None:
@@ -84,7 +87,7 @@ def test_the_tools_own_timeout_error_is_not_the_deadline() -> None:
     def impatient() -> str:
         raise TimeoutError("remote host")
 
-    assert run(impatient, "{}").error == "TimeoutError: remote host"
+    assert run(impatient, "{}").content == "error: TimeoutError: remote host"
 
 
 def test_deadline_of_the_tool_wins_over_the_default() -> None:
@@ -130,7 +133,7 @@ def test_a_blocking_tool_gives_back_its_result_or_its_error() -> None:
         return 1 / x
 
     assert run(half, '{"x": 2}').content == "0.5"
-    assert run(half, '{"x": 0}').error == "ZeroDivisionError: division by zero"
+    assert run(half, '{"x": 0}').content == "error: ZeroDivisionError: division by zero"
 
 
 def test_cancellation_travels_on() -> None:

@@ -213,7 +213,7 @@ def test_calls_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert play([flaky], sample(), call("flaky", until=3))[0].content == "there"
     tries.clear()
-    assert play([flaky], sample(), call("flaky", until=4))[0].error == "ConnectionError: no route"
+    assert play([flaky], sample(), call("flaky", until=4))[0].content == "error: ConnectionError: no route"
     assert len(tries) == 3
     tries.clear()
     play([flaky], sample(), ToolCall("flaky", "{}"))

@@ -148,3 +148,15 @@ def test_without_other_games_of_an_agent_nothing_is_learned_of_it() -> None:
 def test_what_compares_whole_episodes_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="agents earned rewards of their own; use dr_grpo or rloo"):
         advantages_of(name)
+
+
+def test_returns_and_penalties_of_an_agent_pass_over_the_other() -> None:
+    """With V = 0.5 and λ = 1: white 1 − 0.5, black −1 − 0.5. β·KL of 0.25 a token counts for who wrote it."""
+    episode = replace(game(0, *GAMES[0]), value=np.full(6, 0.5))
+    found = credit(episode, recipe_of("gae"))
+    assert found.advantage is not None and found.returns is not None
+    assert found.advantage.tolist() == [0.5, 0.5, -1.5, -1.5, 0.5, 0.5]
+    assert found.returns.tolist() == [1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
+    paid, _ = penalised(replace(episode, reference=episode.mu - 0.5), 0.5, "k1")
+    parts = paid.planned.own.parts
+    assert [parts["w"].reward, parts["b"].reward] == pytest.approx([1.0 - 4 * 0.25, -1.0 - 2 * 0.25])
