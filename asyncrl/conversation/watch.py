@@ -88,7 +88,11 @@ class TurnWatch:
         if len(text) - self._parsed <= len(text) // _SHARE:
             return
         self._parsed = len(text)
-        parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt)
+        try:
+            parsed = parse_turn(self._rules.parse, text, self._tools, self._prompt)
+        except Exception:  # a parser of the user's; that of a whole turn is reported
+            self._told = None
+            return
         new = parsed.reasoning.removeprefix(self._reasoning), parsed.content.removeprefix(self._content)
         grown = parsed.reasoning.startswith(self._reasoning) and parsed.content.startswith(self._content)
         if grown and any(new):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from asyncrl.conversation.parsers import hermes, parsers
+from asyncrl.conversation.parsers import Parsed, hermes, parsers
 from asyncrl.conversation.watch import GrowingText, TurnWatch, before
 from tests.fakes.chat import call, encode, rules
 
@@ -27,8 +28,7 @@ def heard(
 ) -> tuple[str, str, int]:
     """The reasoning and the content that were told, and how many characters it took."""
     told: list[tuple[str, str]] = []
-    made = rules()
-    made = type(made)(made.chat, parsers.load(parser, ""), made.config)
+    made = replace(rules(), parse=parsers.load(parser, ""))
     watch = TurnWatch(made, tools, stops, prompt, lambda *new: told.append(new))
     ids = encode(text)
     end = next((n for n in range(1, len(ids) + 1) if watch(ids[:n])), len(ids) + 1)
@@ -105,3 +105,16 @@ def test_without_tools_what_looks_like_a_call_is_told() -> None:
     text = "see " + call("look")
     assert heard(text)[1] == text
     assert hermes(text, TOOLS).content == "see"
+
+
+def test_a_parser_that_fails_does_not_break_the_engine() -> None:
+    """The watch runs in its loop."""
+
+    def broken(text: str, tools: tuple[str, ...]) -> Parsed:
+        raise IndexError
+
+    made, told = replace(rules(), parse=broken), []
+    watch = TurnWatch(made, TOOLS, ("42",), "", lambda *new: told.append(new))
+    ids = encode("It is 42")
+    assert [watch(ids[:n]) for n in range(1, 9)] == [False] * 7 + [True]
+    assert told == []
