@@ -187,11 +187,9 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
     ("text", "complaint"),
     [
         (b"# @package _global_\nmodel: {path: [m\n", "mine.yaml, line 3: is not YAML"),
-        (b"# @package _global_\nname: x\n\ttrainer:\n", "mine.yaml, line 3: is not YAML"),
         (b"# @package _global_\nname: x\nname: y\n", "mine.yaml, line 3: is not YAML (found duplicate key"),
         (b"\xff\xfe", "mine.yaml: is not text in UTF-8"),
         (b"name: mine\n", "experiment=… has no line `# @package _global_`"),
-        (b"", "experiment=… has no line `# @package _global_`"),
         (b"# @package _global_\ntrainer: {lrr: 1}\n", "unknown key trainer.lrr; did you mean trainer.lr"),
         (b"# @package _global_\n1: 2\n", "unknown key 1"),
         (b"# @package _global_\nvalidation: {success: .nan}\n", "got nan - at `$.validation.success`"),
