@@ -164,7 +164,7 @@ SURVIVED: dict[str, float | str] = {
     "loop": 0.5,
     "main": 1.0,
     "big": 1.0,
-    "huge": "the answer has 3088955 bytes, at most 1048576 are allowed",
+    "huge": "the answer has 3088963 bytes, at most 1048576 are allowed",
 }
 FATAL = {
     "segv": "the reward process was killed by SIGSEGV",
