@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.forms import AnswerForm
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
 
 ANSWERING_ROLES = ("system", "tool", "user")  # of messages that can follow the model's
@@ -129,10 +129,14 @@ class Branches:
 
     def find(self, request: AgentRequest, count: int) -> list[Turn | Placement] | Refusal:
         """For each of `count` answers the place it goes to, or the turn that it is: one that was not
-        delivered."""
+        delivered. ConfigError when the template cannot write its messages."""
         found: list[Turn | Placement] = []
         for _ in range(count):
-            one = self.redeliver(request) or self.place(request)
+            try:
+                one = self.redeliver(request) or self.place(request)
+            except ConfigError:
+                self.give_back(found)
+                raise
             if isinstance(one, Refusal):
                 self.give_back(found)
                 return one

@@ -95,7 +95,8 @@ class ToldText:
 
 
 def _after(told: str, whole: str) -> str:
-    return whole.partition(told)[2] if told else whole
+    """All of it where what was told is not in it: a thought that the model ends without a beginning."""
+    return whole.partition(told)[2] if told and told in whole else whole
 
 
 class ContentPart(msgspec.Struct, frozen=True):

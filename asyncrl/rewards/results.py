@@ -70,10 +70,13 @@ def as_result(result: Any) -> RewardResult:
     if not isinstance(result, Mapping):
         return RewardResult(finite("the reward", result))
     if "score" not in result:
+        found = ", ".join(map(str, result)) or "nothing"
         if not result or {"turns", "components"} & result.keys():
-            found = ", ".join(map(str, result)) or "nothing"
             raise ValueError(f"the reward is a dict without 'score'; it has {found}")
-        return as_result({"score": result})
+        try:
+            return as_result({"score": result})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the reward is a dict without 'score'; it has {found}, and {error}") from None
     if isinstance(result["score"], Mapping):
         alone = as_result({**result, "score": 0.0})
         return msgspec.structs.replace(alone, agents=_of_agents(result["score"]))

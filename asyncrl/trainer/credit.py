@@ -34,9 +34,10 @@ def credit(example: Example, recipe: Recipe, traces: Sequence[Trace] = ()) -> Ex
 
 def _by_agent(given: CreditInput, recipe: Recipe) -> np.ndarray:
     """[T] for agents with rewards of their own: the turns of each are an episode by themselves, compared with
-    the same agent's turns in the siblings that have some. ConfigError for what compares whole episodes."""
+    the same agent's turns in the siblings that have some. ConfigError for what compares whole episodes, as
+    components are those of an episode."""
     advantage = recipe.advantage
-    if advantage.greedy or advantage.whole_group or recipe.loss.whole_group:
+    if advantage.greedy or advantage.whole_group or advantage.components or recipe.loss.whole_group:
         raise ConfigError(
             f"$.algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
             "episodes, and agents earned rewards of their own; use dr_grpo or rloo with reinforce or ppo"

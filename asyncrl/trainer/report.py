@@ -13,7 +13,7 @@ from asyncrl.algorithms.moments import Moments
 from asyncrl.algorithms.normalise import end_factor
 from asyncrl.algorithms.value import explained_variance
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
-from asyncrl.buffer.zero_variance import TOLERANCE
+from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
@@ -61,8 +61,8 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
 def _varied(e: Example) -> bool:
     """Its group has variance, in rewards or (by turn, by component) in advantages."""
     assert e.advantage is not None
-    rewards = [member.reward for member in (e.planned.own, *e.planned.siblings)]
-    return max(rewards) - min(rewards) > TOLERANCE or bool(np.abs(e.advantage).max() > TOLERANCE)
+    members = (e.planned.own, *e.planned.siblings)
+    return not all_equal(members, None, ComparedParts()) or bool(np.abs(e.advantage).max() > TOLERANCE)
 
 
 def advantage_factor(scale: Scale, tally: MetricSums) -> float:

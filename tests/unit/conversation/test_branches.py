@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl.conversation.branches import CHARACTERS, AgentRequest, Branches, Placement, Refusal, same_message
 from asyncrl.conversation.turns import rows_of
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Message, StopReason, ToolCall, Turn
 from tests.fakes.chat import FakeChat, call, encode, rules
 from tests.fakes.engine import generation
@@ -144,6 +144,20 @@ def test_what_is_forgotten_leaves_no_trace() -> None:
     branches.cancel(placed(branches, USER))
     said = say(branches, "42", USER)
     branches.cancel(placed(branches, USER, said, AGAIN))
+    assert placed(branches, USER, said, AGAIN).row == 0
+
+
+def test_answers_of_which_one_cannot_be_written_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two would continue the row; the template refuses the prompt of the second."""
+
+    def refuse(*_: object) -> tuple[int, ...]:
+        raise ConfigError("no")
+
+    branches = Branches(rules())
+    said = say(branches, "42", USER)
+    monkeypatch.setattr(FakeChat, "prompt_ids", refuse)
+    with pytest.raises(ConfigError):
+        branches.find(AgentRequest((USER, said, AGAIN)), 2)
     assert placed(branches, USER, said, AGAIN).row == 0
 
 

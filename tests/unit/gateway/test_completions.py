@@ -204,3 +204,11 @@ def test_calls_that_turn_out_malformed_are_told_to_the_end() -> None:
     said = reply(Message("assistant", " let me <tool_call>{"))
     deltas = [data["choices"][0]["delta"] for _, data in asked.end([said], [[]])]
     assert "".join(delta.get("content", "") for delta in deltas) == " <tool_call>{"
+
+
+def test_a_thought_without_a_beginning_was_told_as_content_and_the_content_follows() -> None:
+    asked = exchange(stream=True)
+    list(asked.told(0, "", "let me see"))
+    said = reply(Message("assistant", "42", reasoning="let me see"))
+    deltas = [data["choices"][0]["delta"] for _, data in asked.end([said], [[]])]
+    assert "".join(delta.get("content", "") for delta in deltas) == "42"

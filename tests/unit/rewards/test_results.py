@@ -106,7 +106,10 @@ def test_results(result: Any, verdict: RewardResult) -> None:
 @pytest.mark.parametrize(
     ("result", "complaint"),
     [
-        ({"points": 1, "x": "a"}, "the reward of 'x' is 'a', which is no number"),
+        (
+            {"acc": 1, "pred": "a"},
+            "without 'score'; it has acc, pred, and the reward of 'pred' is 'a', which is",
+        ),
         ({"turns": [1.0], "acc": 2}, "without 'score'; it has turns, acc"),
         ({"score": {"x": math.inf}}, "the reward of 'x' is inf"),
         ({"score": {}}, "'score' of the reward is an empty dict"),

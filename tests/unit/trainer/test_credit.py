@@ -144,7 +144,7 @@ def test_without_other_games_of_an_agent_nothing_is_learned_of_it() -> None:
     assert found.advantage is not None and found.advantage.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("name", ["remax", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["remax", "optimal_token_baseline", "gdpo"])
 def test_what_compares_whole_episodes_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="agents earned rewards of their own; use dr_grpo or rloo"):
         advantages_of(name)

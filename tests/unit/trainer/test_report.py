@@ -76,3 +76,15 @@ def test_gpg_counts_episodes_of_groups_without_variance(
             a = own.reward - sum(rewards) / len(rewards)
             tally_credit(tally, [replace(e, advantage=np.full(e.tokens, a))])
     assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_gpg_counts_a_draw_in_a_group_of_zero_sum_games() -> None:
+    """The advantages of its agents are 0, but other games of the group were won and lost."""
+    tally = MetricSums()
+    games = tuple(
+        EpisodeResult(0.0, 5, (won, -won), agents=("w", "b"), turn_tokens=(3, 2)) for won in (1.0, -1.0, 0.0)
+    )
+    for own in games:
+        e = example(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)
+        tally_credit(tally, [replace(e, advantage=np.full(e.tokens, own.turn_rewards[0]))])
+    assert advantage_factor("nonzero", tally) == 1.0
