@@ -39,10 +39,10 @@ def test_a_pretrained_model_takes_two_steps_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_pretrained_model_learns_a_tool_in_seven_steps(tmp_path: Path) -> None:
-    """Under three minutes on two quiet cores. Sampled and greedy episodes of 32 held-out questions, together.
+    """Minutes on two quiet cores. Sampled and greedy episodes of 32 held-out questions, together.
 
-    Untrained about 0.2 of the 64 succeed: 0.6 or more would by chance once in 10^12 runs (0.3: in 3 million).
-    Fewer than 0.6 where 0.85 are expected: once in 10^6 runs.
+    Untrained 0.22 of the 64 succeed: 0.6 or more would by chance once in 10^11 runs. Seven steps made it 0.86
+    and 0.89 in two runs: fewer than 0.6 where 0.85 are expected come once in 10^6 runs.
     """
     needs_smollm2()
     short = (
