@@ -41,7 +41,9 @@ def entry(uid: str, sample: Sample, **more: Any) -> dict[str, Any]:
 def earned(result: EpisodeResult) -> dict[str, Any]:
     """The numbers of an entry. `reward`: with what shaping adds."""
     numbers = {"score": result.score, "components": result.components, "end": result.end}
-    return numbers | ({"reward": result.reward} if result.shaping else {})
+    agents = {name: part.score for name, part in result.parts.items()}
+    some = {"agents": agents} if agents else {}
+    return numbers | some | ({"reward": result.reward} if result.shaping else {})
 
 
 def save(run_dir: Path, kind: str, step: int, entries: Iterable[dict[str, Any]], anew: bool = False) -> None:

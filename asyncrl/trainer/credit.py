@@ -80,9 +80,9 @@ def penalised(example: Example, coefficient: float, estimator: str) -> tuple[Exa
 
 
 def with_penalised_siblings(example: Example, penalties: Penalties) -> Example:
-    """The baseline sees the siblings' penalties as well."""
+    """The baseline sees the siblings' penalties as well; one whose payload was lost has none."""
     siblings = tuple(
-        _minus_penalties(sibling, penalties.get((example.group, place), ()))
+        _minus_penalties(sibling, penalties.get((example.group, place), [0.0] * len(sibling.turn_rewards)))
         for place, sibling in enumerate(example.planned.siblings)
     )
     return replace(example, planned=msgspec.structs.replace(example.planned, siblings=siblings))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import ValidationConfig
-from asyncrl.coordinator.transcripts import is_kept, kept_questions
+from asyncrl.coordinator.transcripts import earned, is_kept, kept_questions
 from asyncrl.coordinator.validation import Validation
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Message, Sample
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
@@ -84,3 +84,9 @@ def test_of_training_the_first_members_of_one_group_for_each_batch_are_kept(tmp_
     (entry,) = entries(tmp_path, "training/step-1.jsonl")
     assert (entry["uid"], entry["ground_truth"], entry["text"]) == (first.uid, 1, "text")
     assert (entry["score"], entry["reward"], entry["versions"]) == (0.75, 0.5, [0, 0])
+
+
+def test_what_each_agent_earned_is_told() -> None:
+    """In a zero-sum game the score, their sum, says nothing."""
+    game = EpisodeResult(0.0, 5, (1.0, -1.0), agents=("w", "b"), turn_tokens=(3, 2))
+    assert earned(game)["agents"] == {"w": 1.0, "b": -1.0}

@@ -13,7 +13,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.trainer import world as ranks
 from asyncrl.trainer.barrier import _view
 from asyncrl.trainer.batch import Example, example
-from asyncrl.trainer.credit import Packed, credit, penalised, share, share_traces
+from asyncrl.trainer.credit import (
+    Packed,
+    credit,
+    penalised,
+    share,
+    share_traces,
+    with_penalised_siblings,
+)
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -160,3 +167,14 @@ def test_returns_and_penalties_of_an_agent_pass_over_the_other() -> None:
     paid, _ = penalised(replace(episode, reference=episode.mu - 0.5), 0.5, "k1")
     parts = paid.planned.own.parts
     assert [parts["w"].reward, parts["b"].reward] == pytest.approx([1.0 - 4 * 0.25, -1.0 - 2 * 0.25])
+
+
+def test_the_rewards_of_a_sibling_whose_payload_was_lost_stay() -> None:
+    """Nobody can tell its KL; what its agents earned is known."""
+    found = with_penalised_siblings(game(0, *GAMES[0], SIBLINGS), {("g", 1): [-0.5, 0.0, 0.0, 0.0]})
+    assert [member.turn_rewards for member in found.planned.siblings] == [
+        (0.0, -1.0, 1.0),
+        (-0.5, 0.0, -1.0, 1.0),
+        (1.0,),
+    ]
+    assert credit(found, recipe_of("dr_grpo")).advantage is not None
