@@ -97,6 +97,9 @@ def _dispatch(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
     parser.add_argument("command", choices=("train", "sft", "data", "runs", "tools"), help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
     options = parser.parse_args(argv)
     match options.command:
         case "data":

@@ -97,6 +97,8 @@ class Registry(Generic[T]):
     def _hint(self, name: str) -> str:
         if name in self._former:
             return f"write {self._former[name]} instead"
+        if name.endswith(".py"):
+            return f"name what is in the file, too: {name}:NAME"
         known = sorted({*self._entries, *self._points().names})
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"

@@ -26,7 +26,7 @@ from asyncrl.algorithms.correction import corrections
 from asyncrl.algorithms.credit import Advantage
 from asyncrl.algorithms.kl import ESTIMATORS
 from asyncrl.algorithms.recipe import advantages, aggregations, losses
-from asyncrl.config import parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.registry import Registry
 from asyncrl.rewards.shaping import shapings
 
@@ -181,8 +181,9 @@ def refusals() -> str:
 
 
 def _keys(message: str) -> str:
-    """Configuration keys as code, without the mark of the root."""
-    return re.sub(r"\$\.([\w.]*\w)", r"`\1`", message).replace("'…'", "…")
+    """Configuration keys as code."""
+    sections = "|".join(RunConfig.__struct_fields__)
+    return re.sub(rf"\b((?:{sections})(?:\.\w+)+)", r"`\1`", message).replace("'…'", "…")
 
 
 def _prose(text: str) -> str:

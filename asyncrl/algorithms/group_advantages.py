@@ -118,7 +118,7 @@ def _weights(given: CreditInput, weights: str) -> dict[str, float]:
     for member in (given.own, *given.siblings):
         if not weight or not weight.keys() <= member.components.keys():
             raise ConfigError(
-                f"$.algorithm.advantage gdpo needs reward components {', '.join(sorted(weight)) or '(any)'}, "
+                f"algorithm.advantage gdpo needs reward components {', '.join(sorted(weight)) or '(any)'}, "
                 f"an episode has {', '.join(sorted(member.components)) or 'none'}; the reward function must "
                 "report the same `components` for every episode"
             )

@@ -25,7 +25,7 @@ def kl_tokens(logp: Tensor, reference: Tensor, estimator: str) -> Tensor:
     expectation, that of k3 is the gradient of KL(ref, pi). Raises ConfigError for an unknown estimator.
     """
     if estimator not in ESTIMATORS:
-        raise ConfigError(f"$.kl.estimator {estimator!r} is not one of {', '.join(ESTIMATORS)}")
+        raise ConfigError(f"kl.estimator {estimator!r} is not one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[estimator](logp - reference)
 
 

@@ -9,4 +9,4 @@ __all__ = ["batch_losses", "imitates", "losses", "sequence_losses", "token_losse
 
 def imitates(config: RunConfig) -> bool:
     """The run learns from conversations of its data instead of sampled ones: its loss says so."""
-    return losses.load(config.algorithm.loss, "$.algorithm.loss").demonstrations
+    return losses.load(config.algorithm.loss, "algorithm.loss").demonstrations

@@ -65,14 +65,14 @@ class Recipe:
 def compose(config: RunConfig) -> Recipe:
     """Resolve and check. Raises ConfigError naming the key, what clashes and what to do."""
     algorithm, kl = config.algorithm, config.kl
-    advantage_name, options = single(algorithm.advantage, "$.algorithm.advantage")
-    credit = advantages.load(advantage_name, "$.algorithm.advantage")
-    credit = credit.bound(options, f"$.algorithm.advantage.{advantage_name}")
-    loss_name, options = single(algorithm.loss, "$.algorithm.loss")
-    loss = losses.load(loss_name, "$.algorithm.loss").bound(options, f"$.algorithm.loss.{loss_name}")
+    advantage_name, options = single(algorithm.advantage, "algorithm.advantage")
+    credit = advantages.load(advantage_name, "algorithm.advantage")
+    credit = credit.bound(options, f"algorithm.advantage.{advantage_name}")
+    loss_name, options = single(algorithm.loss, "algorithm.loss")
+    loss = losses.load(loss_name, "algorithm.loss").bound(options, f"algorithm.loss.{loss_name}")
     if algorithm.prox == "mu":
         loss = replace(loss, ratio="mu")  # u = pi/mu
-    aggregate = aggregations.load(algorithm.aggregation, "$.algorithm.aggregation")
+    aggregate = aggregations.load(algorithm.aggregation, "algorithm.aggregation")
     named = default_rules(loss) if algorithm.correction is None else algorithm.correction
     scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
     steps = algorithm.steps_per_batch * algorithm.epochs
@@ -86,8 +86,8 @@ def compose(config: RunConfig) -> Recipe:
         scale=scale,
         loss_name=loss_name,
         loss=loss,
-        rules=select_rules(named, "$.algorithm.correction"),
-        aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "$.algorithm.aggregation"),
+        rules=select_rules(named, "algorithm.correction"),
+        aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "algorithm.aggregation"),
         optimizer_steps=steps,
         prox="recompute" if batch_wide and algorithm.prox == "auto" else prox,
         barrier=(
@@ -129,21 +129,21 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     algorithm, kl, loss = config.algorithm, config.kl, recipe.loss
     beside = kl.in_loss or algorithm.entropy_coef > 0 or recipe.shared_critic
     several = recipe.optimizer_steps > 1
-    name = f"$.algorithm.loss {recipe.loss_name!r}"
+    name = f"algorithm.loss {recipe.loss_name!r}"
     dual_clip = getattr(loss.of, "keywords", {})["dual_clip"] if recipe.loss_name == "ppo" else 0
     return {
-        "$.algorithm.loss.ppo.dual_clip between 0 and 1 is no bound; set 1 or more, or 0 for none": (
+        "algorithm.loss.ppo.dual_clip between 0 and 1 is no bound; set 1 or more, or 0 for none": (
             0 < dual_clip < 1
         ),
-        f"{name} contains pi/mu itself; a weight in $.algorithm.correction would count it twice; keep "
+        f"{name} contains pi/mu itself; a weight in algorithm.correction would count it twice; keep "
         "masks only": loss.ratio == "mu" and recipe.weighted,
-        "$.algorithm.correction has no weight with max_staleness > 0: stale data would be trained "
+        "algorithm.correction has no weight with max_staleness > 0: stale data would be trained "
         "uncorrected; add truncate, or set max_staleness=0": (
             loss.ratio == "prox" and not recipe.weighted and config.buffer.max_staleness > 0
         ),
-        "$.algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it "
+        "algorithm.correction batch_mean divides weights, and there are none; add truncate, or leave it "
         "out": recipe.batch_mean_weight and not recipe.weighted,
-        "$.algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
+        "algorithm.correction batch_mean would also scale what is added to the policy loss; leave it out, "
         "or the KL in the loss, the entropy bonus and the shared value head": (
             recipe.batch_mean_weight and beside
         ),
@@ -155,17 +155,17 @@ def _of_ratios(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{name} with several optimizer steps per batch has no trust region; use one that clips": (
             loss.ratio == "prox" and not loss.trusts and several
         ),
-        f"$.algorithm.prox {algorithm.prox!r}: the loss or the advantage looks at the policy at the start of "
+        f"algorithm.prox {algorithm.prox!r}: the loss or the advantage looks at the policy at the start of "
         "the batch; use auto": algorithm.prox in ("current", "loglinear", "mu")
         and (recipe.advantage.whole_group or loss.prepare is not None),
-        f"$.algorithm.prox mu: {name} has no ratio to prox; use auto": (
+        f"algorithm.prox mu: {name} has no ratio to prox; use auto": (
             recipe.prox == "mu" and not loss.trusts
         ),
-        f"$.algorithm.prox mu: the bounds of {name} are far too tight around the mu of stale data; use auto, "
+        f"algorithm.prox mu: the bounds of {name} are far too tight around the mu of stale data; use auto, "
         "or max_staleness=0": recipe.prox == "mu"
         and loss.level != "token"
         and config.buffer.max_staleness > 0,
-        "$.kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
+        "kl.estimator k1 in the loss has a gradient of expectation zero; use k2 or straight_through": (
             kl.in_loss and recipe.kl_estimator == "k1"
         ),
     }
@@ -176,7 +176,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     algorithm, buffer = config.algorithm, config.buffer
     loss, credit = recipe.loss, recipe.advantage
     partial = buffer.group_policy == "partial"
-    name = f"$.algorithm.advantage {recipe.advantage_name!r}"
+    name = f"algorithm.advantage {recipe.advantage_name!r}"
     return {
         f"{name} is biased with group_policy=partial; use rloo": (
             partial and credit.siblings and not credit.late
@@ -184,23 +184,23 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         f"{name} needs whole groups; use group_policy=complete": (
             partial and (credit.whole_group or credit.greedy)
         ),
-        f"$.algorithm.loss {recipe.loss_name!r} needs whole groups; use group_policy=complete": (
+        f"algorithm.loss {recipe.loss_name!r} needs whole groups; use group_policy=complete": (
             partial and loss.whole_group
         ),
-        f"$.algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
+        f"algorithm.aggregation {algorithm.aggregation!r} needs whole groups; use token_mean with "
         "group_policy=partial": partial and recipe.aggregate.whole_group,
-        "$.buffer.on_stale drop takes members out of a group that loss, advantage or aggregation needs "
+        "buffer.on_stale drop takes members out of a group that loss, advantage or aggregation needs "
         "whole; use mask or hold": buffer.on_stale == "drop"
         and (credit.whole_group or loss.whole_group or recipe.aggregate.whole_group),
-        f"$.buffer.episodes_per_group is 1, and the advantage {recipe.advantage_name!r} compares siblings: "
+        f"buffer.episodes_per_group is 1, and the advantage {recipe.advantage_name!r} compares siblings: "
         "nothing would be learned; use more, or reinforce_pp, gae or remax": (
             credit.siblings and buffer.episodes_per_group == 1
         ),
-        "$.kl.where reward changes the baseline of siblings, which must be in the batch; use "
+        "kl.where reward changes the baseline of siblings, which must be in the batch; use "
         "group_policy=complete and on_stale=mask or hold, or kl.where=loss": config.kl.where == "reward"
         and credit.siblings
         and (partial or buffer.on_stale == "drop"),
-        f"{name} reads the reward's components, which neither $.algorithm.shaping nor kl.where=reward "
+        f"{name} reads the reward's components, which neither algorithm.shaping nor kl.where=reward "
         "changes; leave these out, or use kl.where=loss": (
             credit.components and (bool(algorithm.shaping) or config.kl.where == "reward")
         ),
@@ -210,7 +210,7 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Groups that the zero-variance filter removes although a component learns from them."""
     credit = recipe.advantage
-    key, on = "$.buffer.filter_zero_variance", config.buffer.filter_zero_variance
+    key, on = "buffer.filter_zero_variance", config.buffer.filter_zero_variance
     return {
         f"{key} discards groups that the advantage {recipe.advantage_name!r} learns from; set it false": (
             on and not (credit.siblings or credit.greedy)
@@ -220,7 +220,7 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
         ),
         f"{key} compares undiscounted rewards, and turn_gamma makes a difference of when they came; set it "
         "false": (on and bool(credit.siblings and credit.discount != 1)),
-        f"$.algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
+        f"algorithm.normalise ({recipe.scale}) subtracts a batch mean, which buffer.filter_zero_variance "
         "would bias; set one of them off": on and recipe.scale in ("whiten", "whiten_running"),
         f"{key} looks at rewards without the KL that kl.where=reward subtracts; set it false, or use "
         "kl.where=loss": on and config.kl.where == "reward",
@@ -229,16 +229,16 @@ def _of_filters(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 
 def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """What makes no sense of conversations that nothing has sampled, and that earn no reward."""
-    demonstrations, name = recipe.loss.demonstrations, f"$.algorithm.loss {recipe.loss_name!r}"
+    demonstrations, name = recipe.loss.demonstrations, f"algorithm.loss {recipe.loss_name!r}"
     size, temperature = config.buffer.episodes_per_group, config.rollout.temperature
     return {
-        f"$.buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
+        f"buffer.episodes_per_group ({size}): {name} would train the same conversation so often; set 1": (
             demonstrations and size != 1
         ),
-        f"$.rollout.temperature ({temperature}): {name} is the likelihood at temperature 1; set 1": (
+        f"rollout.temperature ({temperature}): {name} is the likelihood at temperature 1; set 1": (
             demonstrations and temperature != 1
         ),
-        f"{name} reads no reward; leave out $.algorithm.shaping, and kl.where=reward (kl.where=loss works)": (
+        f"{name} reads no reward; leave out algorithm.shaping, and kl.where=reward (kl.where=loss works)": (
             demonstrations and (bool(config.algorithm.shaping) or config.kl.where == "reward")
         ),
     }
@@ -247,14 +247,14 @@ def _of_demonstrations(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
 def _of_no_effect(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     """Settings without effect."""
     return {
-        "$.algorithm.shaping overlong punishes what mask_truncated keeps out of the loss; leave one out": (
+        "algorithm.shaping overlong punishes what mask_truncated keeps out of the loss; leave one out": (
             config.algorithm.mask_truncated and "overlong" in config.algorithm.shaping
         ),
-        "$.algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
+        "algorithm.prox loglinear is pi itself with one optimizer step per batch; use auto": (
             config.algorithm.prox == "loglinear" and recipe.optimizer_steps == 1
         ),
-        "$.kl has settings, but where=none: they have no effect; set $.kl.where, or leave the "
+        "kl has settings, but where=none: they have no effect; set kl.where, or leave the "
         "others at their defaults": not recipe.reference and config.kl != KLConfig(),
-        f"$.critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
+        f"critic has settings, but the advantage {recipe.advantage_name!r} has no critic; use gae, or "
         "leave them out": not recipe.critic and config.critic != CriticConfig(),
     }

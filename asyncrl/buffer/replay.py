@@ -327,7 +327,9 @@ class ReplayBuffer:
             if group.step < 0:
                 last = self.members(group)[-1]
                 self.untrained += 1
-                self.untrained_reason = f"{last.state} ({last.reason})"
+                alike = last.reason == FilterReason.ZERO_VARIANCE
+                why = "all of its episodes earned the same" if alike else last.reason
+                self.untrained_reason = f"{last.state} ({why})"
             del self.live[group.id]
             self._dirty_groups[group.id] = group  # written as over
             self.cohorts.over(group.issued_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -186,10 +187,10 @@ def parse(mapping: Any) -> RunConfig:
     try:
         config = msgspec.convert(mapping, RunConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from None
-    for path, number in _numbers("$", msgspec.to_builtins(config)):
+        raise ConfigError(f"configuration: {_plain(str(error))}") from None
+    for path, number in _numbers("", msgspec.to_builtins(config)):
         if not math.isfinite(number):
-            raise ConfigError(f"configuration: Expected a finite number, got {number} - at `{path}`")
+            raise ConfigError(f"configuration: {path}: expected a finite number, got {number}")
     _check_combinations(config)
     return config
 
@@ -200,7 +201,25 @@ def _numbers(path: str, tree: Any) -> Iterator[tuple[str, float]]:
         yield path, tree
     elif isinstance(tree, dict):
         for name, value in tree.items():
-            yield from _numbers(f"{path}.{name}", value)
+            yield from _numbers(f"{path}.{name}".removeprefix("."), value)
+
+
+def _plain(complaint: str) -> str:
+    """msgspec's error with the key in front, and what to write."""
+    what, _, path = complaint.partition(" - at `$.")
+    key = path.rstrip("`")
+    kind: Any = RunConfig
+    for name in key.partition("[")[0].split("."):
+        kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
+    hint = ""
+    if what.startswith("Invalid enum"):
+        choices = [value for part in (kind, *typing.get_args(kind)) for value in typing.get_args(part)]
+        hint = f"; choose from {', '.join(map(str, choices))}"
+    elif what.startswith("Expected `array`"):
+        hint = f"; write a list: {key}=[NAME]"
+    elif what.startswith("Expected `object`"):
+        hint = f"; it is a section, with keys of its own: {key}.KEY=…"
+    return f"{key}: {what}{hint}" if key else what
 
 
 def _check_combinations(config: RunConfig) -> None:
@@ -208,33 +227,33 @@ def _check_combinations(config: RunConfig) -> None:
     buffer, algorithm = config.buffer, config.algorithm
     needed = config.group_bytes * buffer.groups_per_batch
     refusals = {
-        f"$.buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
+        f"buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
-        f"$.algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
+        f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch
         > buffer.groups_per_batch,
-        f"$.weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
+        f"weights.every ({config.weights.every}) exceeds max_staleness + 1 ({buffer.max_staleness + 1}): "
         "engines would be too old to start an episode": config.weights.every > buffer.max_staleness + 1,
-        f"$.engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
+        f"engine.urls names a server twice ({', '.join(config.engine.urls)}): each has one keeper": (
             len({url.rstrip("/") for url in config.engine.urls}) < len(config.engine.urls)
         ),
-        "$.weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
+        "weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
             config.weights.transport == "collective" and not config.engine.remote
         ),
-        "$.weights.full_every is for files: a broadcast goes straight into a server, which knows no deltas; "
+        "weights.full_every is for files: a broadcast goes straight into a server, which knows no deltas; "
         "use weights.transport=disk": config.weights.full_every > 1
         and config.weights.transport == "collective",
-        f"$.buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
+        f"buffer.max_bytes ({buffer.max_bytes}) holds less than a batch of episodes ({needed} bytes: "
         f"{config.rollout.rows} rows of max_tokens each); raise it, or lower rollout.max_tokens, max_rows": (
             buffer.max_bytes < needed
         ),
-        f"$.rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
+        f"rollout.max_new_tokens ({config.rollout.max_new_tokens}) exceeds max_tokens "
         f"({config.rollout.max_tokens})": config.rollout.max_new_tokens > config.rollout.max_tokens,
-        "$.rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
+        "rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
         ),
-        f"$.trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
+        f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
         f"({config.rollout.max_tokens}): a long episode would not fit; raise it": (
             config.trainer.micro_batch_tokens < config.rollout.max_tokens
         ),

@@ -218,7 +218,7 @@ def _rewriting(history: str, role: str, why: str) -> str:
     """The warning about a template that rewrites; ConfigError where rows can only be appended to."""
     if history == "append":
         raise ConfigError(
-            f"$.rollout.history is append, but the model's chat template {why} when a {role} message "
+            f"rollout.history is append, but the model's chat template {why} when a {role} message "
             "follows, so a row of tokens cannot just grow; set rollout.history=fork (a new row begins there, "
             "see rollout.max_rows), or use a chat template that keeps earlier turns as they are"
         )

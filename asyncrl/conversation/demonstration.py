@@ -78,10 +78,15 @@ def _turn(
     if message.tool_calls:
         found = read_turn(rules, turn, tools)
         if found.errors or _plain(found.calls) != _plain(message.tool_calls):
+            name = message.tool_calls[0].name
+            if name not in rules.chat.decode(ids):
+                raise ConfigError(
+                    f"the chat template does not write the call of {name!r}: set model.template to one that "
+                    "does (chatml_tools), or write the call into the content"
+                )
             raise ConfigError(
-                f"the call of {message.tool_calls[0].name!r} is not read back by rollout.parser from what "
-                "the chat template writes; use another parser or template, name the tool in rollout.tools, "
-                "or write the call into the content"
+                f"the call of {name!r} is not read back by rollout.parser from what the chat template "
+                "writes; name the tool in rollout.tools, or use another parser or template"
             )
     return turn
 

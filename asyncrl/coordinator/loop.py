@@ -292,7 +292,7 @@ class Coordinator:
     # -- observers -------------------------------------------------------------------------------------
 
     def _status(self) -> Status:
-        step, total = self.state.batches.committed, self.config.total_steps
+        step, total = self.state.batches.committed, self.state.steps
         gauges = self.reporter.gauges() | {BATCH: self.reporter.batch_share()}
         failed = failures_line(self.state.failed.counts, self.state.failed.newest)
         return Status(self.lifecycle.phase, step, total, gauges, self.reporter.waits(), failed)

@@ -103,7 +103,8 @@ class RunState:
         if buffer.untrained > MAX_UNTRAINED_BATCHES * self.config.buffer.groups_per_batch:
             return (
                 f"{buffer.untrained} groups in a row could not be trained; the last one: "
-                f"{buffer.untrained_reason}; see logs/ for errors, and transcripts/"
+                f"{buffer.untrained_reason}; read what the model wrote (asyncrl runs transcripts --of "
+                "training) and logs/"
             )
         if self.skipped > MAX_SKIPPED_BATCHES:
             return (
@@ -111,6 +112,12 @@ class RunState:
                 "or all their tokens masked; see rewards, rollout_corr/* and staleness/* in metrics.jsonl"
             )
         return ""
+
+    @property
+    def steps(self) -> int:
+        """Batches of the run: `total_steps`, or fewer where the data end before."""
+        limit, size = self.buffer.prompts.limit, self.config.buffer.groups_per_batch
+        return self.config.total_steps if limit is None else min(self.config.total_steps, -(-limit // size))
 
     def welcome(self, peer: bytes) -> None:
         """Answer a hello."""

@@ -23,17 +23,19 @@ def check_columns(columns: Mapping[str, str]) -> None:
         if name not in NAMES and not (name.startswith(EXTRA) and name != EXTRA):
             near = difflib.get_close_matches(name, NAMES, n=1)
             raise ConfigError(
-                f"$.data.columns: {name!r} is no part of a sample; "
+                f"data.columns: {name!r} is no part of a sample; "
                 + (f"did you mean {near[0]}? " if near else "")
                 + f"these are: {', '.join(NAMES)}, {EXTRA}NAME"
             )
 
 
-def renamed(where: str, row: Row, columns: Mapping[str, str]) -> Row:
+def renamed(where: str, row: Row, columns: Mapping[str, str], unread: tuple[str, ...] = ()) -> Row:
     """The row with its columns under their new names, beside those that have the right ones. A column may lie
-    within another: `answer.value`."""
+    within another: `answer.value`. Those of `unread` parts may be missing."""
     found = dict(row)
     for name, column in columns.items():
+        if name in unread and column.partition(".")[0] not in row:
+            continue
         value = _value(where, row, column)
         if name.startswith(EXTRA):
             extra = as_object(where, "extra_info", found.get("extra_info") or {})

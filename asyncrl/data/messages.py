@@ -39,7 +39,10 @@ def _listed(text: str) -> list[Any] | None:
 def _message(where: str, given: dict[str, Any]) -> Message:
     # A nested parquet column gives every message all keys of any message, None where absent.
     given = {key: value for key, value in given.items() if value is not None}
-    role = given.get("role", "")
+    if "role" not in given:
+        keys = ", ".join(map(str, given))
+        raise ConfigError(f"{where} has a message with the keys {keys}; a message has role and content")
+    role = given["role"]
     if role not in ROLES:
         raise ConfigError(f"{where} has a message of the role {role!r}; roles are {', '.join(ROLES)}")
     content = given.get("content", "")

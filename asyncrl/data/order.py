@@ -33,11 +33,11 @@ class EpochOrder:
         self.samples, self.seed, self.shuffle, self.directory = samples, seed, config.shuffle, directory
         weights = [one.weight for one in config.train if isinstance(one, WeightedSource)]
         self.shares = shares(weights, samples.sizes) if weights else None
-        self._hook_name, options = single(config.order, "$.data.order")
+        self._hook_name, options = single(config.order, "data.order")
         self._hook: Hook | None = None
         if self._hook_name:
             found = load_object(self._hook_name, "order")
-            where = f"$.data.order.{self._hook_name}"
+            where = f"data.order.{self._hook_name}"
             self._hook = bind(found, options, where)
             check_call(self._hook, where, "def order(samples, drawn, epoch)", ("samples", "drawn", "epoch"))
 
@@ -64,7 +64,7 @@ class EpochOrder:
         drawn = self._drawn(epoch)
         if self._hook is None:
             return drawn
-        where = f"$.data.order: {self._hook_name} of epoch {epoch}"
+        where = f"data.order: {self._hook_name} of epoch {epoch}"
         try:
             order = [int(number) for number in self._hook(self.samples, list(drawn), epoch)]
         except Exception as error:
@@ -114,7 +114,7 @@ def shares(weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
         counts[at] += 1
     if 0 in counts:
         raise ConfigError(
-            f"$.data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
+            f"data.train: source {counts.index(0)} has the weight {weights[counts.index(0)]:g} of "
             f"{sum_of_weights:g}, less than one of the {total} draws of an epoch; raise it, or leave it out"
         )
     return counts

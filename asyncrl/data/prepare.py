@@ -73,7 +73,7 @@ def prepare(config: RunConfig, split: str, layout: RowLayout, room: Room | None)
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
     wrong with them."""
     check_columns(config.data.columns)
-    key, everything, asked = f"$.data.{split}", not config.data.filter_overlong, Asked()
+    key, everything, asked = f"data.{split}", not config.data.filter_overlong, Asked()
     read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config, split))
     fitting = (room.keep(samples, everything) if room else samples for samples in read)
     try:
@@ -96,7 +96,7 @@ def paths(config: RunConfig, split: str) -> list[str]:
     weighted = [source.path for source in sources if isinstance(source, WeightedSource)]
     plain = [source for source in sources if isinstance(source, str)]
     if weighted and plain:
-        raise ConfigError(f"$.data.train: {plain[0]} has no weight; give one to all sources, or to none")
+        raise ConfigError(f"data.train: {plain[0]} has no weight; give one to all sources, or to none")
     return weighted or plain
 
 
@@ -105,7 +105,7 @@ def check_same_data(samples: Samples, kept: str) -> None:
     samples by number."""
     if kept not in ("", samples.fingerprint):
         raise ConfigError(
-            "$.data.train: these are other samples, or in another order, than those that the run was begun "
+            "data.train: these are other samples, or in another order, than those that the run was begun "
             "with; restore the data, or begin a new run with another name=…"
         )
 

@@ -48,19 +48,28 @@ def read_samples(
     empty = True
     for place, row in reader(config, split)(path):
         empty = False
-        yield parse(place, see(renamed(str(place), row, layout.columns)), layout)
+        yield parse(place, see(renamed(str(place), row, layout.columns, _unread(layout, row))), layout)
     if empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
 
+def _unread(layout: RowLayout, row: Row) -> tuple[str, ...]:
+    """Parts that a row of this layout may lack: `data.columns` may name them for the other layout, as
+    conversations to imitate and the prompts of `data.test` have different columns."""
+    if not layout.demonstrations:
+        return ("messages", "response", "tools")
+    whole = "messages" in layout.columns or row.get("messages") is not None
+    return ("ground_truth", "reward_model", *(("prompt", "response") if whole else ()))
+
+
 def _question(where: Place, row: Row, layout: RowLayout) -> Sample:
     if row.get("prompt") is None:
-        raise ConfigError(f"{where}: no column prompt; {_found(row)}")
+        raise ConfigError(f"{where}: no column prompt; {_found(row, 'prompt', 'ground_truth')}")
     truth = _truth(where, row)
     if truth is None and layout.truth:
         raise ConfigError(
             f"{where}: no ground truth for {layout.truth}, neither reward_model.ground_truth nor a column "
-            f"ground_truth; {_found(row)}"
+            f"ground_truth; {_found(row, 'ground_truth')}"
         )
     prompt = read_messages(f"{where}: column prompt", row["prompt"])
     return _sample(where, row, _led(prompt, layout), truth, _extra(where, row))
@@ -74,7 +83,7 @@ def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
         given = _led(read_messages(f"{where}: column prompt", row["prompt"]), layout)
         learned = read_messages(f"{where}: column response", row["response"], role="assistant")
     else:
-        raise ConfigError(f"{where}: no column messages, or prompt and response; {_found(row)}")
+        raise ConfigError(f"{where}: no column messages, or prompt and response; {_found(row, 'messages')}")
     if all(message.role != "assistant" for message in learned):
         raise ConfigError(f"{where}: has no assistant message, so there is nothing to imitate")
     extra = _extra(where, row)
@@ -113,5 +122,9 @@ def _sample(where: Place, row: Row, prompt: tuple[Message, ...], truth: Any, ext
     )
 
 
-def _found(row: Row) -> str:
-    return f"found: {', '.join(row) or 'none'}; data.columns gives columns other names, see docs/data.md"
+def _found(row: Row, *parts: str) -> str:
+    """The columns that there are, and how one says which of them are the `parts`."""
+    example = ", ".join(f"{part}: NAME" for part in parts)
+    return (
+        f"found: {', '.join(row) or 'none'}; say which it is with 'data.columns={{{example}}}' (docs/data.md)"
+    )

@@ -71,7 +71,7 @@ def _hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
 
 def _own(plugin: Plugin) -> Reader:
     """A class or function of the user's, called with a source's path, that gives rows."""
-    where = "$.data.dataset"
+    where = "data.dataset"
     name, options = single(plugin, where)
     made = bind(load_object(name, "data set"), options, f"{where}.{name}")
     check_call(made, f"{where}.{name}", "a class or function that takes the path", ("path",))

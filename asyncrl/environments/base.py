@@ -62,7 +62,7 @@ _PARTS = ("reset", "step", "cut_short", "close", "tools", "replay", "timeout")
 
 
 def load_environment(
-    plugin: str | dict[str, Options], where: str = "$.rollout.environment"
+    plugin: str | dict[str, Options], where: str = "rollout.environment"
 ) -> Callable[[], Environment]:
     """The factory of the episodes' environments. It is called once here, so that wrong options raise at once:
     ConfigError that begins with `where`."""

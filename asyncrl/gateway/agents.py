@@ -26,7 +26,7 @@ USAGE = "async def agent(sample, endpoint, *, options)"
 agents: Registry[Agent] = Registry("agent")
 
 
-def load_agent(plugin: Plugin, where: str = "$.rollout.agent") -> Agent:
+def load_agent(plugin: Plugin, where: str = "rollout.agent") -> Agent:
     """By registered name, `module:function` or `file.py:function`, with its options. ConfigError that begins
     with `where`."""
     spec, options = single(plugin, where)

@@ -56,12 +56,12 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
         problems, ignored = check_sample_tools(tools, (sample.extra_info for sample in samples))
         if problems:
             raise ConfigError(
-                f"$.data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
+                f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
             )
-        warnings += [f"$.data.{split}: {line}; ignored" for line in ignored]
+        warnings += [f"data.{split}: {line}; ignored" for line in ignored]
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
-            f"$.data.train: {len(train)} samples are less than one batch; lower "
+            f"data.train: {len(train)} samples are less than one batch; lower "
             f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
         )
     check_same_data(train, _kept(config))

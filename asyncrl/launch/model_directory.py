@@ -38,7 +38,7 @@ def check_model(config: RunConfig) -> None:
     longest = settings.get("max_position_embeddings")
     if isinstance(longest, int) and longest < config.rollout.max_tokens:
         raise ConfigError(
-            f"$.rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
+            f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
             "lower it"
         )
 

@@ -42,12 +42,12 @@ def resolve_models(config: RunConfig, begun: Path | None = None) -> RunConfig:
     def local(key: str) -> str:
         section, _, name = key.partition(".")
         given: str = getattr(getattr(config, section), name)
-        return local_directory(given, f"$.{key}", str((before.get(section) or {}).get(name) or ""))
+        return local_directory(given, key, str((before.get(section) or {}).get(name) or ""))
 
     model = replace(
         config.model,
         path=local("model.path"),
-        template=read_template(config.model.template, "$.model.template"),
+        template=read_template(config.model.template, "model.template"),
     )
     return replace(
         config,

@@ -96,7 +96,7 @@ def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequen
 def check_device(config: RunConfig) -> None:
     """A GPU that is asked for exists."""
     if config.model.device == "cuda" and sees_gpu(config) is False:
-        raise ConfigError("$.model.device is cuda, and torch sees no GPU here; use auto or cpu")
+        raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
 
 
 def check_weights_directory(config: RunConfig) -> None:
@@ -130,8 +130,10 @@ def warnings(config: RunConfig) -> list[str]:
     calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
     fitting = detect(chat_template(config)) if calls else None
     found = {
-        f"{slots} slots (rollout.workers * rollout.slots) are more than admission will ever fill: {live} "
-        "episodes, (1 + target_staleness) * groups_per_batch * episodes_per_group": slots > live,
+        f"at most {live} episodes run at once, (1 + target_staleness) * groups_per_batch * "
+        f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay empty": (
+            slots > live
+        ),
         f"an episode of {rows} rows (rollout.max_rows) of rollout.max_tokens is more than "
         f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory": (
             rows > 1 and rows * config.rollout.max_tokens > budget

@@ -93,7 +93,7 @@ class RaySpawner:
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"$.launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
+                f"launch.ray_address {address!r}: no Ray cluster ({one_line(error)}); "
                 "correct it, or leave it empty to start one here"
             ) from None
         try:

@@ -46,12 +46,10 @@ def check_run_directory(config: RunConfig) -> None:
     run_dir = run_directory(config)
     if "/" in config.name or config.name in (".", "..") or not config.name.isprintable():
         raise ConfigError(
-            f"$.name: {config.name!r} is no directory name; choose one without '/' and line breaks"
+            f"name: {config.name!r} is no directory name; choose one without '/' and line breaks"
         )
     if len(os.fsencode(config.name)) > NAME_BYTES:
-        raise ConfigError(
-            f"$.name: {config.name[:20]}… has more than {NAME_BYTES} bytes; choose a shorter one"
-        )
+        raise ConfigError(f"name: {config.name[:20]}… has more than {NAME_BYTES} bytes; choose a shorter one")
     exists = any((run_dir / name).exists() for name in EXISTING)
     if exists and config.resume == "never":
         raise ConfigError(
@@ -103,12 +101,12 @@ def check_resumed(config: RunConfig) -> None:
         moved = key in PATHS and old is not None and _resolved(old) == _resolved(new)
         if old not in (None, new) and not moved and key == "model.template":
             raise ConfigError(
-                f"$.model.template: {path.parent} was begun with another chat template, which is in its "
+                f"model.template: {path.parent} was begun with another chat template, which is in its "
                 "config.yaml; restore that, or begin a new run with another name=…"
             )
         if old not in (None, new) and not moved:
             raise ConfigError(
-                f"$.{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "
+                f"{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "
                 f"set {key}={old}, or begin a new run with another name=…"
             )
     _check_group_size(config, _value(before, "algorithm.advantage"))
@@ -119,10 +117,10 @@ def _check_group_size(config: RunConfig, before: Any) -> None:
     from asyncrl.algorithms.advantages import advantages
 
     now = config.algorithm.advantage
-    began = f"$.algorithm.advantage of {run_directory(config) / 'config.yaml'}"
+    began = f"algorithm.advantage of {run_directory(config) / 'config.yaml'}"
     if before not in (None, now) and advantages.load(before, began).greedy != advantages.load(now).greedy:
         raise ConfigError(
-            f"$.algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
+            f"algorithm.advantage: {run_directory(config)} was begun with {before!r} and would go on with "
             f"{now!r}, but only one of them uses a greedy episode in each group; resume with the one it "
             "began with"
         )

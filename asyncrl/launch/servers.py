@@ -20,7 +20,7 @@ def check_servers(config: RunConfig) -> None:
     engine = config.engine
     for key, variable in (("api_key_env", engine.api_key_env), ("admin_key_env", engine.admin_key_env)):
         if variable and not os.environ.get(variable):
-            raise ConfigError(f"$.engine.{key}: {variable} is not set; export it, or clear the key")
+            raise ConfigError(f"engine.{key}: {variable} is not set; export it, or clear the key")
     if not engine.remote:
         return
     check_group_address(config)
@@ -28,12 +28,12 @@ def check_servers(config: RunConfig) -> None:
         check_urls(config)
     elif engine.server_command and shutil.which(engine.server_command[0]) is None:
         raise ConfigError(
-            f"$.engine.server_command: {engine.server_command[0]} is no program; correct it "
+            f"engine.server_command: {engine.server_command[0]} is no program; correct it "
             "(for CPU tests: make sglang-cpu)"
         )
     elif not engine.server_command and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
-            "$.engine.name is sglang, which is not installed here: pip install sglang (for GPUs), or attach "
+            "engine.name is sglang, which is not installed here: pip install sglang (for GPUs), or attach "
             "to servers with engine.urls=[…]; on a CPU, make sglang-cpu in a checkout, then engine=sglang_cpu"
         )
 
@@ -44,7 +44,7 @@ def check_group_address(config: RunConfig) -> None:
     far = [url for url in config.engine.urls if not _loopback(urlsplit(url).hostname or "")]
     if config.weights.transport == "collective" and _loopback(config.launch.host) and far:
         raise ConfigError(
-            f"$.launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
+            f"launch.host: {config.launch.host} cannot be reached by {far[0]}, which weights.transport="
             "collective needs; set launch.host to this machine's address in the servers' network"
         )
 
@@ -62,9 +62,9 @@ def check_urls(config: RunConfig) -> None:
         try:
             asyncio.run(check_url(url))
         except TimeoutError:
-            raise ConfigError(f"$.engine.urls: {url} does not answer within {ANSWER_SECONDS:g} s") from None
+            raise ConfigError(f"engine.urls: {url} does not answer within {ANSWER_SECONDS:g} s") from None
         except EngineError as error:
-            raise ConfigError(f"$.engine.urls: {error}") from None
+            raise ConfigError(f"engine.urls: {error}") from None
 
 
 def _loopback(host: str) -> bool:

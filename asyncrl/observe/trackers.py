@@ -96,7 +96,7 @@ def check_logins(config: RunConfig) -> None:
                 raise ConfigError(_not_started(name, error)) from error
             if not logged_in:
                 raise ConfigError(
-                    f"$.observe.trackers: {name} is not logged in; run `{name} login`, or set "
+                    f"observe.trackers: {name} is not logged in; run `{name} login`, or set "
                     f"{name.upper()}_API_KEY, or {name.upper()}_MODE=offline"
                 )
 

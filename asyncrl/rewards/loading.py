@@ -17,7 +17,7 @@ from asyncrl.registry import bind, check_call
 from asyncrl.rewards.base import Place, RewardFunction, RewardInput, rewards
 from asyncrl.rewards.results import from_verl
 
-WHERE = "$.rollout.reward"
+WHERE = "rollout.reward"
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 

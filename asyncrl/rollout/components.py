@@ -32,7 +32,7 @@ def load_toolbox(config: RunConfig) -> Toolbox:
 
 def load_scorer(config: RunConfig) -> Scorer:
     """The reward function with the shapings of `algorithm.shaping`."""
-    shapings = select_shapings(config.algorithm.shaping, "$.algorithm.shaping")
+    shapings = select_shapings(config.algorithm.shaping, "algorithm.shaping")
     return Scorer(load_rewards(config.rollout.reward), config.rollout.reward_timeout, shapings)
 
 
@@ -44,7 +44,7 @@ def load_chat(config: RunConfig) -> Chat:
     names = set(re.findall(r"\w+", str(tokenizer.chat_template)))
     if unread := sorted(options.keys() - names):
         raise ConfigError(
-            f"$.model.template_args: the chat template does not read {unread[0]!r}; correct the "
+            f"model.template_args: the chat template does not read {unread[0]!r}; correct the "
             "name, or leave it out"
         )
     today = first_day(Path(config.run_dir) / config.name)
@@ -53,7 +53,7 @@ def load_chat(config: RunConfig) -> Chat:
         return Chat(tokenizer, today, options, ends)
     except ConfigError as error:
         raise ConfigError(
-            f"{'$.model.template' if config.model.template else config.model.path}: {error}"
+            f"{'model.template' if config.model.template else config.model.path}: {error}"
         ) from error
 
 
@@ -87,11 +87,11 @@ def check_chat(config: RunConfig, tools: Mapping[str, Tool], prompt: tuple[Messa
             chat.prompt_ids((Message("user", "?"),), (tool.schema_text,))
         except ConfigError as error:
             raise ConfigError(
-                f"$.rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
+                f"rollout.tools: the model cannot be shown the tool {name!r}, change its signature: {error}"
             ) from error
     if not rollout.environment:  # its first message follows the prompt
         try:
             chat.prompt_ids(prompt, tuple(tool.schema_text for tool in tools.values()))
         except ConfigError as error:
-            raise ConfigError(f"$.data.train: sample 0: {error}; change the prompt") from error
+            raise ConfigError(f"data.train: sample 0: {error}; change the prompt") from error
     return chat.check(rollout.history, ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.environment))

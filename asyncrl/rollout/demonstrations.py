@@ -77,9 +77,9 @@ def check_demonstrations(
     failed = [(sample, found) for sample, found in tried if isinstance(found, Fail)]
     for sample, found in failed:
         if found.reason is not FailReason.PROMPT_TOO_LONG:
-            raise ConfigError(f"$.data.train, sample {sample.row}: {found.detail}")
+            raise ConfigError(f"data.train, sample {sample.row}: {found.detail}")
     if len(failed) == len(tried):
-        raise ConfigError(f"$.data.train: no conversation can be learned; {failed[0][1].detail}")
+        raise ConfigError(f"data.train: no conversation can be learned; {failed[0][1].detail}")
     share = f"{len(failed)} of {len(tried)} conversations"
     return [f"{share} that were looked at are left out: {failed[0][1].detail}"] if failed else []
 

@@ -34,16 +34,14 @@ def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None =
     """Tools by the name that the model calls them by, in the order of `specs`. ConfigError names the spec."""
     given = tool_args or {}
     if unused := sorted(given.keys() - set(specs)):
-        raise ConfigError(
-            f"$.rollout.tool_args names {', '.join(unused)}, not in rollout.tools; add it there"
-        )
+        raise ConfigError(f"rollout.tool_args names {', '.join(unused)}, not in rollout.tools; add it there")
     found: dict[str, Tool] = {}
     origins: dict[str, str] = {}
     for spec in specs:
         for tool in load_all(spec, given.get(spec, {})):
             if tool.name in found:
                 raise ConfigError(
-                    f"$.rollout.tools: {origins[tool.name]!r} and {spec!r} both give a tool {tool.name!r}; "
+                    f"rollout.tools: {origins[tool.name]!r} and {spec!r} both give a tool {tool.name!r}; "
                     f"leave one out, or rename it: @tool(name=...)"
                 )
             if tool.process:

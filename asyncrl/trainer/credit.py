@@ -39,7 +39,7 @@ def _by_agent(given: CreditInput, recipe: Recipe) -> np.ndarray:
     advantage = recipe.advantage
     if advantage.greedy or advantage.whole_group or advantage.components or recipe.loss.whole_group:
         raise ConfigError(
-            f"$.algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
+            f"algorithm: advantage {recipe.advantage_name!r} with loss {recipe.loss_name!r} compares whole "
             "episodes, and agents earned rewards of their own; use dr_grpo or rloo with reinforce or ppo"
         )
     found = np.zeros(len(given.turn))

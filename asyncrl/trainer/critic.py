@@ -38,9 +38,9 @@ def load_critic(config: RunConfig, world: World) -> Critic:
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.
     """
-    path, key = config.critic.path, "$.critic.path"
+    path, key = config.critic.path, "critic.path"
     if not path:
-        path, key = config.model.path, "$.model.path"
+        path, key = config.model.path, "model.path"
     source = read_model(AutoModel, path, config.model.dtype, world, key)
     critic = Critic(source.model)
     shard_and_fill(critic, source, world)

@@ -35,7 +35,7 @@ class Adapters:
             if isinstance(layer, nn.Linear | Conv1D) and layer is not model.get_output_embeddings()
         }
         if not self._layers:
-            raise ConfigError("$.model.lora_rank: this model has no linear layers to adapt; set it to 0")
+            raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
         model.requires_grad_(False)
         for layer in self._layers.values():
             _add(layer, rank)

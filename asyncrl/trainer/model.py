@@ -72,7 +72,7 @@ def load_policy(
     *,
     value_head: bool = False,
     offload: bool = False,
-    key: str = "$.model.path",
+    key: str = "model.path",
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 

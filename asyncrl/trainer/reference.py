@@ -44,9 +44,7 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     if config.model.lora_rank and not config.kl.reference:
         return Reference(policy, own=False)
     path, key = (
-        (config.kl.reference, "$.kl.reference")
-        if config.kl.reference
-        else (config.model.path, "$.model.path")
+        (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")
     )
     model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     frozen = load_policy(model, world, offload=config.kl.offload, key=key)

@@ -49,7 +49,7 @@ class SplitModel:
             self._head.forward = self._multiply  # type: ignore[method-assign, assignment]
         elif fp32_head:
             raise ConfigError(
-                "$.model.fp32_head: this model's output layer is not a plain linear layer; set it false"
+                "model.fp32_head: this model's output layer is not a plain linear layer; set it false"
             )
 
     def split(self, tokens: Selected) -> HeadInput:

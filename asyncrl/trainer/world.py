@@ -104,7 +104,7 @@ def _device(name: str, rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("$.model.device is cuda, and torch sees no GPU here; use auto or cpu")
+        raise ConfigError("model.device is cuda, and torch sees no GPU here; use auto or cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -228,7 +228,7 @@ def weights_directory(where: str, run_dir: Path, run_name: str, needed_bytes: in
     tag = blake2s(place.encode(), digest_size=4).hexdigest()
     if where not in ("auto", "shm"):
         if not Path(where).is_absolute():
-            raise ConfigError(f"$.weights.directory: {where!r} is none of auto, shm, run, an absolute path")
+            raise ConfigError(f"weights.directory: {where!r} is none of auto, shm, run, an absolute path")
         return Path(where) / f"{run_name}-{tag}"
     shared = SHARED_MEMORY / f"asyncrl-{run_name}-{tag}"
     free = 0

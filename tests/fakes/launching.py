@@ -55,7 +55,7 @@ def crashing_worker(config: RunConfig, endpoints: Endpoints, index: int, incarna
 
 
 def refusing_worker(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
-    raise ConfigError("$.rollout.tools: found late; correct it")
+    raise ConfigError("rollout.tools: found late; correct it")
 
 
 def rank(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str, rendezvous: str) -> int:

@@ -46,7 +46,7 @@ def loss_input(
 
 def evaluate(name: str, given: LossInput, **options: Any) -> tuple[TokenLoss, Tensor]:
     """The loss, and the derivative of its sum by log pi [N]."""
-    token = losses.get(name).bound(options, "$.algorithm.loss").of(given)
+    token = losses.get(name).bound(options, "algorithm.loss").of(given)
     (gradient,) = torch.autograd.grad(token.value.sum(), given.logp)
     return token, gradient
 

@@ -236,7 +236,7 @@ def test_a_world_may_want_one_thread(slow: Any) -> None:
 def test_gymnasium_options(options: Options, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
         load_environment({"gymnasium": options})
-    assert str(error.value).startswith("$.rollout.environment.gymnasium: ")
+    assert str(error.value).startswith("rollout.environment.gymnasium: ")
 
 
 @pytest.mark.parametrize(

@@ -119,4 +119,3 @@ def test_what_is_refused_names_keys_as_code(docs: ModuleType) -> None:
         "- `algorithm.loss` … contains pi/mu itself; a weight in `algorithm.correction` would count it twice"
         in text
     )
-    assert "$." not in text

@@ -192,7 +192,10 @@ def test_errors_are_one_line(override: str, complaint: str, capsys: pytest.Captu
         (b"name: mine\n", "experiment=… has no line `# @package _global_`"),
         (b"# @package _global_\ntrainer: {lrr: 1}\n", "unknown key trainer.lrr; did you mean trainer.lr"),
         (b"# @package _global_\n1: 2\n", "unknown key 1"),
-        (b"# @package _global_\nvalidation: {success: .nan}\n", "got nan - at `$.validation.success`"),
+        (
+            b"# @package _global_\nvalidation: {success: .nan}\n",
+            "validation.success: expected a finite number",
+        ),
         (b"# @package _global_\ndefaults: [/algorithm: nope]\n", "Could not find 'algorithm/nope'"),
     ],
 )

@@ -56,14 +56,16 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"trainer__lrr": 1}, r"`lrr`.*\$\.trainer"),
-        ({"trainer__lr": 0}, r"\$\.trainer\.lr"),
-        ({"name": ""}, r"\$\.name"),
-        ({"total_steps": "many"}, r"\$\.total_steps"),
-        ({"buffer__on_stale": "wait"}, r"\$\.buffer\.on_stale"),
-        ({"observe__trackers": ["mlflow"]}, r"\$\.observe\.trackers"),
+        ({"trainer__lrr": 1}, r"trainer: .*`lrr`"),
+        ({"trainer__lr": 0}, r"trainer\.lr"),
+        ({"name": ""}, r"name"),
+        ({"total_steps": "many"}, r"total_steps"),
+        ({"buffer__on_stale": "wait"}, r"buffer\.on_stale: .*; choose from mask, "),
+        ({"observe__trackers": ["mlflow"]}, r"observe\.trackers\[0\]: .*; choose from .*wandb"),
+        ({"rollout__tools": "my_tools.py:a"}, r"rollout\.tools: .*; write a list: rollout.tools=\[NAME\]"),
+        ({"model": "dir"}, r"model: Expected `object`, got `str`; .* keys of its own: model.KEY="),
         ({"buffer__target_staleness": 5}, "target_staleness"),
-        ({"algorithm__correction": {"mask": {"low": [1]}}}, r"\$\.algorithm\.correction"),
+        ({"algorithm__correction": {"mask": {"low": [1]}}}, r"algorithm\.correction"),
         (
             {"algorithm__loss": "ppo", "algorithm__steps_per_batch": 33},
             "a step would have no group",

@@ -89,35 +89,35 @@ def scaled(
 
 def test_options_are_set_and_converted() -> None:
     """A string from a command line becomes a number; what is not given keeps its default."""
-    assert bind(scaled, {"factor": "2"}, "$.x")(3.0) == (6.0, "a")
-    assert bind(scaled, {"factor": 2, "shift": 1, "name": "b"}, "$.x")(3.0) == (7.0, "b")
+    assert bind(scaled, {"factor": "2"}, "x")(3.0) == (6.0, "a")
+    assert bind(scaled, {"factor": 2, "shift": 1, "name": "b"}, "x")(3.0) == (7.0, "b")
 
 
 def test_a_bound_function_takes_no_second_value_by_accident() -> None:
-    assert bind(lambda value: value, {}, "$.x")(1) == 1
+    assert bind(lambda value: value, {}, "x")(1) == 1
     with pytest.raises(TypeError):
-        bind(scaled, {"factor": 1}, "$.x")(1.0, 2.0)
+        bind(scaled, {"factor": 1}, "x")(1.0, 2.0)
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"fcator": 1.0}, r"\$\.x: unknown option 'fcator'; options: factor, shift, name"),
+        ({"fcator": 1.0}, r"x: unknown option 'fcator'; options: factor, shift, name"),
         ({"value": 1.0, "factor": 1.0}, "unknown option 'value'"),
-        ({}, r"\$\.x: option 'factor' is missing; set \$\.x\.factor"),
-        ({"factor": 0.0}, r"\$\.x\.factor: Expected `float` > 0.0, not 0.0"),
-        ({"factor": "much"}, r"\$\.x\.factor: Expected `float`, got `str`, not 'much'"),
-        ({"factor": 1.0, "name": "c"}, r"\$\.x\.name: Invalid enum value 'c'; one of a, b"),
+        ({}, r"x: option 'factor' is missing; set x\.factor"),
+        ({"factor": 0.0}, r"x\.factor: Expected `float` > 0.0, not 0.0"),
+        ({"factor": "much"}, r"x\.factor: Expected `float`, got `str`, not 'much'"),
+        ({"factor": 1.0, "name": "c"}, r"x\.name: Invalid enum value 'c'; one of a, b"),
     ],
 )
 def test_wrong_options_name_the_key(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        bind(scaled, options, "$.x")
+        bind(scaled, options, "x")
 
 
 def test_what_takes_no_options_says_so() -> None:
     with pytest.raises(ConfigError, match="unknown option 'a'; options: none"):
-        bind(lambda value: value, {"a": 1}, "$.x")
+        bind(lambda value: value, {"a": 1}, "x")
 
 
 # -- entry points ------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def call_format(
     return register
 
 
-def load_parser(spec: str, where: str = "$.rollout.parser") -> Parser:
+def load_parser(spec: str, where: str = "rollout.parser") -> Parser:
     """By registered name, `module:function` or `file.py:function`. ConfigError that begins with `where`."""
     found = parsers.load(spec, where)
     try:

@@ -109,21 +109,21 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
     modes = dialect_of(info.version, url).modes
     if config.weights.mode not in modes:
         known = f"its version {info.version} knows {', '.join(modes)}"
-        raise ConfigError(f"server {url} cannot do $.weights.mode={config.weights.mode}: {known}")
+        raise ConfigError(f"server {url} cannot do weights.mode={config.weights.mode}: {known}")
     if config.weights.transport == "collective" and info.dp_size != 1:
         raise ConfigError(
-            f"server {url} has --dp-size {info.dp_size}, and $.weights.transport=collective needs 1: start a "
+            f"server {url} has --dp-size {info.dp_size}, and weights.transport=collective needs 1: start a "
             "server for each replica, or set weights.transport=disk"
         )
     room, needed = info.max_req_input_len, config.rollout.max_tokens
     if room is not None and room < needed:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"
         raise ConfigError(
-            f"server {url} has room for {room} tokens, $.rollout.max_tokens is {needed}: {remedy}"
+            f"server {url} has room for {room} tokens, rollout.max_tokens is {needed}: {remedy}"
         )
     differences = _differences(_shape_of(config.model.path), url, info, model)
     if differences:
-        raise ConfigError(f"server {url} serves another model than $.model.path: {'; '.join(differences)}")
+        raise ConfigError(f"server {url} serves another model than model.path: {'; '.join(differences)}")
 
 
 def _differences(own: Any, url: str, info: ServerInfo, model: ModelInfo) -> list[str]:

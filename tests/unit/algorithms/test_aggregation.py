@@ -25,7 +25,7 @@ SHARES = {
 
 
 def rule(name: str) -> Aggregation:
-    return aggregations.get(name).bound({"length": LENGTH, "other": 1}, "$.algorithm.aggregation")
+    return aggregations.get(name).bound({"length": LENGTH, "other": 1}, "algorithm.aggregation")
 
 
 def mean(values: list[float]) -> float:
@@ -87,12 +87,12 @@ def test_a_group_smaller_than_its_member_is_refused() -> None:
 @pytest.mark.parametrize("length", [0, None])
 def test_the_norm_needs_a_length(length: int | None) -> None:
     facts = {} if length is None else {"length": length}
-    with pytest.raises(ConfigError, match=r"\$\.x.*length"):
-        aggregations.get("seq_mean_token_sum_norm").bound(facts, "$.x")
+    with pytest.raises(ConfigError, match=r"x.*length"):
+        aggregations.get("seq_mean_token_sum_norm").bound(facts, "x")
 
 
 def test_a_rule_of_ones_own_is_given_what_it_names() -> None:
     def half(tokens: int, group_tokens: int, *, length: int) -> Share:
         return Share(length / 2, 1.0)
 
-    assert Aggregation(half).bound({"length": 6, "unknown": 1}, "$.x")(1, 1) == (3.0, 1.0)
+    assert Aggregation(half).bound({"length": 6, "unknown": 1}, "x")(1, 1) == (3.0, 1.0)

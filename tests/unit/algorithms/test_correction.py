@@ -50,7 +50,7 @@ def single(rho: float, advantage: float = 1.0) -> CorrectionInput:
 
 
 def corrected(named: dict[str, dict[str, Any]], given: CorrectionInput) -> Correction:
-    return correct(select_rules(named, "$.algorithm.correction"), given)
+    return correct(select_rules(named, "algorithm.correction"), given)
 
 
 def fresh(values: torch.Tensor) -> list[Any]:
@@ -163,9 +163,9 @@ def test_no_rule_weighs_everything_one_and_still_reports_the_ratio() -> None:
 
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"truncate": {}, "ratio": {}}, "two weights"),
-    ({"mask": {"low": 6}}, r"\$\.x\.mask: low 6.* above high 5"),
+    ({"mask": {"low": 6}}, r"x\.mask: low 6.* above high 5"),
     ({"reject_sequence": {"low": 1.2}}, "swap"),
-    ({"truncate": {"level": "episode"}}, r"\$\.x\.truncate\.level: .*episode.*one of token"),
+    ({"truncate": {"level": "episode"}}, r"x\.truncate\.level: .*episode.*one of token"),
     ({"truncate": {"positive": 0}}, "positive"),
     ({"reject": {"limit": -1}}, "limit"),
     ({"veto": {"least": 2}}, "least"),
@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
 @pytest.mark.parametrize(("named", "message"), REFUSED)
 def test_what_makes_no_sense_is_refused(named: dict[str, dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        select_rules(named, "$.x")
+        select_rules(named, "x")
 
 
 # -- all rules at all levels, against loops ----------------------------------------------------------------

@@ -175,8 +175,8 @@ def test_components_that_are_not_reported_are_named() -> None:
     ],
 )
 def test_options_are_checked_before_anything_starts(name: str, options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"^\$\.algorithm\.advantage[.:]"):
-        advantages.get(name).bound(options, "$.algorithm.advantage")
+    with pytest.raises(ConfigError, match=r"^algorithm\.advantage[.:]"):
+        advantages.get(name).bound(options, "algorithm.advantage")
 
 
 def test_an_unknown_name_is_answered_with_near_ones() -> None:

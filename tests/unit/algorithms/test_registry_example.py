@@ -115,7 +115,7 @@ def test_a_rule_alone_is_named_by_its_file(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_wrong_option_is_named() -> None:
     wrong = section(f"{FILE}:") | {"loss": {f"{FILE}:cautious": {"negatvie": 1.0}}}
-    complaint = r"\$\.algorithm\.loss\..*:cautious: unknown option 'negatvie'; options: negative"
+    complaint = r"algorithm\.loss\..*:cautious: unknown option 'negatvie'; options: negative"
     with pytest.raises(ConfigError, match=complaint):
         compose(tiny_config("m", algorithm=wrong))
 

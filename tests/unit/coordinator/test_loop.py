@@ -236,6 +236,13 @@ def test_an_error_in_mid_turn_undoes_the_turn(
     assert setup.coordinator.state.store.read.counts() == {State.TRAINED: 2}
 
 
+def test_the_status_counts_the_steps_that_the_data_are_enough_for(setup: LoopSetup) -> None:
+    state, asked = setup.coordinator.state, setup.coordinator.config.total_steps
+    assert setup.coordinator._status().total_steps == asked > 1
+    state.buffer.prompts.limit = 1
+    assert setup.coordinator._status().total_steps == 1
+
+
 def test_failed_attempts_are_in_the_status_the_rows_and_the_summary(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
     coordinator.state.failed.add(

@@ -47,7 +47,7 @@ def test_a_run_knows_its_samples_and_their_order() -> None:
         check_same_data(stored(rows(3)), same)
     swapped = [rows(3)[1], rows(3)[0], rows(3)[2]]
     for other in (swapped, rows(2), rows(4)):
-        with pytest.raises(ConfigError, match=r"\$\.data\.train: these are other samples"):
+        with pytest.raises(ConfigError, match=r"data\.train: these are other samples"):
             check_same_data(stored(other), kept)
 
 
@@ -72,9 +72,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> N
     given = config(tmp_path, 10, 801, 800, 999, filter_overlong=True)
     samples, (line,) = prepare(given, "train", RowLayout(), Room(given.rollout, letters))
     assert [letters(sample) for sample in samples] == [10, 800] and [one.row for one in samples] == [0, 1]
-    assert line.startswith(
-        "$.data.train: 2 prompts have more than 800 tokens (the longest 999), which leaves"
-    )
+    assert line.startswith("data.train: 2 prompts have more than 800 tokens (the longest 999), which leaves")
     assert "left out" in line
 
 
@@ -90,7 +88,7 @@ def test_without_the_filter_there_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("filtered", [True, False])
 def test_when_no_prompt_fits_nothing_starts(tmp_path: Path, filtered: bool) -> None:
     given = config(tmp_path, 801, 900, filter_overlong=filtered)
-    with pytest.raises(ConfigError, match=r"\$.data.train: all prompts have .*raise rollout.max_tokens"):
+    with pytest.raises(ConfigError, match=r"data.train: all prompts have .*raise rollout.max_tokens"):
         prepare(given, "train", RowLayout(), Room(given.rollout, letters))
 
 

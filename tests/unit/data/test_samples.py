@@ -69,9 +69,15 @@ def test_messages_of_different_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"prompt": None}, "no column prompt; found: .*ability"),
+        (
+            {"prompt": None},
+            "no column prompt; found: .*ability.*; say .*{prompt: NAME, ground_truth: NAME}",
+        ),
         ({"prompt": []}, "sample 0: column prompt must be"),
-        ({"prompt": [{"content": "no role"}]}, "sample 0: column prompt has a message of the role ''"),
+        (
+            {"prompt": [{"content": "no role"}]},
+            "0: column prompt has a message with the keys content; a message has role",
+        ),
         ({"prompt": [{"role": "human", "content": "?"}]}, "the role 'human'; roles are system, .*tool"),
         ({"prompt": [{"role": "user", "content": 3}]}, "sample 0: column prompt must hold .*content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of type image"),

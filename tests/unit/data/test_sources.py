@@ -53,6 +53,17 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
         read(path)
 
 
+def test_columns_of_questions_and_of_conversations_may_be_named_together(tmp_path: Path) -> None:
+    columns = {"prompt": "question", "ground_truth": "answer", "messages": "talk"}
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    asked = jsonl(tmp_path / "asked.jsonl", {"question": "1 + 1?", "answer": 2})
+    talks = jsonl(tmp_path / "talks.jsonl", {"talk": said})
+    assert read(asked, RowLayout(columns))[0].ground_truth == "2"
+    assert len(read(talks, RowLayout(columns, demonstrations=True))[0].prompt) == 2
+    with pytest.raises(ConfigError, match="sample 0: no column question"):
+        read(talks, RowLayout(columns))
+
+
 def test_the_ground_truth_may_be_missing_where_nothing_needs_it(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"prompt": "Play!"})
     assert read(path, RowLayout())[0].ground_truth == "null"

@@ -135,7 +135,7 @@ def test_what_is_wrong_is_said_with_the_key(
     )
     with pytest.raises(ConfigError, match=complaint) as error:
         load_environment(named)  # type: ignore[arg-type]
-    assert str(error.value).startswith("$.rollout.environment")
+    assert str(error.value).startswith("rollout.environment")
 
 
 @pytest.mark.parametrize(

@@ -166,9 +166,9 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugin", "why"),
     [
-        ("command", r"\$\.rollout\.agent\.command: option 'line' is missing"),
-        ({"command": {"line": ""}}, r"\$\.rollout\.agent\.command\.line: Expected `str`"),
-        ({"command": {"line": " "}}, r"\$\.rollout\.agent\.command\.line: Expected `str`"),
+        ("command", r"rollout\.agent\.command: option 'line' is missing"),
+        ({"command": {"line": ""}}, r"rollout\.agent\.command\.line: Expected `str`"),
+        ({"command": {"line": " "}}, r"rollout\.agent\.command\.line: Expected `str`"),
         (
             {"command": {"line": "x", "shell": True}},
             "unknown option 'shell'; options: line, directory, extra",
@@ -177,7 +177,7 @@ def test_agents_are_named_with_options(tmp_path: Path) -> None:
         ({}, "one name is expected"),
         (
             {"command": {"line": "echo 'unclosed"}},
-            r"\$\.rollout\.agent\.command: line .* No closing quotation",
+            r"rollout\.agent\.command: line .* No closing quotation",
         ),
         ({"command": {"line": "no-such-program --x"}}, "there is no program 'no-such-program'; install it"),
         ({"command": {"line": "./agent.sh", "directory": "/usr"}}, "there is no program './agent.sh'"),
@@ -236,7 +236,7 @@ def test_an_agent_that_cannot_be_called_is_told_before_the_start(tmp_path: Path,
     assert asyncio.run(load_agent({f"{path}:Solver": {"key": "abc"}})(SAMPLE, ENDPOINT)) == 3
     with pytest.raises(ConfigError, match=why) as caught:
         load_agent(f"{path}:{name}")
-    assert str(caught.value).startswith("$.rollout.agent")
+    assert str(caught.value).startswith("rollout.agent")
 
 
 @pytest.mark.parametrize("value", [None, 1.5, {"score": 1.0, "steps": [1, 2]}])

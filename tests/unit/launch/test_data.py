@@ -50,12 +50,12 @@ def test_prompts_that_leave_no_room_are_found_before_the_start(tmp_path: Path) -
     rollout = {"max_tokens": 128, "max_new_tokens": 16}
     rows = [*questions(4), {"prompt": "7 plus 8? " * 60, "ground_truth": 1}]
     (line,) = check_data(config(tmp_path, rows, rollout=rollout), {}).warnings
-    assert "$.data.train: at least 1 prompts have more than 112 tokens" in line
+    assert "data.train: at least 1 prompts have more than 112 tokens" in line
     filtered = check_data(config(tmp_path, rows, {"filter_overlong": True}, rollout=rollout), {})
     assert len(filtered.train) == 4 and "left out" in filtered.warnings[0]
     with pytest.raises(ConfigError, match="all prompts have more than 112 tokens"):
         check_data(config(tmp_path, rows[-1:] * 5, rollout=rollout), {})
-    with pytest.raises(ConfigError, match=r"\$.data.train: 4 samples are less than one batch"):
+    with pytest.raises(ConfigError, match=r"data.train: 4 samples are less than one batch"):
         check_data(config(tmp_path, rows, {"filter_overlong": True}, buffer={}, rollout=rollout), {})
 
 
@@ -95,7 +95,7 @@ def test_another_file_under_the_same_path_is_found_before_anything_starts(tmp_pa
         store.put_meta("data", samples.fingerprint)
         store.commit()
     check_data(resumed, {})
-    with pytest.raises(ConfigError, match=r"\$\.data\.train: these are other samples"):
+    with pytest.raises(ConfigError, match=r"data\.train: these are other samples"):
         check_data(config(tmp_path, questions(9)[::-1], resume="auto"), {})
 
 
@@ -112,9 +112,9 @@ def test_a_resumed_run_keeps_its_sources_and_their_weights(
     same = [{"path": str(tmp_path / "t.jsonl"), "weight": 1}, {"path": "u.jsonl", "weight": 2}]
     check_resumed(resumed(same))
     for other in ([same[0], same[1] | {"weight": 3}], same[::-1], "t.jsonl", ["t.jsonl", "u.jsonl"]):
-        with pytest.raises(ConfigError, match=r"\$.data.train: .* was begun with"):
+        with pytest.raises(ConfigError, match=r"data.train: .* was begun with"):
             check_resumed(resumed(other))
-    with pytest.raises(ConfigError, match=r"\$.data.order: .* was begun with ''"):
+    with pytest.raises(ConfigError, match=r"data.order: .* was begun with ''"):
         check_resumed(resumed(same, order="a.py:f"))
 
 

@@ -120,7 +120,7 @@ def test_a_resumed_run_keeps_what_its_store_is_made_of(tmp_path: Path, key: str,
     with pytest.raises(ConfigError) as refusal:
         run_directory.check_resumed(msgspec.convert(changed, RunConfig))
     text = str(refusal.value)
-    assert f"$.{key}: " in text and f"with {old!r}" in text and f"with {new!r}" in text
+    assert f"{key}: " in text and f"with {old!r}" in text and f"with {new!r}" in text
 
 
 def test_a_resumed_run_may_change_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_groups_do_not_change_size_within_a_run(tmp_path: Path) -> None:
         return config(tmp_path, resume="auto", algorithm={"advantage": advantage})
 
     run_directory.check_resumed(resumed("rloo"))
-    with pytest.raises(ConfigError, match=r"\$\.algorithm\.advantage: .* 'dr_grpo' .* 'remax', .* greedy"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage: .* 'dr_grpo' .* 'remax', .* greedy"):
         run_directory.check_resumed(resumed("remax"))
 
 
@@ -153,7 +153,7 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
     model = {"path": "m", "device": "cuda"}
     wanting = config(tmp_path, model=model)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"\$\.model\.device is cuda"):
+    with pytest.raises(ConfigError, match=r"model\.device is cuda"):
         preflight.check_device(wanting)
     preflight.check_device(config(tmp_path, model=model, launch={"kind": "ray"}))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -164,7 +164,7 @@ def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
     batch = {"groups_per_batch": 4, "episodes_per_group": 4}
     assert not preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 32}))
     (line,) = preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 11, "workers": 3}))
-    assert "33 slots" in line and "more than admission will ever fill: 32" in line
+    assert "at most 32 episodes run at once" in line and "1 of 33 slots" in line
 
 
 def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def episode(tokens: int, limit: int = 100) -> ShapingInput:
     ],
 )
 def test_overlong_is_a_ramp_over_the_last_tokens(tokens: int, options: dict[str, Any], added: float) -> None:
-    functions = select_shapings({"overlong": options}, "$.algorithm.shaping")
+    functions = select_shapings({"overlong": options}, "algorithm.shaping")
     assert shape(functions, episode(tokens)) == added
 
 
@@ -41,15 +41,15 @@ def test_shapings_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("named", "complaint"),
     [
-        ({"overlong": {"buffer": -1}}, r"\$\.algorithm\.shaping\.overlong\.buffer: .*>= 0"),
+        ({"overlong": {"buffer": -1}}, r"algorithm\.shaping\.overlong\.buffer: .*>= 0"),
         ({"overlong": {"buffer": 5, "size": 1}}, "unknown option 'size'; options: buffer, factor, limit"),
         ({"overlnog": {}}, "did you mean overlong"),
-        ({"math:pi": {}}, r"\$\.algorithm\.shaping\.math:pi is no function"),
+        ({"math:pi": {}}, r"algorithm\.shaping\.math:pi is no function"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(named: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        select_shapings(named, "$.algorithm.shaping")
+        select_shapings(named, "algorithm.shaping")
 
 
 def test_a_shaping_without_end_is_an_error() -> None:

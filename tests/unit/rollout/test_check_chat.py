@@ -47,7 +47,7 @@ def test_tools_that_the_template_cannot_show(tmp_path: Path) -> None:
     """gpt-oss joins the values of an enum as text."""
     run, name = config(saved("gpt-oss", tmp_path)), f"{__name__}:pick"
     assert check_chat(run, tools_of("calculator"), FIRST) == []
-    with pytest.raises(ConfigError, match=r"\$\.rollout\.tools: .* the tool 'pick', change its signature: "):
+    with pytest.raises(ConfigError, match=r"rollout\.tools: .* the tool 'pick', change its signature: "):
         check_chat(run, tools_of("calculator", name), FIRST)
 
 
@@ -87,9 +87,9 @@ def test_a_template_of_ones_own_takes_the_place_of_the_models(tmp_path: Path) ->
     assert chat.decode(chat.prompt_ids(FIRST)) == (
         "<start_of_turn>user\nRain in Ulm?<end_of_turn>\n<start_of_turn>model\n"
     )
-    with pytest.raises(ConfigError, match=r"\$\.model\.template: .* no end of turn after the assistant"):
+    with pytest.raises(ConfigError, match=r"model\.template: .* no end of turn after the assistant"):
         load_chat(config(tmp_path, template=read_template("chatml_tools", "--")))
-    with pytest.raises(ConfigError, match=r"\$\.model\.template: .*TemplateSyntaxError"):
+    with pytest.raises(ConfigError, match=r"model\.template: .*TemplateSyntaxError"):
         load_chat(config(tmp_path, template="{% for %}"))
 
 

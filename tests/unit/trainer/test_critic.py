@@ -85,9 +85,9 @@ def test_a_directory_of_its_own(world: World, path: str, tmp_path: Path) -> None
     other = save_tiny_qwen(tmp_path / "other")
     critic = load_critic(tiny_config(path, critic={"path": other}), world)
     assert type(critic.backbone).__name__ == "Qwen2Model"
-    with pytest.raises(ConfigError, match=r"\$\.critic\.path"):
+    with pytest.raises(ConfigError, match=r"critic\.path"):
         load_critic(tiny_config(path, critic={"path": str(tmp_path)}), world)
-    with pytest.raises(ConfigError, match=r"\$\.model\.path"):
+    with pytest.raises(ConfigError, match=r"model\.path"):
         load_critic(tiny_config(str(tmp_path)), world)
 
 
