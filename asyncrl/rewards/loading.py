@@ -60,9 +60,10 @@ def load_reward(source: RewardSource, where: str = WHERE) -> Reward:
     if not callable(found):
         raise ConfigError(f"{where}: reward {source.spec!r} is no function; write {_EXPECTED}")
     try:
-        function = bind(_with_options(found), source.options, f"{where}.{source.spec}")
-    except (NameError, ValueError) as error:  # of an annotation, or a builtin without a signature
+        taken = _with_options(found)
+    except Exception as error:  # of an annotation, or a builtin without a signature
         raise ConfigError(f"{where}: reward {source.spec!r} has no usable signature ({error})") from error
+    function = bind(taken, source.options, f"{where}.{source.spec}")
     if inspect.isclass(found):
         function = _made(function, f"{where}.{source.spec}")
     if _is_typed(function):
@@ -105,12 +106,14 @@ def _made(build: Callable[[], Any], where: str) -> RewardFunction:
 
 def _with_options(function: RewardFunction) -> RewardFunction:
     """Positional parameters after verl's four are options, too, as in reward functions written for verl."""
+    parameters = inspect.signature(function).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    if names[: len(VERL)] != VERL or names == VERL:
+        return function
+    made = functools.partial(function)
     signature = inspect.signature(function, eval_str=True)
     given = list(signature.parameters.values())
     first, extra = given[: len(VERL)], given[len(VERL) :]
-    if tuple(p.name for p in first) != VERL or all(p.kind is not p.POSITIONAL_OR_KEYWORD for p in extra):
-        return function
-    made = functools.partial(function)
     options = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in extra]
     made.__signature__ = signature.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
     return made

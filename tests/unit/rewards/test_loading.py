@@ -23,6 +23,9 @@ from asyncrl.rewards import RewardInput, runs
 def verl(data_source, solution_str, ground_truth, extra_info=None, *, scale: float = 1.0):
     return scale * (ground_truth in solution_str)
 
+def checked(data_source, solution_str, ground_truth: Nowhere, extra_info=None):
+    return 1.0
+
 async def verl_async(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 
@@ -76,6 +79,7 @@ def file(tmp_path: Path) -> Path:
     [
         ("verl", {}, "processes", 1.0),
         ("verl", {"scale": "2.5"}, "processes", 2.5),
+        ("checked", {}, "processes", 1.0),  # its annotation is there for type checkers
         ("verl_async", {}, "loop", 1.0),
         ("verls_options", {}, "loop", 1.0),
         ("verls_options", {"scale": 0.5, "name": "four"}, "loop", 2.0),
