@@ -20,6 +20,10 @@ from asyncrl.types import Sample
 NO_TRUTH = frozenset({"agent", "classifier", "format", "llm_judge", "none", "reward_model"})
 
 
+NUMBERS = ("final_number", "gsm8k")  # rewards that compare numbers
+LOOKED_AT = 100  # samples whose ground truth is looked at for them
+
+
 class RunData(NamedTuple):
     """The samples of a run, in files without names, and warnings about them."""
 
@@ -49,6 +53,8 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
         room = None if imitated or config.rollout.agent else _room(config, tools)
         found[split], more = prepare(config, split, _layout(config, imitated), room)
         warnings += more
+        if not imitated and (complaint := _no_numbers(config, found[split])):
+            warnings.append(f"data.{split}: {complaint}")
     train = found["train"]
     for split, samples in found.items():
         if config.rollout.agent:  # the agent itself reads what its data says about tools
@@ -69,11 +75,27 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
     return RunData(train, found.get("test"), warnings)
 
 
+def _no_numbers(config: RunConfig, samples: Samples) -> str:
+    """A warning where the reward compares numbers, as the default does, and ground truths are words."""
+    named = [name for name in NUMBERS if name in _rewards(config)]
+    looked_at = [samples[n] for n in range(min(len(samples), LOOKED_AT))]
+    words = [s.ground_truth for s in looked_at if not any(map(str.isdigit, s.ground_truth))]
+    if not named or not words:
+        return ""
+    return (
+        f"rollout.reward {named[0]} compares numbers, and {len(words)} of the first {len(looked_at)} ground "
+        f"truths are none, such as {words[0][:50]}: they earn nothing; set rollout.reward, e.g. to exact"
+    )
+
+
+def _rewards(config: RunConfig) -> set[str]:
+    reward = config.rollout.reward
+    return {reward} if isinstance(reward, str) else set(reward)
+
+
 def _layout(config: RunConfig, demonstrations: bool) -> RowLayout:
     """How rows become samples in this run."""
-    reward = config.rollout.reward
-    names = {reward} if isinstance(reward, str) else set(reward)
-    needing = sorted(name for name in names - NO_TRUTH if ":" not in name)
+    needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
     truth = f"rollout.reward {needing[0]}" if needing else ""
     return RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
 

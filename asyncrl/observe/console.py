@@ -246,7 +246,8 @@ def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:
 
 
 def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal | None = None) -> None:
-    """The table before and after, the conservation identity, and where the run is."""
+    """The table before and after, the numbers that are known, the conservation identity, and where model and
+    run are."""
     terminal = terminal or PipeSafeTerminal()
     terminal.print(_before_and_after(summary, run_dir.name))
     for label, key, form in (
@@ -272,10 +273,14 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("tokens compared for that", "probe_tokens_compared", ",d"),
         ("the trainer against itself on the probe (rounding), max", "probe_noise_floor", ".1e"),
     ):
-        terminal.print(f"  {label}: {_shown(summary.get(key), form)}", highlight=False)
+        if summary.get(key) is not None:
+            terminal.print(f"  {label}: {_shown(summary[key], form)}", highlight=False)
     if failed := failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")):
         terminal.print(f"  {escape(failed)}", highlight=False, soft_wrap=True)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
+    export = run_dir.absolute() / "checkpoints" / f"step-{summary['steps']}" / "hf"
+    if export.is_dir():
+        terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)
 
 
@@ -291,6 +296,8 @@ def _before_and_after(summary: Mapping[str, Any], name: str) -> Table:
         ("sampled", "success", "score"),
         ("greedy", "greedy", "greedy_score"),
     ):
+        if summary.get(f"{success}_before") is None and summary.get(f"{success}_after") is None:
+            continue
         pair = _pair(summary, f"{success}_before", f"{success}_after", ".1%")
         table.add_row(f"success, {mode} (held out, ≥ {threshold})", *pair)
         pair = _pair(summary, f"{score}_before", f"{score}_after", ".3f")

@@ -46,6 +46,7 @@ class Toolbox:
         self.tools = dict(tools)
         self.timeout = timeout
         self.call_limits = {name: CallLimits(tool) for name, tool in tools.items()}
+        self._reported: set[str] = set()
 
     def session(self, sample: Sample) -> ToolSession:
         """The tools of one episode, not yet open."""
@@ -65,6 +66,12 @@ class Toolbox:
         return tuple(
             tool.schema_text for tool in select_tools(self.tools, read_sample_tools(sample)).values()
         )
+
+    def report(self, name: str, problem: str) -> None:
+        """The first failure of a tool goes to the log: the model reads all of them, a person none."""
+        if name not in self._reported:
+            self._reported.add(name)
+            log.warning("tool %s failed (later failures are not logged): %s", name, problem)
 
     def limit(self, tool: Tool) -> float:
         """Seconds that one call of a tool may take."""
@@ -161,6 +168,8 @@ class ToolSession:
             return ToolReply(call, content, None, time.monotonic() - started, reward)
         except Exception as problem:
             shown, seconds = f"error: {within_memory(reason(problem))}", time.monotonic() - started
+            if not isinstance(problem, ToolError):
+                self._box.report(tool.name, describe(problem))
             return ToolReply(call, shown, within_memory(describe(problem)), seconds)
 
     async def redo(self, replies: Sequence[ToolReply], shorten: Callable[[str], str] = str) -> None:

@@ -59,6 +59,14 @@ def test_prompts_that_leave_no_room_are_found_before_the_start(tmp_path: Path) -
         check_data(config(tmp_path, rows, {"filter_overlong": True}, buffer={}, rollout=rollout), {})
 
 
+def test_words_where_the_reward_compares_numbers_get_a_warning(tmp_path: Path) -> None:
+    rows = questions(5) + questions(2, ground_truth="rain")
+    (line,) = check_data(config(tmp_path, rows), {}).warnings
+    assert "rollout.reward final_number compares numbers, and 2 of the first 7 ground" in line
+    assert 'such as "rain"' in line
+    assert not check_data(config(tmp_path, rows, rollout={"reward": "exact"}), {}).warnings
+
+
 @pytest.mark.parametrize(
     ("reward", "refused"),
     [

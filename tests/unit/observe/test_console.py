@@ -191,8 +191,11 @@ def test_the_final_table(tmp_path: Path) -> None:
     flow = {"issued": 8, "trained": 8}
     out = io.StringIO()
     summary = summarize(rows, flow, True) | {"busy_at_once": 0.625, "success_threshold": 10.0}
+    export = tmp_path / "checkpoints" / f"step-{summary['steps']}" / "hf"
+    export.mkdir(parents=True)
     print_summary(summary, tmp_path, Terminal(file=out, width=200))
     text = out.getvalue()
+    assert f"model: {export}\n" in text and ": –" not in text  # what is unknown is left out
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
     assert ["success, sampled (held out, ≥ 10)", "25.0%", "75.0%"] in cells
     assert ["score, sampled (held out)", "-0.500", "12.250"] in cells

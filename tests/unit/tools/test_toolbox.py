@@ -187,6 +187,16 @@ def test_the_text_of_a_tool_error_stands_as_it_is() -> None:
     assert play([polite], sample(), call("polite"))[0].content == "error: no such city"
 
 
+def test_the_first_failure_of_a_tool_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    @tool
+    async def weather(city: str) -> str:
+        return {"Oslo": "rain"}[city]
+
+    play([weather], sample(), call("weather", city="Rome"), call("weather", city="Bonn"))
+    assert len(caplog.messages) == 1 and "tool weather failed" in caplog.text
+    assert "KeyError" in caplog.text and "(test_toolbox.py:" in caplog.text
+
+
 @pytest.mark.parametrize("value", ["x" * 10**7, ["x" * 100] * 10**5, {"a": ["é" * 10**7]}])
 def test_large_replies_are_cut(value: Any) -> None:
     @tool
