@@ -50,6 +50,7 @@ def _message(where: str, given: dict[str, Any]) -> Message:
         content = _text(where, content)
     given |= {"role": "system" if role == "developer" else role, "content": content}
     given["tool_calls"] = [_call(where, call) for call in given.get("tool_calls", [])]
+    given["tool_call_id"] = str(given.get("tool_call_id", ""))
     given.setdefault("reasoning", given.pop("reasoning_content", ""))
     return msgspec.convert(given, Message)
 
@@ -64,14 +65,17 @@ def _text(where: str, parts: list[Any]) -> str:
 
 def _call(where: str, given: Any) -> ToolCall:
     """OpenAI's layout, or the function's name and arguments by themselves."""
-    body = given.get("function") or given
+    given = given if isinstance(given, dict) else {}
+    body: Any = given.get("function") or given
+    body = body if isinstance(body, dict) else {}
     arguments = body.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
+    elif isinstance(arguments, dict):  # of a nested parquet column: see `_message`
+        arguments = {key: value for key, value in arguments.items() if value is not None}
     if not isinstance(arguments, dict) or not isinstance(body.get("name"), str):
         raise ConfigError(f"{where} has a tool call that is not {{name, arguments: an object}}")
-    named = {key: value for key, value in arguments.items() if value is not None}
-    return ToolCall(body["name"], json.dumps(named, ensure_ascii=False), given.get("id") or "")
+    return ToolCall(body["name"], json.dumps(arguments, ensure_ascii=False), str(given.get("id") or ""))
 
 
 def _named(messages: list[Message]) -> tuple[Message, ...]:

@@ -30,7 +30,7 @@ class Room:
     def __init__(self, rollout: RolloutConfig, tokens: Callable[[Sample], int]) -> None:
         self.turn = min(rollout.max_new_tokens, rollout.max_tokens // 2)
         self.limit, self._tokens = rollout.max_tokens - self.turn, tokens
-        self.fitting = self.over = self.longest = self.measured = 0
+        self.fitting = self.over = self.longest = self.measured = self.unmeasured = 0
         self._fixed: int | None = None  # more than templates and tools take
 
     def fits(self, sample: Sample) -> bool:
@@ -50,19 +50,23 @@ class Room:
     def keep(self, samples: Iterable[Sample], everything: bool) -> Iterator[Sample]:
         """Those that fit; or `everything`, and not all of it is measured."""
         for sample in samples:
-            if (everything and self.measured >= MEASURED) or self.fits(sample) or everything:
+            if everything and self.measured >= MEASURED:
+                self.unmeasured += 1
+                yield sample
+            elif self.fits(sample) or everything:
                 yield sample
 
     def complaint(self, filtered: bool) -> str:
         """What was found, in a line; '' if all fit. ConfigError if none does."""
         if not self.over:
             return ""
-        some = "all" if not self.fitting else f"{self.over}" if filtered else f"at least {self.over}"
+        none = not self.fitting and not self.unmeasured
+        some = "all" if none else f"{self.over}" if filtered else f"at least {self.over}"
         found = (
             f"{some} prompts have more than {self.limit} tokens (the longest {self.longest}), which leaves a "
             f"turn less than {self.turn}: rollout.max_new_tokens, of rollout.max_tokens"
         )
-        if not self.fitting:
+        if none:
             raise ConfigError(f"{found}; raise rollout.max_tokens")
         if filtered:
             return f"{found}; they were left out (data.filter_overlong)"

@@ -66,7 +66,7 @@ def _question(where: Place, row: Row, layout: RowLayout) -> Sample:
     if row.get("prompt") is None:
         raise ConfigError(f"{where}: no column prompt; {_found(row, 'prompt', 'ground_truth')}")
     truth = _truth(where, row)
-    if truth is None and layout.truth:
+    if layout.truth and as_json(str(where), "ground_truth", truth) == "null":
         raise ConfigError(
             f"{where}: no ground truth for {layout.truth}, neither reward_model.ground_truth nor a column "
             f"ground_truth; {_found(row, 'ground_truth')}"
@@ -88,10 +88,18 @@ def _demonstration(where: Place, row: Row, layout: RowLayout) -> Sample:
         raise ConfigError(f"{where}: has no assistant message, so there is nothing to imitate")
     extra = _extra(where, row)
     if tools := row.get("tools"):
-        extra["tool_schemas"] = json.loads(tools) if isinstance(tools, str) else tools
+        extra["tool_schemas"] = _schemas(where, tools)
     messages = (*given, *learned) if given else _led(learned, layout)
     sample = _sample(where, row, messages, _truth(where, row), extra)
     return msgspec.structs.replace(sample, given=len(given))
+
+
+def _schemas(where: Place, tools: Any) -> list[dict[str, Any]]:
+    """A column `tools`: a list of schemas, or that as JSON text."""
+    try:
+        return msgspec.convert(json.loads(tools) if isinstance(tools, str) else tools, list[dict[str, Any]])
+    except ValueError as error:
+        raise ConfigError(f"{where}: column tools must be a list of schemas ({error})") from None
 
 
 def _led(messages: tuple[Message, ...], layout: RowLayout) -> tuple[Message, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tracemalloc
 from pathlib import Path
@@ -14,6 +15,8 @@ from asyncrl.data import Room, RowLayout, Samples, check_same_data, prepare
 from asyncrl.errors import ConfigError
 from asyncrl.types import Sample
 from tests.fakes.data import rows, stored
+
+prepare_module = importlib.import_module("asyncrl.data.prepare")  # the package has a function of that name
 
 
 def test_samples_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
@@ -83,6 +86,15 @@ def test_without_the_filter_there_is_a_warning(tmp_path: Path) -> None:
     assert "at least 1 prompts" in line and "set data.filter_overlong=true" in line
     given = config(tmp_path, 10, 800)
     assert prepare(given, "train", RowLayout(), Room(given.rollout, letters))[1] == []
+
+
+def test_long_prompts_before_those_that_are_not_measured_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "MEASURED", 2)
+    given = config(tmp_path, 999, 900, 10)
+    samples, (line,) = prepare(given, "train", RowLayout(), Room(given.rollout, letters))
+    assert len(samples) == 3 and "at least 2 prompts" in line
 
 
 @pytest.mark.parametrize("filtered", [True, False])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_json_text_columns_and_other_ground_truths(tmp_path: Path) -> None:
     (sample,) = load_samples(path)
     assert sample.prompt == (Message("user", "1 plus 1?"),)
     assert (sample.ground_truth, sample.ability, sample.extra_info) == ('{"numbers": [1, 2]}', "", "{}")
+
+
+def test_missing_numbers_of_pandas_are_null(tmp_path: Path) -> None:
+    (sample,) = load_samples(write(tmp_path / "a.parquet", extra_info={"level": math.nan, "text": "NaN"}))
+    assert sample.extra_info == '{"level": null, "text": "NaN"}'
+    with pytest.raises(ConfigError, match="sample 0: no ground truth"):
+        load_samples(write(tmp_path / "b.parquet", reward_model={"ground_truth": math.nan}))
 
 
 def test_messages_of_different_shapes(tmp_path: Path) -> None:
@@ -141,6 +149,14 @@ def test_demonstrations_are_whole_conversations(tmp_path: Path, suffix: str) -> 
     assert (sample.data_source, sample.ground_truth) == ("a", "null")
 
 
+def test_null_arguments_as_json_text_stay_and_ids_may_be_numbers(tmp_path: Path) -> None:
+    call = {"id": 1, "function": {"name": "add", "arguments": '{"a": null, "b": 2}'}}
+    talk = [TALK[1], TALK[2] | {"tool_calls": [call]}, TALK[3] | {"tool_call_id": 1}]
+    (sample,) = load_demonstrations(write_jsonl(tmp_path / "a.jsonl", {"messages": talk}))
+    assert sample.prompt[1].tool_calls == (ToolCall("add", '{"a": null, "b": 2}', "1"),)
+    assert sample.prompt[2] == Message("tool", "3", tool_call_id="1", name="add")
+
+
 def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1 + 2?", "response": "3"})
     (sample,) = load_demonstrations(path)
@@ -158,6 +174,10 @@ def test_a_prompt_and_its_response_are_a_demonstration(tmp_path: Path) -> None:
             {"messages": [TALK[2] | {"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
             "tool call",
         ),
+        ({"messages": [TALK[1], TALK[2] | {"tool_calls": ["add"]}]}, "0: column messages has a tool call"),
+        ({"messages": [TALK[1], TALK[2] | {"tool_calls": [{"function": "add"}]}]}, "has a tool call that"),
+        ({"messages": TALK, "tools": "add"}, "sample 0: column tools must be a list of schemas"),
+        ({"messages": TALK, "tools": {"name": "add"}}, "sample 0: column tools must be a list of schemas"),
     ],
 )
 def test_what_is_no_demonstration_is_one_line(tmp_path: Path, row: Any, complaint: str) -> None:
