@@ -29,7 +29,8 @@ Add to any of these:
 Common keys (all of them, with bounds and meaning: docs/configuration.md):
   name, run_dir, resume        where the run lives; resume=auto goes on from its last checkpoint
   total_steps, seed            optimizer batches; seed of data order and sampling
-  model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns
+  model.path, data.train       a Hugging Face model directory or hub repository; data with verl's columns, or
+  data.columns                 others: 'data.columns={prompt: question, ground_truth: answer}'
   rollout.tools, rollout.reward        names, module:function or file.py:function
   buffer.max_staleness         bound on the lag of every trained token; 0 is synchronous
   trainer.lr, trainer.ranks, rollout.workers, rollout.slots
