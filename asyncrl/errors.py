@@ -13,7 +13,7 @@ import msgspec
 # What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_PACKAGE = (str(Path(__file__).parent), "<")
+_PACKAGE = (f"{Path(__file__).parent}/", "<")
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

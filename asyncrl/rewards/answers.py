@@ -125,9 +125,13 @@ def agent(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> Any:
     """What the agent program returned: a number, or a dict with `score`."""
-    result = (extra_info or {}).get("agent_result")
+    info = extra_info or {}
+    result = info.get("agent_result")
     if result is None:
-        raise ValueError("the agent returned no score; return a number or a dict with 'score'")
+        raise ValueError(
+            f"the agent returned no score (end of the episode: {info.get('end', 'unknown')}); return a "
+            "number or a dict with 'score', also after a refused request"
+        )
     return result
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import asyncrl
 from asyncrl.errors import ConfigError, describe, one_line, recorded
 from asyncrl.isolation.calls import call_user
 
@@ -64,6 +65,12 @@ def test_an_error_of_users_code_is_described_with_file_and_line(
     tmp_path: Path, body: str, line: str, blocking: bool
 ) -> None:
     assert describe(caught(failing(tmp_path, body), blocking)) == line
+
+
+def test_a_file_beside_the_package_is_the_users() -> None:
+    scope: dict[str, Any] = {}
+    exec(compile("def use():\n    {}['b']", f"{asyncrl.__path__[0]}_rewards.py", "exec"), scope)
+    assert describe(caught(scope["use"])) == "KeyError: 'b' (asyncrl_rewards.py:2)"
 
 
 def test_the_place_is_the_users_line_not_the_librarys_and_is_never_cut_off(tmp_path: Path) -> None:
