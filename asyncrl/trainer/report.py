@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from asyncrl.algorithms.moments import Moments
 from asyncrl.algorithms.normalise import end_factor
 from asyncrl.algorithms.value import explained_variance
 from asyncrl.buffer.staleness import LagHistogram, length_bucket, masked_by_quarter
-from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
+from asyncrl.buffer.zero_variance import TOLERANCE
 from asyncrl.trainer.batch import Example
 from asyncrl.trainer.metric_sums import MetricSums
 from asyncrl.trainer.objective import Terms
@@ -54,15 +54,26 @@ def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:
             tally.moment("errors", Moments.of(e.returns - e.value))
         if e.tokens:
             tally.moment("advantages", Moments.of(e.advantage))
-            tally.moment("episodes", Moments(1.0, float(e.advantage.mean())))
-            tally.total(VARIED_TOTAL, _varied(e))
+        for rewards, advantage in _comparisons(e, e.advantage):
+            if len(advantage):
+                tally.moment("episodes", Moments(1.0, float(advantage.mean())))
+                tally.total(VARIED_TOTAL, _varied(rewards, advantage))
 
 
-def _varied(e: Example) -> bool:
-    """Its group has variance, in rewards or (by turn, by component) in advantages."""
-    assert e.advantage is not None
-    members = (e.planned.own, *e.planned.siblings)
-    return not all_equal(members, None, ComparedParts()) or bool(np.abs(e.advantage).max() > TOLERANCE)
+def _comparisons(e: Example, advantage: np.ndarray) -> Iterator[tuple[list[float], np.ndarray]]:
+    """The group's rewards, and the advantages of the tokens. Each agent that earned a reward of its own
+    counts as an episode: the advantages of both sides of a game add up to nothing."""
+    own, members = e.planned.own, (e.planned.own, *e.planned.siblings)
+    if not own.agents:
+        yield [member.reward for member in members], advantage
+    for agent in dict.fromkeys(own.agents):
+        rewards = [member.of(agent).reward for member in members if agent in member.agents]
+        yield rewards, advantage[np.asarray(own.agents)[e.turn] == agent]
+
+
+def _varied(rewards: Sequence[float], advantage: np.ndarray) -> bool:
+    """The group has variance, in rewards or (by turn, by component) in advantages."""
+    return max(rewards) - min(rewards) > TOLERANCE or bool(np.abs(advantage).max() > TOLERANCE)
 
 
 def advantage_factor(scale: Scale, tally: MetricSums) -> float:

@@ -78,13 +78,13 @@ def test_gpg_counts_episodes_of_groups_without_variance(
     assert advantage_factor("nonzero", tally) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_gpg_counts_a_draw_in_a_group_of_zero_sum_games() -> None:
-    """The advantages of its agents are 0, but other games of the group were won and lost."""
-    tally = MetricSums()
-    games = tuple(
-        EpisodeResult(0.0, 5, (won, -won), agents=("w", "b"), turn_tokens=(3, 2)) for won in (1.0, -1.0, 0.0)
-    )
-    for own in games:
+def test_each_agent_with_a_reward_of_its_own_counts_as_an_episode() -> None:
+    """What both sides of a game gain adds up to nothing; a draw is no sign of a group without variance."""
+    tally, scores = MetricSums(), (1.0, -1.0, 0.0)
+    games = tuple(EpisodeResult(0.0, 5, (won, -won), agents=("w", "b"), turn_tokens=(2, 3)) for won in scores)
+    for won, own in zip(scores, games, strict=True):
         e = example(msgspec.structs.replace(ROW, own=own, siblings=games), TURNS, 5, 1, TOKEN_MEAN)
-        tally_credit(tally, [replace(e, advantage=np.full(e.tokens, own.turn_rewards[0]))])
+        tally_credit(tally, [replace(e, advantage=np.where(e.turn < 1, won, -won))])
     assert advantage_factor("nonzero", tally) == 1.0
+    std = np.std([score for won in scores for score in (won, -won)], ddof=1)
+    assert advantage_factor("batch_std", tally) == pytest.approx(1 / (std + 1e-6))
