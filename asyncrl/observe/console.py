@@ -271,7 +271,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         ("tokens compared for these", "logprob_tokens_compared", ",d"),
         ("log-prob gap of the fixed probe, max", "probe_logprob_diff_max", ".1e"),
         ("tokens compared for that", "probe_tokens_compared", ",d"),
-        ("the trainer against itself on the probe (rounding), max", "probe_noise_floor", ".1e"),
+        ("log-prob gap by rounding alone, on that probe, max", "probe_noise_floor", ".1e"),
     ):
         if summary.get(key) is not None:
             terminal.print(f"  {label}: {_shown(summary[key], form)}", highlight=False)

@@ -201,6 +201,6 @@ def test_the_final_table(tmp_path: Path) -> None:
     assert ["score, sampled (held out)", "-0.500", "12.250"] in cells
     assert "trainer and all workers busy at once: 62%" in text
     assert "fixed probe, max: 2.0e-07" in text and "compared for that: 640" in text
-    assert "(rounding), max: 3.0e-07" in text and "advantage 0: 25.0%" in text
+    assert "rounding alone, on that probe, max: 3.0e-07" in text and "advantage 0: 25.0%" in text
     for part in ("25.0%", "75.0%", "100.0%", "8 issued = 8 trained", "✓", str(tmp_path)):
         assert part in text
