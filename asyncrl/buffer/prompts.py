@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from asyncrl.errors import ConfigError
+
 
 class Prompts:
     """`samples` draws an epoch, whose numbers `order` gives; `epochs` 0 is without end."""
@@ -12,6 +14,7 @@ class Prompts:
     def __init__(self, samples: int, order: Callable[[int], Sequence[int]], epochs: int = 0) -> None:
         self.samples, self._order_of = samples, order
         self.limit = samples * epochs if epochs else None
+        self.failed = ""  # why there is no order for the rest of the run; its ConfigError
         self._epoch = -1
         self._order: Sequence[int] = []
 
@@ -20,11 +23,14 @@ class Prompts:
         return self.limit is not None and position >= self.limit
 
     def draw(self, position: int) -> int:
-        """Number of the sample at a position."""
+        """Number of the sample at a position; -1 if the order has `failed`."""
         epoch, place = divmod(position, self.samples)
-        if epoch != self._epoch:
-            self._order, self._epoch = self._order_of(epoch), epoch
-        return self._order[place]
+        if epoch != self._epoch and not self.failed:
+            try:
+                self._order, self._epoch = self._order_of(epoch), epoch
+            except ConfigError as error:
+                self.failed = str(error)
+        return -1 if self.failed else self._order[place]
 
 
 def shuffled(numbers: Sequence[int], key: str) -> list[int]:

@@ -104,6 +104,7 @@ class ReplayBuffer:
             and self.committed * self.config.groups_per_batch + live < self.total_groups
             and not self.data_over
             and free_slots >= max(1, min(self.group_size, total_slots))
+            and self.prompts.draw(self._next_position()) >= 0
         )
 
     def admit(self, step: int, now: float) -> GroupRecord:
@@ -130,8 +131,13 @@ class ReplayBuffer:
         return everything or self.prompts.exhausted(self._next_position())
 
     def _next_position(self) -> int:
-        """The cursor, moved past samples that have retired. Not all have."""
-        while not self.prompts.exhausted(self.cursor) and self.prompts.draw(self.cursor) in self.retired:
+        """The cursor, moved past samples that have retired. Not all have. If none has, nothing is drawn: a
+        run that ends with an epoch needs no order of the next one."""
+        while (
+            self.retired
+            and not self.prompts.exhausted(self.cursor)
+            and self.prompts.draw(self.cursor) in self.retired
+        ):
             self.cursor += 1
         return self.cursor
 

@@ -97,6 +97,8 @@ class RunState:
     def futile(self) -> str:
         """Why the run learns nothing and had better end; '' when that is not so."""
         buffer = self.buffer
+        if buffer.prompts.failed:
+            return f"{buffer.prompts.failed}; mend that, then go on with resume=auto"
         running = (e.assign_seq for e in buffer.episodes.values() if e.state is State.RUNNING)
         if hopeless := self.first_attempts.verdict(running):
             return f"{hopeless}: {self.failed.newest}; mend that, then go on with resume=auto"

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl.buffer.prompts import Prompts
 from asyncrl.config import parse
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import samples_path
+from asyncrl.errors import ConfigError
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
@@ -219,3 +221,30 @@ def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator
     coordinator.state.buffer.untrained, coordinator.state.buffer.untrained_reason = 10_000, "tool_error"
     tick(coordinator, 0.0)
     assert coordinator.lifecycle.phase is Phase.STOPPING and "tool_error" in coordinator.lifecycle.error
+
+
+def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
+    """Not if that epoch is not needed: all groups of the run are there."""
+
+    def order(epoch: int) -> list[int]:
+        if epoch:
+            raise ConfigError("data.order: mine.py:hook of epoch 1 failed")
+        return [0, 1, 2, 3]
+
+    trained(coordinator, 3)
+    rank(coordinator, 0.0)
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 64, 1), [], 0.0)
+    buffer = coordinator.state.buffer
+    buffer.prompts = Prompts(4, order)
+    needed, buffer.total_groups = buffer.total_groups, 3 * buffer.config.groups_per_batch + 4
+    coordinator._turn(0.0)
+    assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.RUNNING
+    buffer.total_groups = needed
+    coordinator._turn(0.0)
+    assert len(buffer.live) == 4 and coordinator.lifecycle.phase is Phase.STOPPING
+    coordinator._on_control(RANK, Checkpointed(coordinator.state.trainer_epoch, 3, "step-3", 0), [], 1.0)
+    tick(coordinator, 1.0)
+    assert coordinator.lifecycle.outcome == "failed"
+    assert coordinator.lifecycle.error == (
+        "data.order: mine.py:hook of epoch 1 failed; mend that, then go on with resume=auto"
+    )
