@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.data.rows import READERS, Row, read_rows
+from asyncrl.data.sources import load_split
 from asyncrl.data.written import verl_row
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError
 
 STEPS = "Think step by step, then"
 
@@ -98,24 +99,10 @@ def rows_of(benchmark: Benchmark, source: str, split: str, instruction: str | No
 
 
 def read_split(source: str, config: str, split: str) -> Iterator[Row]:
-    """The rows of one split: of a file, or of a directory or hub repository, by `datasets`. ConfigError."""
+    """The rows of one split: of a file, or of a directory or hub repository. ConfigError."""
     if Path(source).suffix in READERS:
-        yield from read_rows(Path(source))
-        return
-    import datasets  # takes a second
-
-    datasets.disable_progress_bars()
-    try:
-        known = datasets.get_dataset_config_names(source)  # a copy of the files alone has only `default`
-        loaded: Iterable[Row] = datasets.load_dataset(
-            source, config if config in known else None, split=split
-        )
-    except Exception as error:  # of the network, the disk, the format
-        raise ConfigError(
-            f"{source}: the split {split!r} cannot be loaded ({one_line(error)}); give a copy of it, a "
-            "directory or a file, with --source"
-        ) from None
-    yield from loaded
+        return read_rows(Path(source))
+    return load_split(source, config, split, "give a copy of it, a directory or a file, with --source")
 
 
 def passages_of(source: str, config: str, split: str, asked: Container[str | None]) -> Iterator[Row]:

@@ -52,21 +52,33 @@ def _files(path: str) -> Iterator[tuple[Place, Row]]:
 
 
 def _hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
-    """`hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]`, through `datasets`, which maps its copy into memory."""
+    """`hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]`."""
     repository, _, rest = path.removeprefix(HUB).partition(":")
     name, _, revision = repository.partition("@")
     chosen, _, given = rest.partition(":")
+    hint = (
+        "it is read as hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without network, load it once where there is "
+        "one, and bring its cache (HF_HOME) here"
+    )
+    for number, row in enumerate(load_split(name, chosen, given or split, hint, revision)):
+        yield Place(name, number), row
+
+
+def load_split(name: str, config: str, split: str, hint: str, revision: str = "") -> Iterator[Row]:
+    """One split of a hub repository, or of a directory with a copy of one, through `datasets`, which maps it
+    into memory. A copy of the files alone has one configuration, whose name does not matter. ConfigError."""
     import datasets  # here: it takes a second
 
+    datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(name, chosen or None, split=given or split, revision=revision or None)
-    except Exception as error:
+        if config and datasets.get_dataset_config_names(name, revision or None) == ["default"]:
+            config = ""
+        found = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
+    except Exception as error:  # of the network, the disk, the format
         raise ConfigError(
-            f"{path}: cannot be loaded ({one_line(error)}); it is read as hf:OWNER/NAME[@REVISION][:CONFIG"
-            "[:SPLIT]]; without network, load it once where there is one, and bring its cache (HF_HOME) here"
+            f"{name}: the split {split!r} cannot be loaded ({one_line(error)}); {hint}"
         ) from error
-    for number, row in enumerate(found):
-        yield Place(name, number), row
+    yield from found
 
 
 def _own(plugin: Plugin) -> Reader:

@@ -96,6 +96,7 @@ def test_a_hub_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return datasets.Dataset.from_list([ROW, ROW])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda *_: ["main", "socratic"])
     (sample, _) = read("hf:openai/gsm8k")
     assert (sample.data_source, sample.ground_truth) == ("openai/gsm8k", "2")
     read("hf:openai/gsm8k@abc:main:test"), read("hf:openai/gsm8k::extra")
@@ -111,7 +112,7 @@ def test_a_hub_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         raise ConnectionError("Couldn't reach\n'a/b' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(ConfigError, match=r"hf:a/b: cannot be loaded .*without network") as caught:
+    with pytest.raises(ConfigError, match=r"a/b: the split 'train' cannot be loaded .*without network") as caught:
         read("hf:a/b")
     assert "\n" not in str(caught.value)
 
