@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.config import DataConfig
+from asyncrl.config import DataConfig, WeightedSource
 from asyncrl.config.base import Plugin
 from asyncrl.data.rows import READERS, Row, read_rows
 from asyncrl.errors import ConfigError, describe, one_line
@@ -29,6 +29,17 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}, sample {self.number}"
+
+
+def paths(config: DataConfig, split: str) -> list[str]:
+    """The paths of the sources. ConfigError where some have weights and others none."""
+    given = config.train if split == "train" else config.test
+    sources = [given] if isinstance(given, str) else given
+    weighted = [source.path for source in sources if isinstance(source, WeightedSource)]
+    plain = [source for source in sources if isinstance(source, str)]
+    if weighted and plain:
+        raise ConfigError(f"data.train: {plain[0]} has no weight; give one to all sources, or to none")
+    return weighted or plain
 
 
 Reader = Callable[[str], Iterator[tuple[Place, Row]]]
@@ -57,8 +68,8 @@ def _hub(path: str, split: str) -> Iterator[tuple[Place, Row]]:
     name, _, revision = repository.partition("@")
     chosen, _, given = rest.partition(":")
     hint = (
-        "it is read as hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without network, load it once where there is "
-        "one, and bring its cache (HF_HOME) here"
+        "it is read as hf:OWNER/NAME[@REVISION][:CONFIG[:SPLIT]]; without network, load it once where there "
+        "is one, and bring its cache (HF_HOME) here"
     )
     for number, row in enumerate(load_split(name, chosen, given or split, hint, revision)):
         yield Place(name, number), row

@@ -92,3 +92,23 @@ class Samples(Sequence[Sample]):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = range(len(self))[index]
         return self._decoder.decode(self._map[self._ends[at - 1] if at else 0 : self._ends[at]])
+
+
+def samples_path(run_dir: Path, split: str) -> Path:
+    """Where the launcher saves the samples for the coordinator."""
+    return run_dir / "data" / f"{split}.samples"
+
+
+def check_same_data(samples: Samples, kept: str, filtered_by: str = "") -> None:
+    """ConfigError unless their fingerprint is the `kept` one, or that is empty: a new run. Groups name
+    samples by number. `filtered_by`: changed settings, by which other prompts are left out."""
+    if kept not in ("", samples.fingerprint):
+        why = (
+            f": data.filter_overlong depends on {filtered_by}; restore that"
+            if filtered_by
+            else "; restore the data"
+        )
+        raise ConfigError(
+            "data.train: these are other samples, or in another order, than those that the run was begun "
+            f"with{why}, or begin a new run with another name=…"
+        )

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.config import RunConfig
-from asyncrl.data import EpochOrder, Room, RowLayout, Samples, check_same_data, prepare, samples_path
+from asyncrl.data import EpochOrder, RowLayout, Samples, check_same_data, samples_path
+from asyncrl.data.asked import Asked
+from asyncrl.data.columns import check_columns
+from asyncrl.data.samples import read_samples
+from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
-from asyncrl.launch.run_directory import run_directory
+from asyncrl.launch.room import Room, load_room
+from asyncrl.launch.run_directory import changes, run_directory
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import DATABASE
-from asyncrl.tools import Tool, Toolbox, ToolError, check_sample_tools
-from asyncrl.types import Sample
+from asyncrl.tools import Tool, check_sample_tools
 
 # Rewards that can do without a ground truth. Those of users, whose names have a colon, say so themselves.
 NO_TRUTH = frozenset({"agent", "classifier", "format", "llm_judge", "none", "reward_model"})
-
-
 NUMBERS = ("final_number", "gsm8k")  # rewards that compare numbers
 LOOKED_AT = 100  # samples whose ground truth is looked at for them
+# What decides, beside the data and the template, which prompts are too long.
+FILTERED_BY = ("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args")
 
 
 class RunData(NamedTuple):
@@ -44,35 +49,55 @@ class RunData(NamedTuple):
 def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
     """The data sets load, hold at least a batch, and name only configured tools; prompts are not too long; a
     resumed run finds the samples that it was begun with. Raises ConfigError."""
-    from asyncrl.algorithms.library import imitates  # here and below: it takes a second
+    check_columns(config.data.columns)
+    train, warnings = _check_split(config, "train", tools)
+    test, more = _check_split(config, "test", tools) if config.data.test else (None, [])
+    if len(train) < config.buffer.groups_per_batch:
+        raise ConfigError(
+            f"data.train: {len(train)} samples are less than one batch; lower "
+            f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
+        )
+    filtered_by = changes(config, FILTERED_BY) if config.data.filter_overlong else []
+    check_same_data(train, _kept(config), "; ".join(filtered_by))
+    EpochOrder(train, config.data, config.seed)(0)
+    return RunData(train, test, warnings + more)
 
-    found: dict[str, Samples] = {}
-    warnings: list[str] = []
-    for split in ("train", "test") if config.data.test else ("train",):
-        imitated = split == "train" and imitates(config)
-        room = None if imitated or config.rollout.agent else _room(config, tools)
-        found[split], more = prepare(config, split, _layout(config, imitated), room)
-        warnings += more
-        if not imitated and (complaint := _no_numbers(config, found[split])):
-            warnings.append(f"data.{split}: {complaint}")
-    train = found["train"]
-    for split, samples in found.items():
-        if config.rollout.agent:  # the agent itself reads what its data says about tools
-            break
+
+def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tuple[Samples, list[str]]:
+    from asyncrl.algorithms.library import imitates  # here: it takes a second
+
+    imitated = split == "train" and imitates(config)
+    room = None if imitated or config.rollout.agent else load_room(config, tools)
+    samples, warnings = prepare(config, split, _layout(config, imitated), room)
+    if not imitated and (complaint := _no_numbers(config, samples)):
+        warnings.append(f"data.{split}: {complaint}")
+    if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(tools, (sample.extra_info for sample in samples))
         if problems:
             raise ConfigError(
                 f"data.{split}: {'; '.join(problems)}; add it to rollout.tools, or correct the data"
             )
         warnings += [f"data.{split}: {line}; ignored" for line in ignored]
-    if len(train) < config.buffer.groups_per_batch:
-        raise ConfigError(
-            f"data.train: {len(train)} samples are less than one batch; lower "
-            f"buffer.groups_per_batch ({config.buffer.groups_per_batch}) or add samples"
-        )
-    check_same_data(train, _kept(config))
-    EpochOrder(train, config.data, config.seed)(0)
-    return RunData(train, found.get("test"), warnings)
+    return samples, warnings
+
+
+def prepare(config: RunConfig, split: str, layout: RowLayout, room: Room | None) -> tuple[Samples, list[str]]:
+    """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
+    wrong with them."""
+    key, everything, asked = f"data.{split}", not config.data.filter_overlong, Asked()
+    read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
+    fitting = (room.keep(samples, everything) if room else samples for samples in read)
+    try:
+        with tempfile.TemporaryFile() as file:
+            samples = Samples.write(file, fitting)
+        complaint = room.complaint(not everything) if room else ""
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
+    unmet = [] if layout.demonstrations else asked.unmet(config)
+    return samples, [f"{key}: {line}" for line in (complaint, *unmet) if line]
 
 
 def _no_numbers(config: RunConfig, samples: Samples) -> str:
@@ -98,25 +123,6 @@ def _layout(config: RunConfig, demonstrations: bool) -> RowLayout:
     needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
     truth = f"rollout.reward {needing[0]}" if needing else ""
     return RowLayout(config.data.columns, config.data.system_prompt, truth, demonstrations)
-
-
-def _room(config: RunConfig, tools: Mapping[str, Tool]) -> Room:
-    """Measures prompts as the model reads them."""
-    from asyncrl.rollout.components import load_chat
-
-    chat, box = load_chat(config), Toolbox(tools)
-
-    def tokens(sample: Sample) -> int:
-        try:
-            return len(chat.prompt_ids(sample.prompt, box.schemas(sample)))
-        except ToolError:  # `check_sample_tools` says what is wrong
-            return 0
-        except ConfigError:
-            if config.rollout.environment:  # its first message follows, and may be what the template asks for
-                return 0
-            raise
-
-    return Room(config.rollout, tokens)
 
 
 def _kept(config: RunConfig) -> str:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.launch.run_directory import begun_with
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")
 UNWANTED = ("*/*", "consolidated*")  # exports to other formats; a second copy of the weights (Mistral)
@@ -33,11 +33,11 @@ class HubModel(NamedTuple):
     revision: str | None
 
 
-def resolve_models(config: RunConfig, begun: Path | None = None) -> RunConfig:
+def resolve_models(config: RunConfig) -> RunConfig:
     """The configuration with directories of this machine, and the chat template as text. What the hub has is
-    fetched into its cache. `begun`: the run directory; a run that is continued keeps the commits that its
-    config.yaml records. Raises ConfigError."""
-    before = _recorded(begun) if begun is not None and config.resume != "never" else {}
+    fetched into its cache. A run that is continued keeps the commits that its config.yaml records. Raises
+    ConfigError."""
+    before = begun_with(config)
 
     def local(key: str) -> str:
         section, _, name = key.partition(".")
@@ -103,12 +103,3 @@ def fetch(model: HubModel, key: str) -> str:
     except Exception as error:  # of the network, the disk, the cache
         why = f"cannot be fetched from the hub ({one_line(error)})"
     raise ConfigError(f"{key}: {name} is no directory here, and {why}") from None
-
-
-def _recorded(run_dir: Path) -> dict[str, Any]:
-    """The configuration that the run was begun with; {} where it cannot be read."""
-    try:
-        found = msgspec.yaml.decode((run_dir / "config.yaml").read_bytes())
-    except (OSError, msgspec.DecodeError):  # a new run, or `check_resumed` says what is wrong
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
@@ -22,16 +21,9 @@ from asyncrl.tools import Tool
 from asyncrl.types import Sample
 
 
-class Checked(NamedTuple):
-    """What the checks found: warnings about what is valid, but probably a mistake, one line each; and the
-    data, which is to be saved."""
-
-    warnings: list[str]
-    data: RunData
-
-
-def check(config: RunConfig) -> Checked:
-    """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started."""
+def check(config: RunConfig) -> RunData:
+    """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started. The data, with
+    all warnings about what is valid, but probably a mistake, one line each."""
     check_resumed(config)
     check_installed(config)
     check_logins(config)
@@ -42,7 +34,8 @@ def check(config: RunConfig) -> Checked:
     check_device(config)
     check_weights_directory(config)
     check_servers(config)
-    return Checked([*warnings(config), *check_template(config, tools, data.train), *data.warnings], data)
+    found = [*warnings(config), *check_template(config, tools, data.train), *data.warnings]
+    return data._replace(warnings=found)
 
 
 def check_installed(

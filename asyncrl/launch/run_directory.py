@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,28 +88,45 @@ def file_system(path: Path) -> str:
 
 def check_resumed(config: RunConfig) -> None:
     """ConfigError if a resumed run would change what its store and its checkpoints are made of."""
+    for key, old, new in _changed(config, KEPT):
+        begun = f"{key}: {run_directory(config)} was begun with"
+        if key == "model.template":
+            raise ConfigError(
+                f"{begun} another chat template, which is in its config.yaml; restore that, or begin a new "
+                "run with another name=…"
+            )
+        if key not in PATHS or _resolved(old) != _resolved(new):
+            raise ConfigError(
+                f"{begun} {old!r} and would go on with {new!r}; set {key}={old}, or begin a new run with "
+                "another name=…"
+            )
+    _check_group_size(config, _value(begun_with(config), "algorithm.advantage"))
+
+
+def changes(config: RunConfig, keys: Iterable[str]) -> list[str]:
+    """What a resumed run changes of them, for a person to read."""
+    return [f"{key}, which was {old!r} and is {new!r}" for key, old, new in _changed(config, keys)]
+
+
+def begun_with(config: RunConfig) -> dict[str, Any]:
+    """The configuration of the run that is to be continued, as its config.yaml records it; {} where there is
+    none. ConfigError for one that cannot be read."""
     path = run_directory(config) / "config.yaml"
     if config.resume == "never" or not path.exists():
-        return
+        return {}
     try:
-        before = msgspec.yaml.decode(path.read_bytes())
+        return msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: not readable ({one_line(error)}); choose another name=…") from None
-    now = msgspec.to_builtins(config)
-    for key in KEPT:
+
+
+def _changed(config: RunConfig, keys: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Each of them with its value before and now; not those that an older configuration lacks."""
+    before, now = begun_with(config), msgspec.to_builtins(config)
+    for key in keys:
         old, new = _value(before, key), _value(now, key)
-        moved = key in PATHS and old is not None and _resolved(old) == _resolved(new)
-        if old not in (None, new) and not moved and key == "model.template":
-            raise ConfigError(
-                f"model.template: {path.parent} was begun with another chat template, which is in its "
-                "config.yaml; restore that, or begin a new run with another name=…"
-            )
-        if old not in (None, new) and not moved:
-            raise ConfigError(
-                f"{key}: {path.parent} was begun with {old!r} and would go on with {new!r}; "
-                f"set {key}={old}, or begin a new run with another name=…"
-            )
-    _check_group_size(config, _value(before, "algorithm.advantage"))
+        if old not in (None, new):
+            yield key, old, new
 
 
 def _check_group_size(config: RunConfig, before: Any) -> None:

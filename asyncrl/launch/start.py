@@ -37,8 +37,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     named = config.model.template
     try:
         check_run_directory(config)  # before a model is fetched
-        config = resolve_models(config, run_directory(config))
-        warnings, data = preflight.check(config)
+        config = resolve_models(config)
+        data = preflight.check(config)
         run_dir, units = run_directory(config), placement.plan(config)
         check_schema(run_dir)
     except OSError as error:  # of a path that no check has foreseen
@@ -49,7 +49,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         print(msgspec.yaml.encode(shown).decode())
         gpu = preflight.sees_gpu(config)
         plan = [*placement.describe(config, units, gpu), *describe_costs(config, gpu)]
-        print(*plan, *(f"warning: {line}" for line in warnings), sep="\n")
+        print(*plan, *(f"warning: {line}" for line in data.warnings), sep="\n")
         print(f"\nrun directory: {run_dir}")
         return COMPLETED
     with ExitStack() as stack:
@@ -64,7 +64,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
         )
         session = Session(config.launch, run_dir, endpoints, supervisor, console, trackers.log)
-        for warning in warnings:
+        for warning in data.warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()

@@ -223,7 +223,9 @@ def test_groups_that_cannot_be_trained_end_the_run_with_a_checkpoint(coordinator
     assert coordinator.lifecycle.phase is Phase.STOPPING and "tool_error" in coordinator.lifecycle.error
 
 
-def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(coordinator: Coordinator) -> None:
+def test_an_order_that_fails_in_a_later_epoch_ends_the_run_with_a_checkpoint(
+    coordinator: Coordinator,
+) -> None:
     """Not if that epoch is not needed: all groups of the run are there."""
 
     def order(epoch: int) -> list[int]:

@@ -112,7 +112,9 @@ def test_a_hub_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         raise ConnectionError("Couldn't reach\n'a/b' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(ConfigError, match=r"a/b: the split 'train' cannot be loaded .*without network") as caught:
+    with pytest.raises(
+        ConfigError, match=r"a/b: the split 'train' cannot be loaded .*without network"
+    ) as caught:
         read("hf:a/b")
     assert "\n" not in str(caught.value)
 

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
@@ -99,12 +100,31 @@ def test_another_file_under_the_same_path_is_found_before_anything_starts(tmp_pa
     run.mkdir()
     (run / "run.db").touch()
     check_data(resumed, {})  # its first coordinator was killed at once
-    with closing(RunStore(run)) as store:
+    begin(resumed, samples)
+    check_data(resumed, {})
+    with pytest.raises(ConfigError, match=r"data\.train: these are other samples.*; restore the data"):
+        check_data(config(tmp_path, questions(9)[::-1], resume="auto"), {})
+
+
+def begin(given: RunConfig, samples: Samples) -> None:
+    with closing(RunStore(run_directory(given))) as store:
         store.put_meta("data", samples.fingerprint)
         store.commit()
-    check_data(resumed, {})
-    with pytest.raises(ConfigError, match=r"data\.train: these are other samples"):
-        check_data(config(tmp_path, questions(9)[::-1], resume="auto"), {})
+    (run_directory(given) / "config.yaml").write_bytes(msgspec.yaml.encode(given))
+
+
+def test_a_limit_that_changes_which_prompts_are_left_out_is_named(tmp_path: Path) -> None:
+    rows = [*questions(4), {"prompt": "7 plus 8? " * 60, "ground_truth": 1}]
+
+    def limited(limit: int, rows: Iterable[Any] = rows) -> RunConfig:
+        rollout = {"max_tokens": limit, "max_new_tokens": 16}
+        return config(tmp_path, rows, {"filter_overlong": True}, rollout=rollout, resume="auto")
+
+    begun = limited(128)
+    begin(begun, check_data(begun, {}).train)
+    check_data(limited(120), {})  # leaves out the same one
+    with pytest.raises(ConfigError, match=r"on rollout\.max_tokens, which was 128 and is 4096; restore that"):
+        check_data(limited(4096), {})
 
 
 def test_a_resumed_run_keeps_its_sources_and_their_weights(

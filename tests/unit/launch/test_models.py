@@ -150,12 +150,12 @@ def test_a_home_directory_is_meant_by_its_sign(tmp_path: Path, monkeypatch: pyte
 
 def test_a_run_goes_on_with_the_commit_that_it_was_begun_with(tmp_path: Path, hub: Hub) -> None:
     first = resolve_models(config(tmp_path, "o/m"))
-    run_dir = begin(first)
+    begin(first)
     hub.commit = COMMITS[1]
-    again = resolve_models(config(tmp_path, "o/m", resume="auto"), run_dir)
+    again = resolve_models(config(tmp_path, "o/m", resume="auto"))
     assert again.model.path == first.model.path
     check_resumed(again)
-    assert COMMITS[1] in resolve_models(config(tmp_path, "o/m"), run_dir).model.path, "a new run: the newest"
+    assert COMMITS[1] in resolve_models(config(tmp_path, "o/m")).model.path, "a new run: the newest"
 
 
 def test_a_machine_with_another_cache_fetches_the_same_commit(

@@ -21,7 +21,7 @@ from asyncrl.observe.summary import summarize
 from asyncrl.weights import disk
 from tests.fakes.data import rows, stored
 
-CHECKED = preflight.Checked([], RunData(stored(rows(1)), None, []))
+CHECKED = RunData(stored(rows(1)), None, [])
 
 
 @pytest.fixture

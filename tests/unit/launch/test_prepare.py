@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tracemalloc
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 import pytest
 
 from asyncrl.config import RolloutConfig, RunConfig, parse
-from asyncrl.data import Room, RowLayout, Samples, check_same_data, prepare
+from asyncrl.data import RowLayout, Samples, check_same_data
 from asyncrl.errors import ConfigError
+from asyncrl.launch import room as room_module
+from asyncrl.launch.data import prepare
+from asyncrl.launch.room import Room
 from asyncrl.types import Sample
 from tests.fakes.data import rows, stored
-
-prepare_module = importlib.import_module("asyncrl.data.prepare")  # the package has a function of that name
 
 
 def test_samples_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_without_the_filter_there_is_a_warning(tmp_path: Path) -> None:
 def test_long_prompts_before_those_that_are_not_measured_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "MEASURED", 2)
+    monkeypatch.setattr(room_module, "MEASURED", 2)
     given = config(tmp_path, 999, 900, 10)
     samples, (line,) = prepare(given, "train", RowLayout(), Room(given.rollout, letters))
     assert len(samples) == 3 and "at least 2 prompts" in line
