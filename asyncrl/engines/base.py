@@ -44,6 +44,10 @@ class Request(msgspec.Struct, frozen=True):
     watch: Watch | None = None
 
 
+class EngineRefused(EngineError):
+    """The request itself is wrong, or asks for what the engine cannot do: it would be refused again."""
+
+
 class EngineBusy(EngineError):
     """The engine's queue is full. Nothing was sampled: the request may be sent again, anywhere."""
 
@@ -89,7 +93,7 @@ engines: Registry = Registry("engine")
 
 
 def check_request(request: Request, vocabulary: int, max_len: int) -> None:
-    """EngineError on a request that cannot be served. (SGLang servers die of ids outside the vocabulary.)"""
+    """EngineRefused for a request that cannot be served. (SGLang servers die of unknown ids.)"""
     size, sampling = len(request.ids), request.sampling
     problem = ""
     if size == 0:
@@ -101,4 +105,4 @@ def check_request(request: Request, vocabulary: int, max_len: int) -> None:
     elif sampling.max_new_tokens < 1 or sampling.temperature < 0:
         problem = f"sampling parameters out of range: {sampling}"
     if problem:
-        raise EngineError(f"session {request.session!r}: {problem}")
+        raise EngineRefused(f"session {request.session!r}: {problem}")

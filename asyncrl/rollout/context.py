@@ -10,15 +10,14 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Protocol
 
 import msgspec
 
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import rows_of
-from asyncrl.engines.base import Request, Sampling, Watch
-from asyncrl.errors import EngineError, NoEngineError, ProtocolError, one_line
+from asyncrl.engines.base import EngineRefused, Request, Sampling, Watch
+from asyncrl.errors import ProtocolError, one_line
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
@@ -56,7 +55,7 @@ class Sampler(Protocol):
         """The episode is over."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpisodeContext:
     """What all episodes of a worker share. `oldest` is the version a training turn must not be below."""
 
@@ -65,6 +64,7 @@ class EpisodeContext:
     outbox: Outbox
     waits: Waits
     oldest: Callable[[], int]
+    form_refused: bool = False  # by an engine, and logged
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -117,10 +117,12 @@ class EpisodeRun:
         request = Request(session, ids, sampling, key, watch)
         try:
             return await self.sampler.generate(request, self._oldest)
-        except EngineError as error:
-            if not grammar or isinstance(error, NoEngineError):
+        except EngineRefused as error:
+            if not grammar:
                 raise
-            _log_refused(one_line(error))
+            if not self.context.form_refused:
+                self.context.form_refused = True
+                log.warning("the form of answers is a hint in validation, too: %s", one_line(error))
         free = msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, grammar=""))
         return await self.sampler.generate(free, self._oldest)
 
@@ -240,12 +242,6 @@ def _cut(text: str) -> str:
     over = len(text) - TEXT_LIMIT
     half = TEXT_LIMIT // 2
     return f"{text[:half]}\n[… {over} characters …]\n{text[-half:]}" if over > 0 else text
-
-
-@cache
-def _log_refused(why: str) -> None:
-    """Once in a process."""
-    log.warning("the form that an agent asks of answers is a hint in validation, too: %s", why)
 
 
 def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Generated, bytes]:

@@ -4,6 +4,7 @@ Every call has a deadline. Nothing is sent twice: the caller decides what may be
 
     no answer in time, connection refused or cut      ServerGone
     401, 403                                          KeyRejected
+    400                                               EngineRefused
     503                                               EngineBusy
     a weight endpoint that refuses or fails           WeightsError
     everything else that is not a success             EngineError

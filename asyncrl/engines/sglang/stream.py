@@ -11,8 +11,9 @@ import time
 
 import msgspec
 
-from asyncrl.engines.base import EngineBusy, Request
+from asyncrl.engines.base import EngineBusy, EngineRefused, Request
 from asyncrl.engines.continuation import ending
+from asyncrl.engines.sglang.transport import error_text
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights.manifest import version_of
@@ -20,7 +21,8 @@ from asyncrl.weights.manifest import version_of
 # Tokens from this one on were sampled by that version; False: or by a newer one.
 Stamp = tuple[int, PolicyVersion, bool]
 
-QUEUE_FULL = 503
+ABORTED = "Aborted by AbortReq."  # with status 400 where the request waited for its grammar
+_ERRORS: dict[int | None, type[EngineError]] = {400: EngineRefused, 503: EngineBusy}  # by status
 UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known
 
 
@@ -88,7 +90,8 @@ def decode(payload: bytes) -> StreamEvent:
     except msgspec.MsgspecError as error:
         raise EngineError(f"a server's answer is not understood: {error}") from error
     if event.error:
-        raise EngineError(f"the server refused the request: {bytes(event.error).decode()[:300]}")
+        error = msgspec.json.decode(event.error)
+        raise _failure(error.get("code") if isinstance(error, dict) else None, error_text(payload))
     return event
 
 
@@ -114,11 +117,12 @@ class StreamedTurn:
 
     def add(self, event: StreamEvent) -> None:
         """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
-        request: EngineBusy if its queue is full."""
+        request: EngineBusy if its queue is full, EngineRefused if it will never serve it."""
         meta = event.meta_info
         self.finish = meta.finish_reason
-        if self.finish is not None and self.finish.status_code is not None and not self.tokens:
-            raise _refusal(self.finish)
+        end = self.finish
+        if end and end.status_code is not None and end.message != ABORTED and not self.tokens:
+            raise _failure(end.status_code, end.message)
         self._extend(meta.output_token_logprobs, meta.completion_tokens)
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
@@ -199,9 +203,8 @@ class StreamedTurn:
         return [(0, min(versions), len(versions) == 1)]
 
 
-def _refusal(finish: FinishReason) -> EngineError:
-    text = f"the server ended a request with {finish.status_code}: {finish.message}"
-    return EngineBusy(text) if finish.status_code == QUEUE_FULL else EngineError(text)
+def _failure(status: int | None, text: str) -> EngineError:
+    return _ERRORS.get(status, EngineError)(f"the server ended a request with {status}: {text}")
 
 
 def _version(label: str) -> PolicyVersion:

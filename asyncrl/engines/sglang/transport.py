@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from asyncrl.engines.base import EngineBusy
+from asyncrl.engines.base import EngineBusy, EngineRefused
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
 
 CONNECT_SECONDS = 10.0
@@ -126,6 +126,8 @@ class HttpTransport:
             return KeyRejected(f"{where}; check the API key and the admin key")
         if status == 503:
             return EngineBusy(where)
+        if status == 400 and failure is EngineError:
+            return EngineRefused(where)
         return failure(where)
 
 

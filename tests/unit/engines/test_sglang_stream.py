@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl.engines.base import EngineBusy, Request, Sampling
+from asyncrl.engines.base import EngineBusy, EngineRefused, Request, Sampling
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode
 from asyncrl.errors import EngineError
 from asyncrl.types import PolicyVersion, StopReason, VersionSpan
@@ -76,8 +76,12 @@ def test_tokens_that_are_missing_or_no_numbers_are_errors():
         answer.add(event([4], 4))
     with pytest.raises(EngineError, match="Expected `float`, got `null`"):
         event([1], 1, output_token_logprobs=[[None, 1, None]])
-    with pytest.raises(EngineError, match=r"refused.*too long"):
+    with pytest.raises(EngineRefused, match="400: too long"):
         decode(b'{"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}')
+    for error in (b'{"message": "no room", "code": 500}', b'"no room"'):
+        with pytest.raises(EngineError, match="no room") as failed:
+            decode(b'{"error": ' + error + b"}")
+        assert type(failed.value) is EngineError
     with pytest.raises(EngineError, match="not understood"):
         decode(b"<html>")
 
@@ -87,9 +91,14 @@ def test_a_full_queue_is_busy_unless_there_are_tokens():
     with pytest.raises(EngineBusy, match="queue is full"):
         answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=full))
     bad = {"type": "abort", "status_code": 400, "message": "Bad"}
-    with pytest.raises(EngineError, match="400: Bad") as refused:
+    with pytest.raises(EngineRefused, match="400: Bad"):
         answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=bad))
-    assert not isinstance(refused.value, EngineBusy)
+    broken = {"type": "abort", "status_code": 500, "message": "Out of memory"}
+    with pytest.raises(EngineError, match="500: Out of memory") as failed:
+        answer_to((0, 0), in_place=True).add(event([], 0, finish_reason=broken))
+    assert type(failed.value) is EngineError
+    aborted = {"type": "abort", "status_code": 400, "message": "Aborted by AbortReq."}  # by a pause, say
+    assert fed(answer_to((0, 0), in_place=True), event([], 0, finish_reason=aborted)).finish
     answer = fed(answer_to((0, 3), in_place=True), event([1], 1), event([], 1, finish_reason=full))
     assert answer.generation().ids == (1,)
 

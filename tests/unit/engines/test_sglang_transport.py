@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from asyncrl.engines.base import EngineBusy
+from asyncrl.engines.base import EngineBusy, EngineRefused
 from asyncrl.engines.sglang.http import KeyRejected, ServerApi, ServerGone
 from asyncrl.engines.sglang.transport import Events
 from asyncrl.errors import AsyncrlError, ConfigError, EngineError
@@ -37,9 +37,9 @@ async def drained(server: ServerApi, silence: float = 30.0) -> list[bytes]:
 @pytest.mark.parametrize(
     ("status", "content", "kind", "text"),
     [
-        (400, b'{"error":{"message":"input_ids cannot be empty."}}', EngineError, "cannot be empty"),
-        (400, b'{"error":"unknown field `x`, expected one of `y`"}', EngineError, "unknown field `x`"),
-        (400, b'{"object":"error","message":"bad body","code":400}', EngineError, "bad body"),
+        (400, b'{"error":{"message":"input_ids cannot be empty."}}', EngineRefused, "cannot be empty"),
+        (400, b'{"error":"unknown field `x`, expected one of `y`"}', EngineRefused, "unknown field `x`"),
+        (400, b'{"object":"error","message":"bad body","code":400}', EngineRefused, "bad body"),
         (503, b'{"message":"The request queue is full.","type":"503"}', EngineBusy, "queue is full"),
         (401, b'{"error":"Unauthorized"}', KeyRejected, "Unauthorized; check the API key"),
         (403, b'{"error":"Forbidden"}', KeyRejected, "Forbidden; check the API key"),

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from asyncrl.engines.base import Request
+from asyncrl.engines.base import EngineBusy, EngineRefused, Request
 from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint
 from asyncrl.rewards import RewardInput
@@ -636,16 +636,24 @@ def test_a_form_of_the_answer_is_kept_in_validation_only(lane: str) -> None:
     assert ("json_schema" in request.sampling.grammar) is (lane == "eval")
 
 
-def test_a_form_that_the_engine_refuses_is_a_hint() -> None:
+@pytest.mark.parametrize("error", [EngineRefused, EngineError, EngineBusy])
+def test_only_a_form_that_the_engine_refuses_is_a_hint(
+    error: type[EngineError], caplog: pytest.LogCaptureFixture
+) -> None:
     class Without(ScriptedEngine):
         async def generate(self, request: Request) -> Generation:
             if request.sampling.grammar:
-                raise EngineError("launched with --grammar-backend none")
+                raise error(f"{request.session}: launched with --grammar-backend none")
             return await super().generate(request)
 
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await message(endpoint, "q", response_format={"type": "json_object"})
+        for prompt in ("q", "r", "s"):
+            await message(endpoint, prompt, response_format={"type": "json_object"})
 
     bench = AgentBench(agent)
     bench.lane, bench.engine = "eval", Without(bench.script)
-    assert finished(bench).stats.turns == 1
+    if error is not EngineRefused:
+        assert failed(bench)[0] is FailReason.ENGINE_ERROR
+        return
+    assert finished(bench).stats.turns == 3
+    assert len([record for record in caplog.records if "hint in validation" in record.message]) == 1
