@@ -14,21 +14,18 @@ from asyncrl.conversation.branches import AgentRequest
 from asyncrl.gateway.wire import (
     MODEL,
     AgentReply,
-    ApiError,
     ContentPart,
     Event,
     Limit,
     ModelName,
     ToldText,
+    agent_request,
     calls_of,
-    form_of,
     new_id,
     own_id,
-    refuse,
+    read_body,
     text_of,
-    tool,
     tool_call,
-    unheeded,
 )
 from asyncrl.types import Message, StopReason, ToolCall
 
@@ -88,53 +85,29 @@ class ChatRequest(msgspec.Struct, frozen=True):
     logit_bias: Any = None
 
 
-_decode = msgspec.json.Decoder(ChatRequest).decode
+REFUSED = {"functions": "use tools", "top_logprobs": "only the sampled token's log-prob is known"}
 
 
-def read_request(body: bytes) -> ChatRequest:
+def read(body: bytes) -> ChatExchange:
     """ApiError for an invalid request, or an unsupported option."""
-    try:
-        request = _decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"the request cannot be read: {error}") from error
-    refuse(
-        {
-            "functions: use tools": bool(request.functions),
-            "top_logprobs: only the sampled token's log-prob is known": bool(request.top_logprobs),
-        }
-    )
-    return request
+    return ChatExchange(read_body(body, ChatRequest, REFUSED))
 
 
-def agent_request(request: ChatRequest) -> AgentRequest:
-    """The request as the episode sees it. ApiError for a message or a tool that no template can write."""
-    tools = () if request.tool_choice == "none" else tuple(map(tool, request.tools or ()))
-    limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit is not None]
-    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    most, agent = min(limits, default=None), request.model or MODEL
-    form = form_of(request, request.response_format, tools)
-    return AgentRequest(_messages(request.messages), tools, most, stops, agent, form)
-
-
-def _messages(sent: Sequence[ChatMessage]) -> tuple[Message, ...]:
+def _messages(sent: Sequence[ChatMessage]) -> Iterator[Message]:
     """Replies to tool calls get the name of the tool, which some templates write, from the call."""
     names: dict[str, str] = {}
-    messages = []
     for one in sent:
         calls = tuple(map(_call, one.tool_calls or ()))
         names |= {sent.id: call.name for sent, call in zip(one.tool_calls or (), calls, strict=True)}
         answers = one.tool_call_id or ""
-        messages.append(
-            Message(
-                role="system" if one.role == "developer" else one.role,
-                content=text_of(one.content),
-                tool_calls=calls,
-                tool_call_id=own_id(answers),
-                name=names.get(answers, one.name or ""),
-                reasoning=one.reasoning_content or "",
-            )
+        yield Message(
+            role="system" if one.role == "developer" else one.role,
+            content=text_of(one.content),
+            tool_calls=calls,
+            tool_call_id=own_id(answers),
+            name=names.get(answers, one.name or ""),
+            reasoning=one.reasoning_content or "",
         )
-    return tuple(messages)
 
 
 def _call(call: ChatToolCall) -> ToolCall:
@@ -143,17 +116,18 @@ def _call(call: ChatToolCall) -> ToolCall:
 
 @dataclass
 class ChatExchange:
-    """See `Exchange`."""
+    """See `Exchange`. ApiError for a message or a tool that no template can write."""
 
     request: ChatRequest
     ask: AgentRequest = field(init=False)
-    unheeded: dict[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ask = agent_request(self.request)
-        self.unheeded = unheeded(self.request, self.request.response_format)
-        self.count, self.stream = self.request.n or 1, bool(self.request.stream)
-        self.logprobs = bool(self.request.logprobs)
+        sent = self.request
+        stops = (sent.stop,) if isinstance(sent.stop, str) else sent.stop or ()
+        limits = [most for most in (sent.max_tokens, sent.max_completion_tokens) if most is not None]
+        most, messages = min(limits, default=None), _messages(sent.messages)
+        self.ask = agent_request(sent, messages, sent.tools or (), most, sent.response_format, stops)
+        self.count, self.logprobs = sent.n or 1, bool(sent.logprobs)
         self._head, self._told = _head("chat.completion.chunk"), [ToldText() for _ in range(self.count)]
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]:

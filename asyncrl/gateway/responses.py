@@ -28,15 +28,13 @@ from asyncrl.gateway.wire import (
     Limit,
     ModelName,
     ToldText,
+    agent_request,
     calls_of,
-    form_of,
     new_id,
     own_id,
-    refuse,
+    read_body,
     text_of,
-    tool,
     tool_call,
-    unheeded,
 )
 from asyncrl.types import Message, StopReason
 
@@ -80,47 +78,25 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     prompt: Any = None
 
 
-_decode = msgspec.json.Decoder(ResponsesRequest).decode
+REFUSED = {
+    "previous_response_id": "responses are not kept; send the whole input",
+    "conversation": "none is kept; send the whole input",
+    "background": "wait for the answer",
+    "prompt": "none is kept; send instructions",
+}
 
 
-def read_request(body: bytes) -> ResponsesRequest:
+def read(body: bytes) -> ResponsesExchange:
     """ApiError for an invalid request, or an unsupported option."""
-    try:
-        request = _decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"the request cannot be read: {error}") from error
-    refuse(
-        {
-            "previous_response_id: responses are not kept; send the whole input": (
-                request.previous_response_id is not None
-            ),
-            "conversation: none is kept; send the whole input": request.conversation is not None,
-            "background": bool(request.background),
-            "prompt: none is kept; send instructions": request.prompt is not None,
-        }
-    )
-    return request
+    return ResponsesExchange(read_body(body, ResponsesRequest, REFUSED))
 
 
-def agent_request(request: ResponsesRequest) -> AgentRequest:
-    """The request as the episode sees it. ApiError for an item or a tool that no template can write."""
-    items = [Item(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-    first = [Item(role="system", content=request.instructions)] if request.instructions else []
-    tools = () if request.tool_choice == "none" else tuple(map(_tool, request.tools or ()))
-    messages, agent = tuple(_messages((*first, *items))), request.model or MODEL
-    form = form_of(request, _form(request), tools)
-    return AgentRequest(messages, tools, request.max_output_tokens, agent=agent, form=form)
-
-
-def _form(request: ResponsesRequest) -> dict[str, Any] | None:
-    return request.text.format if request.text is not None else None
-
-
-def _tool(given: dict[str, Any]) -> str:
+def _tool(given: dict[str, Any]) -> dict[str, Any]:
+    """As chat completions write it."""
     if given.get("type") != "function":
         raise ApiError(400, f"a tool of type {given.get('type')!r} is not supported; use functions")
     names = ("name", "description", "parameters", "strict")
-    return tool({"type": "function", "function": {key: given[key] for key in names if key in given}})
+    return {"type": "function", "function": {key: given[key] for key in names if key in given}}
 
 
 def _messages(items: Sequence[Item]) -> Iterator[Message]:
@@ -164,18 +140,20 @@ def _continues(own: Message, item: Item) -> bool:
 
 @dataclass
 class ResponsesExchange:
-    """See `Exchange`. There is one answer."""
+    """See `Exchange`. There is one answer. ApiError for an item or a tool that no template can write."""
 
     request: ResponsesRequest
     ask: AgentRequest = field(init=False)
-    unheeded: dict[str, str] = field(init=False)
     count: int = 1
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        self.ask = agent_request(self.request)
-        self.unheeded = unheeded(self.request, _form(self.request))
-        self.stream = bool(self.request.stream)
+        sent = self.request
+        items = [Item(role="user", content=sent.input)] if isinstance(sent.input, str) else sent.input
+        first = [Item(role="system", content=sent.instructions)] if sent.instructions else []
+        self._format = sent.text.format if sent.text is not None else None
+        messages, tools = _messages((*first, *items)), map(_tool, sent.tools or ())
+        self.ask = agent_request(sent, messages, tools, sent.max_output_tokens, self._format)
         self._id, self._created = new_id("resp"), int(time.time())
         self._told = ToldText()
         self._open: list[str] = []  # the kinds of the items begun: reasoning, message
@@ -320,7 +298,7 @@ class ResponsesExchange:
             "previous_response_id": None,
             "store": False,
             "temperature": None,
-            "text": {"format": _form(request) or {"type": "text"}},
+            "text": {"format": self._format or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_p": None,

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -78,8 +79,8 @@ class Gateway:
         app = web.Application(middlewares=[_boundary], client_max_size=MAX_BODY)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/v1/responses", self._respond)
+        app.router.add_post("/v1/chat/completions", partial(self._exchange, completions.read))
+        app.router.add_post("/v1/responses", partial(self._exchange, responses.read))
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_SECONDS
         )
@@ -111,34 +112,24 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json(wire.models())
+        return _json({"object": "list", "data": [wire.model()]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
         self._by_key(request)
-        return _json({**wire.model(), "id": request.match_info["name"]})  # requests may have any name for it
+        return _json(wire.model(request.match_info["name"]))  # requests may have any name for it
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await self._exchange(
-            request, lambda body: completions.ChatExchange(completions.read_request(body))
-        )
-
-    async def _respond(self, request: web.Request) -> web.StreamResponse:
-        return await self._exchange(
-            request, lambda body: responses.ResponsesExchange(responses.read_request(body))
-        )
-
-    async def _exchange(self, request: web.Request, read: Callable[[bytes], Exchange]) -> web.StreamResponse:
+    async def _exchange(self, read: Callable[[bytes], Exchange], request: web.Request) -> web.StreamResponse:
         admitted = self._by_key(request)  # before the body is read
         async with asyncio.timeout(READ_SECONDS):
-            body = await request.read()
-        asked, news = read(body), asyncio.Queue[_News]()
-        self._log_unheeded(asked.unheeded)
-        told: ToldOf | None = (lambda *what: news.put_nowait(what)) if asked.stream else None
+            asked = read(await request.read())
+        news, stream = asyncio.Queue[_News](), bool(asked.request.stream)
+        self._log_unheeded(wire.unheeded(asked))
+        told: ToldOf | None = (lambda *what: news.put_nowait(what)) if stream else None
         task = asyncio.ensure_future(admitted.host.answer(asked.ask, asked.count, told))
         admitted.running.add(task)
         task.add_done_callback(admitted.running.discard)
         try:
-            if asked.stream:
+            if stream:
                 return await self._stream(request, asked, task, news)
             replies = await _outcome(task)
             response = _json(asked.whole(replies, self._texts(asked, replies)))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.conversation.forms import AnswerForm
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
+
+T = TypeVar("T")
 
 MODEL = "policy"
 IGNORED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -65,15 +67,13 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Exchange(Protocol):
-    """A request of one of the APIs, read, and how that API answers it: as a whole, or as events. `unheeded`:
-    the parameters that do not have the effect that their names promise. `texts`: of each answer, one per id
-    of its turn, for log-probs."""
+    """A request of one of the APIs, and how that API answers it: as a whole, or as events. `texts`: of each
+    answer, one per id of its turn, for log-probs."""
 
+    request: Any
     ask: AgentRequest
     count: int
-    stream: bool
     logprobs: bool
-    unheeded: dict[str, str]
 
     def whole(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> dict[str, Any]: ...
     def begin(self) -> Iterator[Event]: ...
@@ -111,28 +111,47 @@ HINT = "is a hint, which SGLang keeps to in validation: elsewhere the model may 
 ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
 
 
-def refuse(unsupported: dict[str, bool]) -> None:
-    """ApiError for the first of these that is given."""
-    for what, given in unsupported.items():
-        if given:
-            raise ApiError(400, f"not supported: {what}", "unsupported_parameter")
+def read_body(body: bytes, kind: type[T], refused: Mapping[str, str]) -> T:
+    """The body of a request. ApiError where it is none, or has one of the fields `refused`, with what to do
+    instead."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the request cannot be read: {error}") from error
+    for name, instead in refused.items():
+        if getattr(request, name):
+            raise ApiError(400, f"not supported: {name}: {instead}", "unsupported_parameter")
+    return request
 
 
-def unheeded(request: Any, form: dict[str, Any] | None) -> dict[str, str]:
-    """The parameters of a request that do not do what their names say, and what they do. `form`: of the
-    answer."""
+def agent_request(
+    request: Any,
+    messages: Iterable[Message],
+    tools: Iterable[dict[str, Any]],
+    most: int | None,
+    form: dict[str, Any] | None,
+    stops: Sequence[str] = (),
+) -> AgentRequest:
+    """The request as the episode sees it; `most`: tokens, `form`: of the answer, as both APIs describe it.
+    ApiError for a tool that is none, and for a choice or a form that OpenAI does not know."""
+    schemas = () if request.tool_choice == "none" else tuple(map(_tool, tools))
+    agent, wanted = request.model or MODEL, _form(request, form, schemas)
+    return AgentRequest(tuple(messages), schemas, most, tuple(stops), agent, wanted)
+
+
+def unheeded(asked: Exchange) -> dict[str, str]:
+    """The parameters of a request that do not do what their names say, and what they do."""
+    request, form = asked.request, asked.ask.form
     hints = {
         "tool_choice": request.tool_choice not in (None, "auto", "none"),
-        "parallel_tool_calls": request.parallel_tool_calls is False,
-        "response_format": _kind(form) != "text",
+        "parallel_tool_calls": form.once,
+        "response_format": bool(form.schema),
     }
     found = {name: SAMPLING for name in IGNORED if getattr(request, name, None) is not None}
     return found | {name: HINT for name, given in hints.items() if given}
 
 
-def form_of(request: Any, form: dict[str, Any] | None, tools: Sequence[str]) -> AnswerForm:
-    """What the request wants of the answer. `form`: as both APIs describe it; `tools`: schemas. ApiError for
-    a choice or a form that OpenAI does not know."""
+def _form(request: Any, form: dict[str, Any] | None, tools: Sequence[str]) -> AnswerForm:
     choice, names = request.tool_choice, [json.loads(tool)["function"]["name"] for tool in tools]
     calls = names if choice == "required" else []
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -141,8 +160,9 @@ def form_of(request: Any, form: dict[str, Any] | None, tools: Sequence[str]) -> 
         raise ApiError(400, f"tool_choice: {choice!r} is none of auto, none, required, or a function's name")
     if unknown := [name for name in calls if name not in names]:
         raise ApiError(400, f"tool_choice: {unknown[0]!r} is not one of the tools")
-    kind = _kind(form)
-    if form is None or kind == "text":
+    form = form or {}
+    kind = form.get("type", "text")
+    if kind == "text":
         schema = ""
     elif kind == "json_object":
         schema = '{"type": "object"}'
@@ -153,11 +173,7 @@ def form_of(request: Any, form: dict[str, Any] | None, tools: Sequence[str]) -> 
     return AnswerForm(schema, tuple(calls), request.parallel_tool_calls is False)
 
 
-def _kind(form: dict[str, Any] | None) -> str:
-    return str((form or {}).get("type", "text"))
-
-
-def tool(schema: dict[str, Any]) -> str:
+def _tool(schema: dict[str, Any]) -> str:
     """A tool's schema as JSON text. ApiError if it is none."""
     function = schema.get("function")
     if schema.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
@@ -191,14 +207,9 @@ def own_id(wire_id: str) -> str:
     return match[1] if match else wire_id
 
 
-def model() -> dict[str, Any]:
+def model(name: str = MODEL) -> dict[str, Any]:
     """The policy, whatever name a client has for it."""
-    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "asyncrl"}
-
-
-def models() -> dict[str, Any]:
-    """The list of one."""
-    return {"object": "list", "data": [model()]}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}
 
 
 def new_id(prefix: str) -> str:

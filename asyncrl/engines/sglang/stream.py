@@ -90,8 +90,8 @@ def decode(payload: bytes) -> StreamEvent:
     except msgspec.MsgspecError as error:
         raise EngineError(f"a server's answer is not understood: {error}") from error
     if event.error:
-        error = msgspec.json.decode(event.error)
-        raise _failure(error.get("code") if isinstance(error, dict) else None, error_text(payload))
+        told = msgspec.json.decode(event.error)
+        raise _failure(told.get("code") if isinstance(told, dict) else None, error_text(payload))
     return event
 
 

@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 
 def exchange(**body: Any) -> ChatExchange:
-    return ChatExchange(completions.read_request(json.dumps({"messages": [USER], **body}).encode()))
+    return completions.read(json.dumps({"messages": [USER], **body}).encode())
 
 
 def ask(**body: Any) -> AgentRequest:
@@ -61,7 +61,7 @@ def test_without_a_choice_there_are_no_tools() -> None:
 def test_what_a_client_sends_as_a_matter_of_course_is_fine() -> None:
     common = {"temperature": 0.7, "top_p": 1, "n": 1, "stop": None, "seed": 3, "user": "me", "metadata": {}}
     assert ask(**common, response_format={"type": "text"}).max_new_tokens is None
-    assert exchange(**common).unheeded.keys() == {"temperature", "top_p", "seed"}
+    assert wire.unheeded(exchange(**common)).keys() == {"temperature", "top_p", "seed"}
 
 
 def test_a_form_that_is_asked_for_is_a_hint() -> None:
@@ -70,8 +70,8 @@ def test_a_form_that_is_asked_for_is_a_hint() -> None:
     body = {"tools": [TOOL], "parallel_tool_calls": False, "response_format": form}
     for choice in ("required", named):
         asked = exchange(tool_choice=choice, **body)
-        assert asked.unheeded.keys() == {"tool_choice", "parallel_tool_calls", "response_format"}
-        assert set(asked.unheeded.values()) == {wire.HINT}
+        assert wire.unheeded(asked).keys() == {"tool_choice", "parallel_tool_calls", "response_format"}
+        assert set(wire.unheeded(asked).values()) == {wire.HINT}
         assert (asked.ask.form.calls, asked.ask.form.once) == (("look",), True)
         assert json.loads(asked.ask.form.schema) == {"type": "object"}
     assert ask(tools=[TOOL], tool_choice="auto", response_format={"type": "text"}) == ask(tools=[TOOL])
@@ -127,7 +127,7 @@ DEEP = b'{"messages": [{"role": "user"}], "stop": ' + b"[" * 100_000
 )
 def test_what_is_no_request_is_told(body: bytes) -> None:
     with pytest.raises(ApiError, match="cannot be read"):
-        completions.read_request(body)
+        completions.read(body)
 
 
 def completion(message: Message, stop: StopReason = StopReason.STOP, **body: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.gateway import responses
+from asyncrl.gateway import responses, wire
 from asyncrl.gateway.responses import ResponsesExchange
 from asyncrl.gateway.wire import AgentReply, ApiError
 from asyncrl.types import Message, StopReason, ToolCall, Turn, VersionSpan
@@ -17,7 +17,7 @@ CALL = {"type": "function_call", "call_id": "call_0-t3", "name": "look", "argume
 
 
 def exchange(**body: Any) -> ResponsesExchange:
-    return ResponsesExchange(responses.read_request(json.dumps({"input": "q", **body}).encode()))
+    return responses.read(json.dumps({"input": "q", **body}).encode())
 
 
 def reply(message: Message, stop: StopReason = StopReason.STOP) -> AgentReply:
@@ -32,7 +32,7 @@ def test_a_text_and_instructions() -> None:
     assert [json.loads(tool) for tool in asked.ask.tools] == [
         {"type": "function", "function": {key: value for key, value in TOOL.items() if key != "type"}}
     ]
-    assert asked.unheeded.keys() == {"temperature"}
+    assert wire.unheeded(asked).keys() == {"temperature"}
     assert exchange(tools=[TOOL], tool_choice="none").ask.tools == ()
 
 
