@@ -148,15 +148,9 @@ def test_recorded_turns_of_another_agent_do_not_answer() -> None:
     whole = AgentBench(duel, reward=of_program)
     finished(whole)
     again = AgentBench(duel, reward=of_program)
-    assert finished_from(again, whole.record).result == finished_from(whole, whole.record).result
+    assert finished(again, frames=whole.record).result == finished(whole, frames=whole.record).result
     end = AgentBench(other).play(whole.record)
     assert isinstance(end, Failed) and end.reason is FailReason.NOT_REPEATED
-
-
-def finished_from(bench: AgentBench, record: list[bytes]) -> Finished:
-    end = bench.play(record)
-    assert isinstance(end, Finished), end
-    return end
 
 
 # -- agents that fail --------------------------------------------------------------------------------
@@ -321,36 +315,44 @@ def test_a_request_whose_client_left_gives_its_row_back() -> None:
     assert bench.rows == ["q42sure?42"]
 
 
-def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
-    posted, left = threading.Event(), threading.Event()
+class Leaver:
+    """A client that leaves when `count` turns are sampled but not yet durable, and is back when the endpoint
+    knows."""
 
-    async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        asking = asyncio.ensure_future(message(endpoint, "q"))
-        await asyncio.to_thread(posted.wait, 30)
+    def __init__(self, count: int) -> None:
+        self.count, self._posted, self._left = count, threading.Event(), threading.Event()
+
+    async def leave(self, endpoint: Endpoint, **body: Any) -> None:
+        asking = asyncio.ensure_future(ask(endpoint, "q", **body))
+        await asyncio.to_thread(self._posted.wait, 30)
         asking.cancel()
-        await asyncio.to_thread(left.wait, 30)
+        await asyncio.to_thread(self._left.wait, 30)
+
+    async def play(self, bench: AgentBench) -> None:
+        def in_doubt() -> bool:
+            return "not yet durable" in str(bench.waits._open.values())
+
+        bench.auto_ack = False
+        playing = asyncio.create_task(bench.run())
+        while not playing.done() and (len(bench.turns) < self.count or not in_doubt()):
+            await settle()
+        self._posted.set()
+        while not playing.done() and in_doubt():
+            await settle()
+        self._left.set()
+        bench.auto_ack = True
+        bench.outbox.ack(self.count)
+        await playing
+
+
+def test_a_request_that_timed_out_is_answered_when_it_comes_again() -> None:
+    async def agent(sample: Sample, endpoint: Endpoint) -> None:
+        await leaver.leave(endpoint)
         said = await message(endpoint, "q")
         await message(endpoint, "q", said, "sure?")
 
-    bench = AgentBench(agent)
-    bench.auto_ack = False
-
-    def in_doubt() -> bool:
-        return "not yet durable" in str(bench.waits._open.values())
-
-    async def main() -> None:
-        playing = asyncio.create_task(bench.run())
-        while not playing.done() and not in_doubt():
-            await settle()
-        posted.set()
-        while not playing.done() and in_doubt():
-            await settle()
-        left.set()
-        bench.auto_ack = True
-        bench.outbox.ack(1)
-        await playing
-
-    asyncio.run(main())
+    leaver, bench = Leaver(1), AgentBench(agent)
+    asyncio.run(leaver.play(bench))
     assert bench.rows == ["q42sure?42"]
     assert len(bench.engine.requests) == 2
     again = AgentBench(two_turns)
@@ -566,32 +568,12 @@ def test_several_answers_fit_a_limit_or_none_is_sampled() -> None:
 
 
 def test_of_several_answers_that_were_lost_none_is_sampled_again() -> None:
-    entered = threading.Event()
-
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        asking = asyncio.ensure_future(ask(endpoint, "q", n=2))
-        await asyncio.to_thread(entered.wait, 30)
-        asking.cancel()
-        await asyncio.to_thread(left.wait, 30)
+        await leaver.leave(endpoint, n=2)
         assert (await ask(endpoint, "q", n=3))[0] == 200
 
-    left = threading.Event()
-    bench = AgentBench(agent)
-    bench.auto_ack = False
-
-    async def main() -> None:
-        playing = asyncio.create_task(bench.run())
-        while not playing.done() and len(bench.turns) < 2:
-            await settle()
-        entered.set()
-        while not playing.done() and "not yet durable" in str(bench.waits._open.values()):
-            await settle()
-        left.set()
-        bench.auto_ack = True
-        bench.outbox.ack(2)
-        await playing
-
-    asyncio.run(main())
+    leaver, bench = Leaver(2), AgentBench(agent)
+    asyncio.run(leaver.play(bench))
     assert len(bench.turns) == len(bench.engine.requests) == 3
 
 
