@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
 from asyncrl.launch.process import BAD_INPUT, CRASHED
+from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.signals import ignore_endings
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
@@ -59,7 +60,9 @@ def execute(
     try:
         config = resolve_models(config)  # on another machine a model of the hub is fetched into its cache
         module, _, function = target.partition(":")
-        code = int(getattr(importlib.import_module(module), function)(config, endpoints, *more[role]))
+        with quick_imports():
+            run = getattr(importlib.import_module(module), function)
+        code = int(run(config, endpoints, *more[role]))
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT

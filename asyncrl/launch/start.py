@@ -25,6 +25,7 @@ from asyncrl.observe.console import Console, open_console, print_summary
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
+from asyncrl.runtime.imports import quick_imports
 from asyncrl.store.schema import check_schema
 from asyncrl.wire.sockets import Endpoints, choose_endpoints
 
@@ -36,9 +37,10 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     nothing is started."""
     named = config.model.template
     try:
-        check_run_directory(config)  # before a model is fetched
-        config = resolve_models(config)
-        data = preflight.check(config)
+        with quick_imports():
+            check_run_directory(config)  # before a model is fetched
+            config = resolve_models(config)
+            data = preflight.check(config)
         run_dir, units = run_directory(config), placement.plan(config)
         check_schema(run_dir)
     except OSError as error:  # of a path that no check has foreseen

@@ -18,6 +18,7 @@ from asyncrl.gateway import Agent, load_agent
 from asyncrl.rollout.components import ENGINE_MODULES, load_chat, load_scorer, load_toolbox
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.server_pool import Client, Connect
+from asyncrl.runtime.imports import quick_imports
 from asyncrl.tools import Toolbox
 from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 
@@ -56,7 +57,8 @@ def prepare(config: RunConfig) -> WorkerParts:
 def engine_factory(config: RunConfig) -> Callable[[], Engine]:
     """See `WorkerParts.build`."""
     if config.engine.name in ENGINE_MODULES:
-        importlib.import_module(ENGINE_MODULES[config.engine.name])
+        with quick_imports():
+            importlib.import_module(ENGINE_MODULES[config.engine.name])
     factory, device = engines.load(config.engine.name), config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
