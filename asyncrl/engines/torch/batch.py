@@ -1,7 +1,8 @@
 """Continuous batching, without a clock or an event loop: requests join and leave the batch at every step.
 
     add ──► waiting ──► slot ──► prefill ──► decode ──► end
-            (FIFO)      (kept prefix skipped) (one token per slot and step)
+            (FIFO)      (kept prefix skipped, (one token per slot and step)
+                         another slot's copied)
 
 A step is one forward over every decoding slot and, within the token budget, new prompt tokens. The host knows
 every length in advance, so a step waits for the device once: to learn which slots are done.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build
+from asyncrl.engines.torch.prefixes import Prefixes, Source
 from asyncrl.engines.torch.sampler import sample
 from asyncrl.engines.torch.sessions import Slot, Slots
 from asyncrl.engines.torch.slots import KVCache, reach
@@ -36,6 +38,7 @@ class Run:
         self.request = request
         self.limit = limit  # length at which it ends
         self.slot: Slot | None = None
+        self.source: Source | None = None  # of a longer prefix than its slot holds, to be copied
         self.filled = 0  # leading prompt ids whose KV is in the cache
         self.heard: list[int] = []  # sampled ids that its watch has heard of
         self.decoding = False
@@ -62,6 +65,7 @@ class Batcher:
         self.runs: dict[str, Run] = {}  # by session: all that have not ended
         self.cache = KVCache(model, slots, max_len)
         self.slots = Slots(slots)
+        self._prefixes = Prefixes()
         self._waiting: deque[Run] = deque()
         self._filling: list[Run] = []
         self._decoding: dict[int, Run] = {}  # by slot
@@ -144,6 +148,8 @@ class Batcher:
             run = self._waiting.popleft()
             request = run.request
             run.slot, run.filled = slot, slot.keep(request.ids)
+            source = self._prefixes.enter(slot, request.ids)
+            run.source = source if source and source.length > run.filled else None
             new = torch.tensor(request.ids[run.filled :], device=self.cache.device)
             self.cache.ids[slot.index, run.filled : run.prompt] = new
             self._sampling.set(slot.index, request.key, request.sampling, run.limit)
@@ -152,8 +158,9 @@ class Batcher:
     def _chunks(self) -> dict[Run, Chunk]:
         """Prompt tokens of this step. They are padded to the first one's length, and padding counts."""
         chunks: dict[Run, Chunk] = {}
-        width = min(self._filling[0].prompt - self._filling[0].filled, self.budget) if self._filling else 1
-        for run in self._filling:
+        filling = [run for run in self._filling if not self._awaits(run)]
+        width = min(filling[0].prompt - filling[0].filled, self.budget) if filling else 1
+        for run in filling:
             size = min(run.prompt - run.filled, width)
             if size * _RAGGED >= width:
                 end = run.filled + size
@@ -161,6 +168,25 @@ class Batcher:
             if (len(chunks) + 1) * width > self.budget:
                 break
         return chunks
+
+    def _awaits(self, run: Run) -> bool:
+        """Whether one ahead of it is still computing the run's prefix. Copies the prefix once it is there, if
+        the present weights computed all of it: its tokens are then as exact as without."""
+        if run.source is None:
+            return False
+        (slot, length), own = run.source, run.slot
+        prefix = run.request.ids[:length]
+        assert own is not None
+        if slot.held[:length] == prefix:
+            if slot.born == self.version:
+                self.cache.copy(slot.index, own.index, length)
+                run.filled, own.held, own.born = length, prefix, slot.born
+        else:
+            ahead = takewhile(lambda other: other is not run, self._filling)
+            if any(other.slot is slot and other.request.ids[:length] == prefix for other in ahead):
+                return True
+        run.source = None
+        return False
 
     def _forward(self, plan: DecodePlan) -> list[int]:
         """Run the model and sample; returns the slots that are done."""
@@ -182,7 +208,7 @@ class Batcher:
         assert run.slot is not None
         if chunk.start == 0:
             run.slot.born = self.version
-        run.filled = chunk.end
+        run.filled, run.slot.held = chunk.end, run.request.ids[: chunk.end]
         if chunk.last:
             self._filling.remove(run)
             run.decoding, at = True, run.index

@@ -92,6 +92,11 @@ class KVCache:
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The KV of a slot's first `length` positions to another slot."""
+        for pool in (*self.keys.values(), *self.values.values()):
+            pool[target, :, :length] = pool[source, :, :length]
+
     def wipe(self, slot: int) -> None:
         """Zero a slot and all scratch cells after values that are not finite: no mask stops a NaN."""
         for pool in (*self.keys.values(), *self.values.values()):
