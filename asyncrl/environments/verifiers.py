@@ -68,7 +68,7 @@ class Verifiers(Environment):
         self._playing: asyncio.Task[float] | None = None
 
     async def reset(self, sample: Sample) -> Observation:
-        self._playing = begin(self._play(self._task(sample)))
+        self._playing = begin(functools.partial(self._play, self._task(sample)))
         messages = (await self._next()).messages
         for begun, prompt in zip_longest(messages[: len(sample.prompt)], sample.prompt):
             if begun is None or (begun.role, begun.content) != (prompt.role, prompt.content):

@@ -48,9 +48,9 @@ async def call_user(
     that it raises is an Exception. A task is in `running` as long as it is waited for; something is in `live`
     until the function has really ended, which may be later.
     """
-    work = _live(function, blocking, live if live is not None else set())
+    work = partial(_live, function, blocking, live if live is not None else set())
     if seconds is None:
-        return await work
+        return await work()
     task = begin(work)
     running = running if running is not None else set()
     running.add(task)
@@ -67,8 +67,9 @@ async def call_user(
     return task.result()
 
 
-def begin(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task whose errors are Exceptions, whatever is raised. The caller must `abandon` it in the end."""
+def begin(work: Callable[[], Coroutine[Any, Any, Any]]) -> asyncio.Task[Any]:
+    """A task whose errors are Exceptions, whatever is raised. The caller must `abandon` it in the end. `work`
+    is not called if it is cancelled before it has begun."""
     return asyncio.get_running_loop().create_task(_without_exits(work))
 
 
@@ -94,10 +95,10 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def _without_exits(work: Coroutine[Any, Any, Any]) -> Any:
+async def _without_exits(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Turn SystemExit and KeyboardInterrupt, which would end the event loop, into RuntimeError."""
     try:
-        return await work
+        return await work()
     except (SystemExit, KeyboardInterrupt) as problem:
         raise RuntimeError(one_line(problem)).with_traceback(problem.__traceback__) from None
 
@@ -233,11 +234,11 @@ class LoopThread:
         tasks: list[asyncio.Task[Any]] = []
 
         async def work() -> Any:
-            tasks.append(begin(function()))
+            tasks.append(begin(function))
             return await tasks[0]
 
-        async def cancel() -> None:  # a task as `work` is one, and later: it finds what that has begun
-            tasks[0].cancel()
+        def cancel() -> None:  # a turn of that loop later, it finds what `work` has begun
+            there.call_soon(lambda: tasks[0].cancel())
 
         there = self._started()
         done = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), there))
@@ -248,7 +249,7 @@ class LoopThread:
             here = asyncio.current_task()
             if here is not None and not here.cancelling():
                 raise RuntimeError("it was cancelled by its own code") from None
-            asyncio.run_coroutine_threadsafe(cancel(), there)
+            there.call_soon_threadsafe(cancel)
             await asyncio.wait([done], timeout=CLOSE_SECONDS)
             done.cancel()
             raise
