@@ -39,7 +39,9 @@ log = logging.getLogger("asyncrl.keeper")
 
 CHECK_SECONDS = 1.0  # seconds between two looks at a server
 MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
-MAX_PROBE_GAP = 1.0  # nats between server and trainer on the first version: not the same model
+# Between server and trainer, on the first version, in nats; with more it is not the same model. In bfloat16 the
+# same model may come that far by rounding alone: then a multiple of what the trainer's own rounding makes.
+MAX_PROBE_GAP, MAX_PROBE_NOISES = 1.0, 5.0
 
 
 def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -> int:
@@ -206,11 +208,12 @@ class Keeper:
             raise (EngineError if self._loaded else ConfigError)(f"engine {self.index}: {why}")
 
     def _check_probe(self, message: Loaded) -> None:
-        if not self._loaded and message.probe_gap > MAX_PROBE_GAP:
+        limit = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
+        if not self._loaded and message.probe_gap > limit:
             raise ConfigError(
                 f"engine {self.index}: the server computes another model: its log-probs of version "
-                f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g}; "
-                "start it with the trainer's model.path and dtype"
+                f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
+                f"nats, where rounding explains {limit:.3g}; start it with the trainer's model.path and dtype"
             )
 
     # -- the coordinator -----------------------------------------------------------------------------

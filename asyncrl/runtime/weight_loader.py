@@ -92,13 +92,13 @@ class WeightLoader:
             self.changed.notify()
 
     async def _load(self, ref: WeightsRef) -> Loaded:
-        start, wall, checksum, gap, tokens = time.monotonic(), time.time(), "", 0.0, 0
+        start, wall, checksum, probed = time.monotonic(), time.time(), "", (0.0, 0, 0.0)
         with recorded() as failure:
             try:
                 async with asyncio.timeout(self._deadline):
                     engine = await self._engine()
                     manifest = await self._swap(engine, ref)
-                    gap, tokens = await _probe(engine, manifest)
+                    probed = await _probe(engine, manifest)
                     checksum = manifest.checksum
             except TimeoutError:
                 what = "loaded" if self._last is None else "probed"
@@ -106,7 +106,7 @@ class WeightLoader:
         self._timeline.record("load_weights", wall, time.time())
         seconds = time.monotonic() - start
         superseded = isinstance(failure.error, Superseded)
-        return Loaded(ref, self.lane, checksum, seconds, failure.line, gap, tokens, superseded)
+        return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded)
 
     async def _swap(self, engine: Loadable, ref: WeightsRef) -> Manifest:
         """Load a version; one that is in use already is only confirmed again."""
@@ -116,11 +116,12 @@ class WeightLoader:
         return self._last[1]
 
 
-async def _probe(engine: Loadable, manifest: Manifest) -> tuple[float, int]:
-    """(largest gap, tokens) between the engine's log-probs of the version's probe and the trainer's."""
+async def _probe(engine: Loadable, manifest: Manifest) -> tuple[float, int, float]:
+    """(largest gap, tokens, the trainer's own noise) of the engine's log-probs of the version's probe against
+    the trainer's."""
     probe = manifest.probe
     if probe is None or engine.version != manifest.version.step:
-        return 0.0, 0
+        return 0.0, 0, 0.0
     own = await engine.score(probe.ids)
     gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)]
-    return (max(gaps) if all(map(math.isfinite, gaps)) else math.inf), len(own)
+    return (max(gaps) if all(map(math.isfinite, gaps)) else math.inf), len(own), probe.noise

@@ -61,7 +61,8 @@ class Publishing:
         claimed = self._host.claim() if self.mesh.rank == 0 else 0
         index = self.mesh.gather(claimed, int)[0]
         self._host.copy(index, shards(self.policy))
-        probe = Probe(self._probe_ids, score(self.policy, self._probe_ids, self.mesh.device))
+        logprobs = score(self.policy, self._probe_ids, self.mesh.device)
+        probe = Probe(self._probe_ids, logprobs, self.noise_floor)
         self.check()
         if self._publisher is not None:
             stall = time.monotonic() - start

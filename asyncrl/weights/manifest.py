@@ -68,10 +68,12 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 class Probe(msgspec.Struct, frozen=True):
     """A fixed text as the trainer scored it: `logprobs[i]` is that of `ids[i + 1]`, at temperature 1. An
-    engine that loaded the version must agree; whatever is wrong with it shows before it samples a token."""
+    engine that loaded the version must agree; whatever is wrong with it shows before it samples a token.
+    `noise`: the largest difference that the trainer's own rounding makes to them, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    noise: float = 0.0
 
 
 class Delta(msgspec.Struct, frozen=True):

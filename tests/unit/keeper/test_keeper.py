@@ -121,6 +121,8 @@ def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"computes another model.*2\.5"):
         keep(tmp_path, lambda keeper: report(keeper, strange))
     keep(tmp_path, lambda keeper: report(keeper, FINE, strange))  # a gap that grows is a metric
+    rounded = msgspec.structs.replace(strange, probe_noise=0.6)  # bfloat16
+    keep(tmp_path, lambda keeper: report(keeper, rounded))
 
 
 @pytest.mark.parametrize(

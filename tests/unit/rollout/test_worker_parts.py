@@ -152,10 +152,11 @@ def test_a_load_compares_the_probe(tmp_path: Path, engine: float, gap: float) ->
     async def main() -> None:
         f = Fixture()
         f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
-        probe = Probe((1, 2, 3), (-1.0, -1.5))
+        probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
         f.lane.offer(publish({"w": torch.ones(1)}, tmp_path, PolicyVersion(0, 1), probe))
         await f.answered(1)
-        assert (f.answers[0].probe_gap, f.answers[0].probe_tokens) == (gap, 2)
+        found = f.answers[0]
+        assert (found.probe_gap, found.probe_tokens, found.probe_noise) == (gap, 2, 0.25)
         f.task.cancel()
 
     asyncio.run(main())

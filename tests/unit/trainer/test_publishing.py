@@ -127,6 +127,7 @@ def publish_three(reader: type[Files | Broadcasts], world: World, folder: Path) 
             assert 0 < told.snapshot_s < DEADLINE and 0 < told.write_s < DEADLINE
             manifest, entries = reading.read(told.ref)
             assert manifest.probe is not None and manifest.probe.logprobs == logprobs
+            assert manifest.probe.noise == trainer.publishing.noise_floor
             trainer.publishing.check()
             found.append((_described(state), entries, manifest.delta is not None))
     assert measured == [1]
