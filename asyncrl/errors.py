@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -76,6 +77,11 @@ def recorded() -> Iterator[Failure]:
         yield failure
     except Exception as error:
         failure.error = error
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether it passes when space is freed: a full disk, or a quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException) -> str:

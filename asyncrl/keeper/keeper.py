@@ -39,8 +39,8 @@ log = logging.getLogger("asyncrl.keeper")
 
 CHECK_SECONDS = 1.0  # seconds between two looks at a server
 MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
-# Between server and trainer, on the first version, in nats; with more it is not the same model. In bfloat16 the
-# same model may come that far by rounding alone: then a multiple of what the trainer's own rounding makes.
+# Nats between server and trainer on the first version; with more it is not the same model. In bfloat16
+# rounding alone may reach that: then a multiple of what the trainer's own rounding makes.
 MAX_PROBE_GAP, MAX_PROBE_NOISES = 1.0, 5.0
 
 

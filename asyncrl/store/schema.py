@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
 
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 
 log = logging.getLogger("asyncrl.store")
 
@@ -45,7 +44,6 @@ BUSY_TIMEOUT = 0.25  # seconds that a statement waits for another process's lock
 
 # May pass: a lock of another process; a full disk or quota.
 _PASSING = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(AsyncrlError):
@@ -63,7 +61,7 @@ class SupersededError(StoreError):
 def store_error(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """What an error of SQLite or of the disk means to the run."""
     if isinstance(error, OSError):
-        passing, full = error.errno in _FULL, error.errno in _FULL
+        passing = full = disk_full(error)
     else:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # its low byte is the kind of error
         passing, full = code in _PASSING, code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)

@@ -78,6 +78,12 @@ class Publishing:
             if part is not None and part.error is not None:
                 raise part.error
 
+    @property
+    def unwritten(self) -> str:
+        """Why the newest version is not written yet, on a full disk; else ''."""
+        full = self._publisher.full if self._publisher is not None else ""
+        return full and f"weights are not written, free space there: {full}"
+
     def drain(self) -> None:
         """Write what is published, before this rank ends; on all ranks."""
         timeout = self.config.launch.stop_timeout / 2

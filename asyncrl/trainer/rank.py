@@ -295,7 +295,7 @@ class TrainerRank:
 
     def _status(self) -> TrainerBeat:
         busy, idle = self.watch.busy_s, self.watch.idle_s
-        waiting = "; ".join(filter(None, (self.waiting, self.unsaved)))
+        waiting = "; ".join(filter(None, (self.waiting, self.unsaved, self.publishing.unwritten)))
         return TrainerBeat(self.rank, busy, idle, waiting, self.work)
 
     # -- publishing and saving -------------------------------------------------------------------------

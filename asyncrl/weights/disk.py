@@ -78,6 +78,9 @@ def new_version(directory: Path, version: PolicyVersion) -> Iterator[Path]:
         if target.exists():
             target.rename(_temporary(directory))
         work.rename(target)
+    except OSError as error:
+        error.filename = error.filename or str(directory)  # a full disk does not say where it is
+        raise
     finally:
         _clean(directory)
 

@@ -35,8 +35,8 @@ class LoadWeights(WireMessage, frozen=True):
 
 class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
-    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is the probe's.
-    `superseded`: the trainer has only a newer version by now."""
+    log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is that of
+    the probe. `superseded`: the trainer has only a newer version by now."""
 
     ref: WeightsRef
     lane: str

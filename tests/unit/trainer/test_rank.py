@@ -51,8 +51,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> TrainerRank:
     monkeypatch.setattr(module, "Learner", FakeLearner)
     monkeypatch.setattr(module, "Link", FakeLink)
-    for name in ("Poller", "Publishing"):
-        monkeypatch.setattr(module, name, lambda *about: None)
+    monkeypatch.setattr(module, "Poller", lambda *about: None)
+    publishing = SimpleNamespace(check=lambda: None, announced=None, unwritten="")
+    monkeypatch.setattr(module, "Publishing", lambda *about: publishing)
     mesh: Any = SimpleNamespace(rank=0, size=1, gather=lambda value, kind: [value])
     config = parse({"name": "t", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}})
     return TrainerRank(config, Endpoints("", ""), mesh, "x")
@@ -103,8 +104,10 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank.trained = ["0.0"]
     assert not rank._save()
     assert rank._status().waiting == "not saved: step-0: OSError: no space"
+    rank.publishing.unwritten = "no room for weights"  # type: ignore[misc]
+    assert rank._status().waiting.endswith("no space; no room for weights")
     rank.trained += ["1.0"]
-    assert rank._save() and rank._status().waiting == ""
+    assert rank._save() and rank._status().waiting == "no room for weights"
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
 
 
@@ -119,7 +122,6 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
     mail = [(WorkPlan(0, 0, 0, "stop"), [])]
     rank._hello = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
-    rank.publishing = SimpleNamespace(check=lambda: None, announced=None)  # type: ignore[assignment]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     stop = (Stop("stopped"), [])
     rank.control.receive = lambda timeout: stop if disk.saved else None  # type: ignore[method-assign]
@@ -135,7 +137,6 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
         clock.now += 10 * seconds
 
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    rank.publishing = SimpleNamespace(check=lambda: None, announced=None)  # type: ignore[assignment]
     for link in (rank.control, rank.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):

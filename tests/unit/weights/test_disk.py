@@ -100,11 +100,11 @@ def test_manifest_of_another_version_or_other_tensors(tmp_path, tensors):
 
 def test_a_crashed_publish_leaves_nothing_behind(tmp_path, tensors, monkeypatch):
     def full(*_: object) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "write_manifest", full)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(OSError, match=f"no space.*{tmp_path}"):
             publish(tensors, tmp_path, PolicyVersion(0, 1))
     assert list(tmp_path.iterdir()) == []
     killed = tmp_path / ".writing-of-a-killed-process"

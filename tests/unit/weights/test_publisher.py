@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import pytest
 import torch
 
 from asyncrl.types import PolicyVersion
+from asyncrl.weights import publisher
 from asyncrl.weights.buffers import Superseded
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.weights.publisher import Publisher
@@ -67,13 +69,31 @@ def test_a_version_that_is_gone_is_passed_over():
     assert slow.announced == [2] and slow.publisher.error is None
 
 
+def test_a_full_disk_is_waited_for_and_the_newest_version_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "FULL_RETRY", 0.0)
+    slow = Slow()
+    slow.fails = OSError(errno.ENOSPC, "no space left on device")
+    slow.go.release()
+    slow.publisher.submit(version(1))
+    assert slow.started.acquire(timeout=DEADLINE)
+    assert slow.started.acquire(timeout=DEADLINE), "it is not tried again"
+    assert "no space" in slow.publisher.full
+    slow.publisher.submit(version(2))
+    slow.go.release()
+    assert slow.started.acquire(timeout=DEADLINE)
+    slow.fails = None
+    slow.go.release()
+    assert slow.publisher.close(DEADLINE)
+    assert slow.announced == [2] and not slow.publisher.full and slow.publisher.error is None
+
+
 def test_what_a_write_failed_with_is_raised_at_the_next():
     slow = Slow()
-    slow.fails = OSError("no space left on device")
+    slow.fails = OSError("no such device")
     slow.publisher.submit(version(1))
     slow.go.release()
     assert slow.publisher.close(DEADLINE)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match="no such"):
         slow.publisher.submit(version(2))
 
 
