@@ -155,7 +155,8 @@ class Observation(msgspec.Struct, frozen=True):
 
 class Sample(msgspec.Struct, frozen=True):
     """One sample of the data, in verl's layout. `ground_truth` and `extra_info` are JSON text. `prompt` of a
-    demonstration: the whole conversation, of which the first `given` messages are not to be learned."""
+    demonstration: the whole conversation, of which the first `given` messages are not to be learned. None: it
+    is a prompt."""
 
     row: int
     data_source: str
@@ -163,7 +164,11 @@ class Sample(msgspec.Struct, frozen=True):
     ground_truth: str
     ability: str = ""
     extra_info: str = "{}"
-    given: int = 0
+    given: int | None = None
+
+    @property
+    def demonstration(self) -> bool:
+        return self.given is not None
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -72,8 +72,8 @@ class DataConfig(Section, frozen=True):
     system_prompt: str = ""
     """System message for prompts that bring none."""
     filter_overlong: bool = False
-    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`;
-    without it the checks before the start warn of them."""
+    """Leave out prompts after which `rollout.max_tokens` has no room for a turn of `rollout.max_new_tokens`,
+    and demonstrations that are longer; without it the checks before the start warn of them."""
     order: Plugin = ""
     """What puts the samples of an epoch in order: `module:function` or `file.py:function`, called with the
     samples, the numbers of those drawn, and the epoch; gives the numbers in their new order."""

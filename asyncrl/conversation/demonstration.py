@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from asyncrl.config import RolloutConfig
 from asyncrl.conversation.commands import Fail, Rules
-from asyncrl.conversation.turns import read_turn
+from asyncrl.conversation.turns import read_turn, rows_of
 from asyncrl.errors import ConfigError
 from asyncrl.types import FailReason, Message, Sample, StopReason, ToolCall, Turn, VersionSpan
 
@@ -22,31 +23,29 @@ def demonstrated(
     rules: Rules, sample: Sample, tools: tuple[str, ...], version: int = 0
 ) -> tuple[Turn, ...] | Fail:
     """The turns, all sampled by `version` as far as a record needs one, with log-probs of 0; or why there are
-    none. `tools`: schemas that the prompt shows, as JSON text.
+    none, whatever their length (`too_long`). `tools`: schemas that the prompt shows, as JSON text.
 
     A row that the template rewrites goes on as a new one where `rollout.history` allows it.
     """
     turns: list[Turn] = []
-    lengths: list[int] = []  # of the rows
     said: tuple[Message, ...] = ()
-    answered = 0  # messages before the newest turn, itself included
+    answered, row = 0, -1  # messages before the newest turn, itself included; its row
     try:
         for place, message in enumerate(sample.prompt):
-            if message.role == "assistant" and place >= sample.given:
+            if message.role == "assistant" and place >= (sample.given or 0):
                 context = _context(rules, said, answered, turns)
                 if context is None:
-                    lengths.append(0)
+                    row += 1
                     context = rules.chat.prompt_ids(said, tools)
-                at = Turn(len(turns), context, (), (), (), StopReason.STOP, row=len(lengths) - 1)
+                at = Turn(len(turns), context, (), (), (), StopReason.STOP, row=row)
                 turns.append(_turn(rules, at, said, message, tools, version))
-                lengths[-1] += len(context) + len(turns[-1].ids)
                 answered = place + 1
             elif message.role == "tool":
                 message = replace(message, content=rules.shorten(message.content))
             said += (message,)
     except ConfigError as error:
         return Fail(FailReason.MISALIGNED, f"message {len(said)}: {error}")
-    return _problem(rules, lengths) or tuple(turns)
+    return tuple(turns)
 
 
 def _context(
@@ -95,14 +94,13 @@ def _plain(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-def _problem(rules: Rules, lengths: Sequence[int]) -> Fail | None:
-    limits, longest = rules.config, max(lengths, default=0)
-    if not lengths:
-        return Fail(FailReason.MISALIGNED, "no message of the assistant to learn from")
-    if longest > limits.max_tokens:
-        detail = f"the conversation has {longest} tokens, rollout.max_tokens is {limits.max_tokens}"
-        return Fail(FailReason.PROMPT_TOO_LONG, detail)
-    if len(lengths) > limits.rows:
-        detail = f"the template makes {len(lengths)} rows of it, rollout.max_rows is {limits.max_rows}"
-        return Fail(FailReason.PROMPT_TOO_LONG, detail)
-    return None
+def too_long(limits: RolloutConfig, turns: Sequence[Turn]) -> Fail | None:
+    """Why a conversation is not learned that could be."""
+    lengths = list(map(len, rows_of(turns)))
+    if max(lengths) > limits.max_tokens:
+        detail = f"the conversation has {max(lengths)} tokens, rollout.max_tokens is {limits.max_tokens}"
+    elif len(lengths) > limits.rows:
+        detail = f"the template makes {len(lengths)} rows of it, rollout.max_rows is {limits.rows}"
+    else:
+        return None
+    return Fail(FailReason.PROMPT_TOO_LONG, detail)

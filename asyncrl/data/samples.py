@@ -21,12 +21,13 @@ from asyncrl.types import Message, Sample
 
 class RowLayout(msgspec.Struct, frozen=True):
     """How a row becomes a sample. `truth`: what needs the ground truth of a prompt, for the error where there
-    is none; empty: nothing does. `demonstrations`: rows are whole conversations."""
+    is none; empty: nothing does. `demonstrations`: rows are whole conversations; None: those with a column
+    `messages` or `response` are."""
 
     columns: Mapping[str, str] = MappingProxyType({})
     system_prompt: str = ""
     truth: str = ""
-    demonstrations: bool = False
+    demonstrations: bool | None = False
 
 
 def load_samples(path: str | Path, truth: str = "a reward") -> list[Sample]:
@@ -38,25 +39,32 @@ def read_samples(
     config: DataConfig, path: str, split: str, layout: RowLayout, see: Callable[[Row], Row] = lambda row: row
 ) -> Iterator[Sample]:
     """The samples of one source, in order, each with its number in its file. ConfigError for what is wrong.
-    `see`: is called with every row.
+    `see`: is called with every prompt's row.
 
     A prompt: columns `prompt`, `ground_truth` or `reward_model`, and optional ones. A demonstration:
     `messages`, or `prompt` and `response`, of which only the latter is learned; the sample's `prompt` holds
     all messages, and `extra_info.tool_schemas` what a column `tools` held.
     """
-    parse = _demonstration if layout.demonstrations else _question
     empty = True
     for place, row in reader(config, split)(path):
-        empty = False
-        yield parse(place, see(renamed(str(place), row, layout.columns, _unread(layout, row))), layout)
+        empty, whole = False, _is_demonstration(layout, row)
+        row = renamed(str(place), row, layout.columns, _unread(layout, row, whole))
+        yield _demonstration(place, row, layout) if whole else _question(place, see(row), layout)
     if empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
 
-def _unread(layout: RowLayout, row: Row) -> tuple[str, ...]:
-    """Parts that a row of this layout may lack: `data.columns` may name them for the other layout, as
-    conversations to imitate and the prompts of `data.test` have different columns."""
-    if not layout.demonstrations:
+def _is_demonstration(layout: RowLayout, row: Row) -> bool:
+    if layout.demonstrations is not None:
+        return layout.demonstrations
+    columns = (layout.columns.get(part, part).partition(".")[0] for part in ("messages", "response"))
+    return any(row.get(column) is not None for column in columns)
+
+
+def _unread(layout: RowLayout, row: Row, demonstration: bool) -> tuple[str, ...]:
+    """Parts that this row may lack: `data.columns` may name them for the other kind, as conversations to
+    imitate and the prompts of `data.test` have different columns."""
+    if not demonstration:
         return ("messages", "response", "tools")
     whole = "messages" in layout.columns or row.get("messages") is not None
     return ("ground_truth", "reward_model", *(("prompt", "response") if whole else ()))

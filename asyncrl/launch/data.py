@@ -15,7 +15,7 @@ from asyncrl.data.columns import check_columns
 from asyncrl.data.samples import read_samples
 from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
-from asyncrl.launch.room import Room, load_room
+from asyncrl.launch.room import Room, load_rooms
 from asyncrl.launch.run_directory import changes, run_directory
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import DATABASE
@@ -26,7 +26,10 @@ NO_TRUTH = frozenset({"agent", "classifier", "format", "llm_judge", "none", "rew
 NUMBERS = ("final_number", "gsm8k")  # rewards that compare numbers
 LOOKED_AT = 100  # samples whose ground truth is looked at for them
 # What decides, beside the data and the template, which prompts are too long.
-FILTERED_BY = ("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args")
+FILTERED_BY = (
+    *("rollout.max_tokens", "rollout.max_new_tokens", "rollout.tools", "rollout.tool_args"),
+    *("rollout.history", "rollout.max_reply_tokens"),
+)
 
 
 class RunData(NamedTuple):
@@ -66,10 +69,9 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
 def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.library import imitates  # here: it takes a second
 
-    imitated = split == "train" and imitates(config)
-    room = None if imitated or config.rollout.agent else load_room(config, tools)
-    samples, warnings = prepare(config, split, _layout(config, imitated), room)
-    if not imitated and (complaint := _no_numbers(config, samples)):
+    layout = _layout(config, demonstrations=split == "train" and imitates(config))
+    samples, warnings = prepare(config, split, layout, load_rooms(config, tools))
+    if complaint := _no_numbers(config, samples):
         warnings.append(f"data.{split}: {complaint}")
     if not config.rollout.agent:  # which reads what its data says about tools by itself
         problems, ignored = check_sample_tools(tools, (sample.extra_info for sample in samples))
@@ -81,29 +83,37 @@ def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tu
     return samples, warnings
 
 
-def prepare(config: RunConfig, split: str, layout: RowLayout, room: Room | None) -> tuple[Samples, list[str]]:
+def prepare(
+    config: RunConfig, split: str, layout: RowLayout, rooms: Mapping[bool, Room]
+) -> tuple[Samples, list[str]]:
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
-    wrong with them."""
+    wrong with them. `rooms`: of prompts, and (True) of demonstrations; what has none is not measured."""
     key, everything, asked = f"data.{split}", not config.data.filter_overlong, Asked()
     read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
-    fitting = (room.keep(samples, everything) if room else samples for samples in read)
+    fitting = (
+        (
+            one
+            for one in samples
+            if (room := rooms.get(one.demonstration)) is None or room.keeps(one, everything)
+        )
+        for samples in read
+    )
     try:
         with tempfile.TemporaryFile() as file:
             samples = Samples.write(file, fitting)
-        complaint = room.complaint(not everything) if room else ""
+        complaints = [line for room in rooms.values() for line in room.complaints(not everything)]
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except OSError as error:
         where = tempfile.gettempdir()
         raise ConfigError(f"{key}: no room for the samples in {where} ({error}); set TMPDIR") from error
-    unmet = [] if layout.demonstrations else asked.unmet(config)
-    return samples, [f"{key}: {line}" for line in (complaint, *unmet) if line]
+    return samples, [f"{key}: {line}" for line in (*complaints, *asked.unmet(config))]
 
 
 def _no_numbers(config: RunConfig, samples: Samples) -> str:
     """A warning where the reward compares numbers, as the default does, and ground truths are words."""
     named = [name for name in NUMBERS if name in _rewards(config)]
-    looked_at = [samples[n] for n in range(min(len(samples), LOOKED_AT))]
+    looked_at = [sample for sample in samples[:LOOKED_AT] if not sample.demonstration]
     words = [s.ground_truth for s in looked_at if not any(map(str.isdigit, s.ground_truth))]
     if not named or not words:
         return ""

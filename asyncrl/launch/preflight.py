@@ -82,7 +82,8 @@ def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequen
 
     with _quiet():
         if imitates(config):
-            return check_demonstrations(config, tools, samples)
+            check_demonstrations(config, tools, samples)
+            return []
         return check_chat(config, tools, samples[0].prompt)
 
 

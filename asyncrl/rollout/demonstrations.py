@@ -16,14 +16,14 @@ import msgspec
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Done, Fail, Rules
-from asyncrl.conversation.demonstration import demonstrated
+from asyncrl.conversation.demonstration import demonstrated, too_long
 from asyncrl.conversation.parsers import load_parser
 from asyncrl.engines.base import Request
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
 from asyncrl.rollout.components import load_chat
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.tools import Tool, Toolbox
-from asyncrl.types import EpisodeResult, FailReason, Generation, Sample, Turn
+from asyncrl.types import EpisodeResult, Generation, Sample, Turn
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsRef
 
@@ -44,6 +44,8 @@ class DemonstrationPlayer:
         turns = demonstrated(rules, sample, tools, version)
         if isinstance(turns, Fail):
             return Outcome(turns, ())
+        if (fail := too_long(rules.config, turns)) is not None:
+            return Outcome(fail, ())
         if [(turn.context, turn.ids) for turn in recorded] != [
             (turn.context, turn.ids) for turn in turns[: len(recorded)]
         ]:
@@ -66,22 +68,15 @@ def shown_tools(toolbox: Toolbox, sample: Sample) -> tuple[str, ...]:
     return toolbox.schemas(sample) if own is None else tuple(map(json.dumps, own))
 
 
-def check_demonstrations(
-    config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]
-) -> list[str]:
+def check_demonstrations(config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]) -> None:
     """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
-    cannot be learned, or if all are too long; a warning where some are: the run leaves these out."""
+    cannot be learned."""
     rules = Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)
     box, every = Toolbox(tools), -(-len(samples) // CHECKED)
-    tried = [(sample, demonstrated(rules, sample, shown_tools(box, sample))) for sample in samples[::every]]
-    failed = [(sample, found) for sample, found in tried if isinstance(found, Fail)]
-    for sample, found in failed:
-        if found.reason is not FailReason.PROMPT_TOO_LONG:
+    for sample in samples[::every]:
+        found = demonstrated(rules, sample, shown_tools(box, sample))
+        if isinstance(found, Fail):
             raise ConfigError(f"data.train, sample {sample.row}: {found.detail}")
-    if len(failed) == len(tried):
-        raise ConfigError(f"data.train: no conversation can be learned; {failed[0][1].detail}")
-    share = f"{len(failed)} of {len(tried)} conversations"
-    return [f"{share} that were looked at are left out: {failed[0][1].detail}"] if failed else []
 
 
 class NoEngine:

@@ -62,6 +62,8 @@ def test_columns_of_questions_and_of_conversations_may_be_named_together(tmp_pat
     assert len(read(talks, RowLayout(columns, demonstrations=True))[0].prompt) == 2
     with pytest.raises(ConfigError, match="sample 0: no column question"):
         read(talks, RowLayout(columns))
+    either = RowLayout(columns, demonstrations=None)
+    assert not read(asked, either)[0].demonstration and read(talks, either)[0].given == 0
 
 
 def test_the_ground_truth_may_be_missing_where_nothing_needs_it(tmp_path: Path) -> None:

@@ -60,6 +60,20 @@ def test_prompts_that_leave_no_room_are_found_before_the_start(tmp_path: Path) -
         check_data(config(tmp_path, rows, {"filter_overlong": True}, buffer={}, rollout=rollout), {})
 
 
+def said(answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+
+
+def test_a_supervised_run_measures_whole_conversations(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"algorithm": {"loss": "sft"}, "rollout": {"max_tokens": 64, "max_new_tokens": 16}}
+    rows = [*map(said, ["yes"] * 4), said("7 plus 8? " * 60)]
+    found = check_data(config(tmp_path, rows, {"filter_overlong": True}, **keys), {})
+    (line,) = found.warnings
+    assert len(found.train) == 4 and "1 conversations have more than 64 tokens" in line
+    (line,) = check_data(config(tmp_path, rows, **keys), {}).warnings
+    assert "at least 1 conversations have more than 64 tokens" in line and "their episodes fail" in line
+
+
 def test_words_where_the_reward_compares_numbers_get_a_warning(tmp_path: Path) -> None:
     rows = questions(5) + questions(2, ground_truth="rain")
     (line,) = check_data(config(tmp_path, rows), {}).warnings

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.config import RolloutConfig, RunConfig, parse
+from asyncrl.config import RunConfig, parse
 from asyncrl.data import RowLayout, Samples, check_same_data
 from asyncrl.errors import ConfigError
 from asyncrl.launch import room as room_module
@@ -71,21 +72,26 @@ def letters(sample: Sample) -> int:
     return len(sample.prompt[0].content)
 
 
+def room(config: RunConfig, tokens: Callable[[Sample], int] = letters) -> dict[bool, Room]:
+    turn = config.rollout.max_new_tokens
+    return {False: Room("prompts", config.rollout.max_tokens - turn, tokens, tokens, f" (turn {turn})")}
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     given = config(tmp_path, 10, 801, 800, 999, filter_overlong=True)
-    samples, (line,) = prepare(given, "train", RowLayout(), Room(given.rollout, letters))
+    samples, (line,) = prepare(given, "train", RowLayout(), room(given))
     assert [letters(sample) for sample in samples] == [10, 800] and [one.row for one in samples] == [0, 1]
-    assert line.startswith("data.train: 2 prompts have more than 800 tokens (the longest 999), which leaves")
+    assert line.startswith("data.train: 2 prompts have more than 800 tokens (the longest 999) (turn 200);")
     assert "left out" in line
 
 
 def test_without_the_filter_there_is_a_warning(tmp_path: Path) -> None:
     given = config(tmp_path, 10, 801, 10)
-    samples, (line,) = prepare(given, "train", RowLayout(), Room(given.rollout, letters))
+    samples, (line,) = prepare(given, "train", RowLayout(), room(given))
     assert len(samples) == 3
     assert "at least 1 prompts" in line and "set data.filter_overlong=true" in line
     given = config(tmp_path, 10, 800)
-    assert prepare(given, "train", RowLayout(), Room(given.rollout, letters))[1] == []
+    assert prepare(given, "train", RowLayout(), room(given))[1] == []
 
 
 def test_long_prompts_before_those_that_are_not_measured_are_a_warning(
@@ -93,7 +99,7 @@ def test_long_prompts_before_those_that_are_not_measured_are_a_warning(
 ) -> None:
     monkeypatch.setattr(room_module, "MEASURED", 2)
     given = config(tmp_path, 999, 900, 10)
-    samples, (line,) = prepare(given, "train", RowLayout(), Room(given.rollout, letters))
+    samples, (line,) = prepare(given, "train", RowLayout(), room(given))
     assert len(samples) == 3 and "at least 2 prompts" in line
 
 
@@ -101,7 +107,7 @@ def test_long_prompts_before_those_that_are_not_measured_are_a_warning(
 def test_when_no_prompt_fits_nothing_starts(tmp_path: Path, filtered: bool) -> None:
     given = config(tmp_path, 801, 900, filter_overlong=filtered)
     with pytest.raises(ConfigError, match=r"data.train: all prompts have .*raise rollout.max_tokens"):
-        prepare(given, "train", RowLayout(), Room(given.rollout, letters))
+        prepare(given, "train", RowLayout(), room(given))
 
 
 def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_most() -> None:
@@ -111,12 +117,49 @@ def test_short_prompts_are_not_rendered_and_a_warning_measures_a_thousand_at_mos
         measured.append(sample.prompt[0].content)
         return letters(sample)
 
-    room = Room(RolloutConfig(max_tokens=1000, max_new_tokens=200), tokens)
+    room = Room("prompts", 800, tokens, tokens)
     assert all(map(room.fits, rows(5000))) and len(measured) == 1  # what the template and the tools take
     assert room.longest == 0
-    room = Room(RolloutConfig(max_tokens=16, max_new_tokens=8), tokens)
-    assert len(list(room.keep(rows(5000), everything=True))) == 5000
+    room = Room("prompts", 8, tokens, tokens)
+    assert all(room.keeps(row, everything=True) for row in rows(5000))
     assert len(measured) == 1002
+
+
+SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "well"}
+
+
+def talks(path: Path, *answers: dict[str, Any], **data: Any) -> RunConfig:
+    path = path / "t.jsonl"
+    rows = ({"messages": [*SAID, SAID[0], {"role": "assistant"} | answer]} for answer in answers)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return run(data={"train": str(path)} | data)
+
+
+def whole(sample: Sample) -> int:
+    return sum(len(message.content) for message in sample.prompt)
+
+
+def test_conversations_with_an_empty_answer_are_left_out_and_counted(tmp_path: Path) -> None:
+    call = {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    given = talks(tmp_path, {"content": "x"}, {"content": " \n"}, {}, call, {"reasoning": "hm"})
+    layout, rooms = RowLayout(demonstrations=True), {True: Room("conversations", 100, whole, whole)}
+    samples, (line,) = prepare(given, "train", layout, rooms)
+    assert [sample.row for sample in samples] == [0, 1, 2] and not samples[0].prompt[-1].tool_calls
+    assert line == "data.train: 2 conversations have an empty message of the assistant; they were left out"
+    given = talks(tmp_path, {}, {"content": ""})
+    with pytest.raises(ConfigError, match=r"2 conversations have an empty .*and there are no others"):
+        prepare(given, "train", layout, {True: Room("conversations", 100, whole, whole)})
+
+
+@pytest.mark.parametrize(("filtered", "kept"), [(True, 1), (False, 2)])
+def test_conversations_that_are_too_long_are_left_out_by_the_same_filter(
+    tmp_path: Path, filtered: bool, kept: int
+) -> None:
+    given = talks(tmp_path, {"content": "x"}, {"content": "x" * 95}, filter_overlong=filtered)
+    rooms = {True: Room("conversations", 100, whole, whole)}
+    samples, (line,) = prepare(given, "train", RowLayout(demonstrations=True), rooms)
+    assert len(samples) == kept and "1 conversations have more than 100 tokens (the longest 101); " in line
+    assert ("left out (data.filter_overlong)" if filtered else "their episodes fail: set data.fil") in line
 
 
 def test_sources_have_weights_or_none_has(tmp_path: Path) -> None:
@@ -124,16 +167,16 @@ def test_sources_have_weights_or_none_has(tmp_path: Path) -> None:
     path = given.data.train
     both = run(data={"train": [path, {"path": path, "weight": 2}]})
     with pytest.raises(ConfigError, match=r"t.jsonl has no weight; give one to all sources"):
-        prepare(both, "train", RowLayout(), None)
+        prepare(both, "train", RowLayout(), {})
     twice = run(data={"train": [path, path]})
-    assert prepare(twice, "train", RowLayout(), None)[0].sizes == (1, 1)
+    assert prepare(twice, "train", RowLayout(), {})[0].sizes == (1, 1)
 
 
 def test_what_is_prepared_is_not_held_in_memory(tmp_path: Path) -> None:
     given = config(tmp_path, *[4000] * 1000)  # 4 MB
     tracemalloc.start()
     try:
-        samples, _ = prepare(given, "train", RowLayout(), None)
+        samples, _ = prepare(given, "train", RowLayout(), {})
         assert sum(letters(sample) for sample in samples) == 4_000_000
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
