@@ -305,7 +305,8 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 
 class EpisodeStats(msgspec.Struct, frozen=True):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
-    `longest_row`: tokens."""
+    `longest_row`: tokens. Of the `answered` tool calls, `failed` raised or ran out of time, and `refused`
+    were wrong themselves. Of the `hints`, turns of which an agent asked a form, some are `followed`."""
 
     turns: int
     tool_calls: int = 0
@@ -313,3 +314,8 @@ class EpisodeStats(msgspec.Struct, frozen=True):
     longest_row: int = 0
     seconds: float = 0.0
     tool_s: float = 0.0
+    answered: int = 0
+    failed: int = 0
+    refused: int = 0
+    hints: int = 0
+    followed: int = 0

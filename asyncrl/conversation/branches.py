@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.conversation.commands import Rules
-from asyncrl.conversation.forms import AnswerForm
+from asyncrl.conversation.forms import AnswerForm, followed
 from asyncrl.conversation.turns import make_turn, read_turn, turn_message
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.types import EpisodeEnd, Generation, Message, StopReason, Turn
@@ -86,6 +86,7 @@ class Branches:
         self.rows: list[TokenRow] = []
         self.turns: list[Turn] = []
         self.refused: Refusal | None = None  # since the last turn
+        self.hints = self.followed = 0  # turns of which a form was asked, and those that have it
         self._rules, self._recorded = rules, recorded
         self._begun = 0  # rows, cancelled ones included
         self._pending: dict[int, Placement] = {}  # by session
@@ -189,6 +190,9 @@ class Branches:
         messages, ids = (*place.messages, message), place.ids + turn.ids
         self.rows[row : row + 1] = [TokenRow(place.request, place.session, messages, ids, turn)]
         self.turns.append(turn)
+        if (form := place.request.form) != AnswerForm():
+            self.hints += 1
+            self.followed += followed(form, self.said(turn))
         self.refused = None
         del self._pending[place.session]
         return message

@@ -1,6 +1,7 @@
 """The form that an agent wants an answer to have, as a grammar for engines that can keep to one.
 
-Only validation uses it: in training the log-probs must be of the distribution that the model has by itself.
+Only validation uses the grammar: in training the log-probs must be of the distribution that the model has by
+itself, and the form is a hint.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import msgspec
 
 from asyncrl.conversation.parsers import Parser, hermes
 from asyncrl.conversation.parsers.base import THINK
+from asyncrl.types import Message
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
@@ -21,6 +23,13 @@ class AnswerForm(msgspec.Struct, frozen=True):
     schema: str = ""
     calls: tuple[str, ...] = ()
     once: bool = False
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    """What is read of a schema to see whether an answer followed it: that it is an object with these keys."""
+
+    type: Any = None
+    required: list[str] = []
 
 
 def grammar(form: AnswerForm, tools: tuple[str, ...], parser: Parser, prompt: str) -> str:
@@ -40,6 +49,28 @@ def grammar(form: AnswerForm, tools: tuple[str, ...], parser: Parser, prompt: st
         thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK.close}
         inner = {"type": "sequence", "elements": [thought, inner]}
     return json.dumps({"type": "structural_tag", "format": inner})
+
+
+def followed(form: AnswerForm, message: Message) -> bool:
+    """Whether an answer has the form, as far as `JsonSchema` says it. Instead of content there may be calls,
+    where the agent sends tools."""
+    called = {call.name for call in message.tool_calls}
+    if form.once and len(message.tool_calls) > 1:
+        return False
+    if form.calls:
+        return bool(called) and called <= set(form.calls)
+    return bool(called) or not form.schema or _fits(message.content, form.schema)
+
+
+def _fits(content: str, schema: str) -> bool:
+    try:
+        value = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    wanted = msgspec.json.decode(schema, type=JsonSchema)
+    if wanted.type != "object":
+        return True
+    return isinstance(value, dict) and value.keys() >= set(wanted.required)
 
 
 def _hermes(function: dict[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,11 @@ from asyncrl.types import EpisodeEnd, FailReason
 @dataclass
 class Landed:
     """Training episodes that landed since the last row, whatever became of their group: their numbers by
-    metric, and how they ended. Of greedy episodes only the score is kept, as a metric of its own."""
+    metric, shares by metric as (part, whole) of each, and how they ended. Of greedy episodes only the score
+    is kept, as a metric of its own."""
 
     columns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    shares: dict[str, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     ends: Counter[str] = field(default_factory=Counter)
 
 
@@ -75,6 +77,10 @@ class Reporter:
         numbers |= {f"rollout/agent/{name}": part.score for name, part in result.parts.items()}
         for name, value in numbers.items():
             columns[name].append(value)
+        shares = self.landed.shares
+        shares["rollout/tool_failed_frac"].append((stats.failed, stats.answered))
+        shares["rollout/tool_refused_frac"].append((stats.refused, stats.answered))
+        shares["rollout/hints_followed_frac"].append((stats.followed, stats.hints))
         self.landed.ends[result.end] += 1
         self.finished += 1
         self.multi_version += episode.oldest != episode.newest
@@ -169,6 +175,8 @@ class Reporter:
             return {}
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
+        sums = {name: tuple(map(sum, zip(*pairs, strict=True))) for name, pairs in self.landed.shares.items()}
+        row |= {name: part / whole for name, (part, whole) in sums.items() if whole}
         row |= {f"rollout/end/{end}": self.landed.ends[end] / landed for end in EpisodeEnd}
         row["rollout/landed"] = float(landed)
         return row

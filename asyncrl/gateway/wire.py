@@ -18,7 +18,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
-from asyncrl.conversation.forms import AnswerForm
+from asyncrl.conversation.forms import AnswerForm, JsonSchema
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
@@ -167,10 +167,19 @@ def _form(request: Any, form: dict[str, Any] | None, tools: Sequence[str]) -> An
     elif kind == "json_object":
         schema = '{"type": "object"}'
     elif kind == "json_schema":
-        schema = json.dumps((form.get("json_schema") or form).get("schema") or {})
+        schema = _schema(form.get("json_schema") or form)
     else:
         raise ApiError(400, f"the format {kind!r} of the answer is none of text, json_object, json_schema")
     return AnswerForm(schema, tuple(calls), request.parallel_tool_calls is False)
+
+
+def _schema(described: Any) -> str:
+    try:
+        schema = described.get("schema") or {}
+        msgspec.convert(schema, JsonSchema)
+    except (AttributeError, msgspec.ValidationError) as error:
+        raise ApiError(400, f"the schema of the answer is none: {error}") from error
+    return json.dumps(schema)
 
 
 def _tool(schema: dict[str, Any]) -> str:

@@ -224,7 +224,8 @@ class AgentPlayer:
         turns, branches = tuple(self._branches.turns), self._branches
         calls = branches.calls
         earned = await self.run.reward(turns, branches.answer, end, branches.messages, calls, result)
-        return Outcome(scored(turns, end, earned), turns, calls, self._idle.seconds)
+        hints = branches.hints, branches.followed
+        return Outcome(scored(turns, end, earned), turns, calls, self._idle.seconds, *hints)
 
     def _check_replayed(self) -> None:
         if self._branches.replaying:

@@ -68,12 +68,14 @@ class EpisodeContext:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """An episode that is over. `tool_s`: seconds in tools and the environment."""
+    """An episode that is over. `tool_s`, `hints`, `followed`: see EpisodeStats."""
 
     command: Done | Fail
     turns: tuple[Turn, ...]
     tool_calls: int = 0
     tool_s: float = 0.0
+    hints: int = 0
+    followed: int = 0
 
 
 @dataclass
@@ -219,7 +221,7 @@ class EpisodeRun:
         command = outcome.command
         if isinstance(command, Fail):
             return Failed(0, self.attempt, command.reason, command.detail)
-        rows = rows_of(outcome.turns)
+        rows, replies = rows_of(outcome.turns), [reply for turn in outcome.turns for reply in turn.replies]
         return Finished(
             seq=0,
             attempt=self.attempt,
@@ -231,6 +233,11 @@ class EpisodeRun:
                 longest_row=max(map(len, rows)),
                 seconds=self.seconds,
                 tool_s=outcome.tool_s,
+                answered=len(replies),
+                failed=sum(reply.error is not None and not reply.refused for reply in replies),
+                refused=sum(reply.refused for reply in replies),
+                hints=outcome.hints,
+                followed=outcome.followed,
             ),
             text=_cut(self.transcript(outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from asyncrl.conversation.forms import AnswerForm, grammar
+from asyncrl.conversation.forms import AnswerForm, followed, grammar
 from asyncrl.conversation.parsers import Parser, hermes, parsers
+from asyncrl.types import Message, ToolCall
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOLS = tuple(
@@ -48,3 +49,27 @@ def test_calls_are_written_as_the_parser_reads_them() -> None:
 )
 def test_anything_else_is_free(form: AnswerForm, tools: tuple[str, ...], parser: Parser) -> None:
     assert grammar(form, tools, parser, "") == ""
+
+
+OBJECT = AnswerForm(schema=json.dumps({**SCHEMA, "required": ["a"]}))
+
+
+@pytest.mark.parametrize(
+    ("form", "content", "calls", "does"),
+    [
+        (OBJECT, '{"a": "any value"}', "", True),
+        (OBJECT, '{"b": 1}', "", False),
+        (OBJECT, "[1]", "", False),
+        (OBJECT, "a = 1", "", False),
+        (OBJECT, "", "see", True),  # it may call a tool first
+        (AnswerForm(schema='{"type": "array"}'), "[1]", "", True),
+        (AnswerForm(calls=("see",)), "", "see see", True),
+        (AnswerForm(calls=("see",)), "", "see look", False),
+        (AnswerForm(calls=("see",)), "I see", "", False),
+        (AnswerForm(once=True), "", "see see", False),
+        (AnswerForm(once=True), "well", "", True),
+    ],
+)
+def test_a_hint_is_followed_or_not(form: AnswerForm, content: str, calls: str, does: bool) -> None:
+    message = Message("assistant", content, tuple(ToolCall(name, "{}") for name in calls.split()))
+    assert followed(form, message) is does

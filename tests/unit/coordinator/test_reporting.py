@@ -11,7 +11,7 @@ from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
-from asyncrl.types import EpisodeResult
+from asyncrl.types import EpisodeResult, EpisodeStats
 from tests.unit.coordinator.test_workers import WorkerSetup
 
 
@@ -29,9 +29,16 @@ def row(reporter: Reporter, step: int, groups: int) -> dict[str, float]:
     return reporter.step_row(step, {})
 
 
-def landed(reporter: Reporter, reward: float, greedy: bool = False, **earned: Any) -> None:
+def landed(
+    reporter: Reporter,
+    reward: float,
+    counts: dict[str, int] | None = None,
+    greedy: bool = False,
+    **earned: Any,
+) -> None:
     result = EpisodeResult(reward, 10, **earned)
-    reporter.on_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result))
+    stats = EpisodeStats(1, **(counts or {}))
+    reporter.on_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
 
 
 def test_what_became_of_groups_is_counted_since_the_last_row(reporter: Reporter) -> None:
@@ -57,14 +64,16 @@ def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporte
 
 
 def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporter) -> None:
-    landed(reporter, 0.5, shaping=-0.5, components={"format": 1.0})
-    landed(reporter, 0.0, components={"format": 0.5})
+    landed(reporter, 0.5, {"answered": 1, "failed": 1}, shaping=-0.5, components={"format": 1.0})
+    landed(reporter, 0.0, {"answered": 7, "refused": 4}, components={"format": 0.5})
     landed(reporter, 0.25, greedy=True)
     found = row(reporter, 1, groups=1)
     assert found["rollout/score/mean"] == 0.5 and found["rollout/landed"] == 2.0
     assert found["rollout/greedy_score/mean"] == 0.25
     assert found["rollout/component/format/mean"] == 0.75
     assert found["rollout/end/answered"] == 1.0
+    assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
+    assert "rollout/hints_followed_frac" not in found  # of no call at all there is no share
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
 
 

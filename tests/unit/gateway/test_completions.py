@@ -100,6 +100,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty text to stop at": ({"stop": [""]}, "stop"),
     "too many texts to stop at": ({"stop": ["a"] * 33}, "stop"),
     "an unknown format": ({"response_format": {"type": "yaml"}}, "'yaml' of the answer"),
+    "no schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "is none"),
+    "keys that are none": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"required": 1}}}},
+        r"is none.*required",
+    ),
+    "no description of a schema": ({"response_format": {"type": "json_schema", "json_schema": 1}}, "is none"),
     "a choice that is not there": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "see"}}},
         "'see' is not one of the tools",

@@ -607,15 +607,22 @@ def test_a_stream_tells_the_text_before_the_turn_is_over() -> None:
 
 
 @pytest.mark.parametrize("lane", ["train", "eval"])
-def test_a_form_of_the_answer_is_kept_in_validation_only(lane: str) -> None:
+def test_a_form_of_the_answer_is_kept_in_validation_and_counted_always(lane: str) -> None:
     async def agent(sample: Sample, endpoint: Endpoint) -> None:
-        await message(endpoint, "q", response_format={"type": "json_object"})
+        await message(endpoint, "p")
+        for prompt in ("q", "r"):
+            await message(endpoint, prompt, response_format={"type": "json_object"})
 
-    bench = AgentBench(agent)
+    said = iter(["42", "{}", "[]"])
+    bench = AgentBench(agent, lambda prompt: next(said))
     bench.lane = lane
-    finished(bench)
-    (request,) = bench.engine.requests
-    assert ("json_schema" in request.sampling.grammar) is (lane == "eval")
+    stats = finished(bench).stats
+    assert (stats.turns, stats.hints, stats.followed) == (3, 2, 1)
+    assert [bool(request.sampling.grammar) for request in bench.engine.requests] == (
+        [False, True, True] if lane == "eval" else [False] * 3
+    )
+    again = finished(AgentBench(agent), frames=bench.record).stats
+    assert (again.turns, again.hints, again.followed) == (3, 2, 1)
 
 
 @pytest.mark.parametrize("error", [EngineRefused, EngineError, EngineBusy])

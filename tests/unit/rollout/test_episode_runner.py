@@ -224,15 +224,21 @@ def test_a_turn_does_not_start_on_weights_that_are_too_old(assigned: int) -> Non
     asyncio.run(main())
 
 
-def test_malformed_calls_and_unknown_tools_are_answered() -> None:
-    bench = Bench([BAD, call("nothing"), "42"])
+def test_malformed_calls_and_unknown_tools_are_answered_and_counted() -> None:
+    bench = Bench([BAD, call("nothing"), look("up") + call("fall"), "42"])
+
+    @tool
+    def fall() -> str:
+        """Fall."""
+        raise ValueError("down")
+
+    bench.tools["fall"] = fall
     end = bench.play()
     assert isinstance(end, Finished)
-    assert [type(record) for record in bench.sent] == [
-        Generated, Replied, Generated, Replied, Generated, Finished
-    ]  # fmt: skip
+    assert [type(record) for record in bench.sent] == [Generated, Replied] * 3 + [Generated, Finished]
     heard = msgspec.msgpack.decode(bench.frames[3][0], type=TurnReply)
     assert "unknown tool" in heard.replies[0].content
+    assert (end.stats.answered, end.stats.failed, end.stats.refused) == (4, 1, 2)
 
 
 # -- failures ----------------------------------------------------------------------------------------
