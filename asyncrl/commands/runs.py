@@ -51,7 +51,7 @@ def show(directory: Path, name: str) -> int:
         raise ConfigError(f"{path}: has no summary.json: it is running, or was killed")
     if "flow" not in found:
         raise ConfigError(f"{path / 'summary.json'}: is not the summary of a run")
-    from asyncrl.observe.console import print_summary
+    from asyncrl.observe.table import print_summary
 
     print_summary(found, path)
     return 0

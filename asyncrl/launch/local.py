@@ -6,18 +6,13 @@ import math
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.wrapper import KILL
 from asyncrl.launch.placement import Unit, environment
 from asyncrl.launch.process import ProcessSpec, log_path
 from asyncrl.wire.sockets import Endpoints
-
-CHILD = "asyncrl.launch.role"
 
 
 class LocalProcess:
@@ -68,7 +63,7 @@ class LocalSpawner:
     def _command(self, order: ProcessSpec) -> list[str]:
         place = order.place
         return [
-            *(sys.executable, "-m", CHILD, place.role),
+            *(sys.executable, "-m", "asyncrl.launch.role", place.role),
             *("--index", str(place.index)),
             *("--run-dir", str(self._run_dir)),
             *("--incarnation", order.incarnation),
@@ -77,15 +72,3 @@ class LocalSpawner:
             *("--bulk", self._endpoints.bulk),
             *("--target", place.target),
         ]
-
-
-def role_processes(launcher_pid: int) -> dict[str, psutil.Process]:
-    """The live role processes of a launcher, by `role-index`."""
-    found = {}
-    with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(launcher_pid).children(recursive=True):
-            with suppress(psutil.Error, ValueError):
-                argv = child.cmdline()
-                if argv[1:3] == ["-m", CHILD]:  # not its wrapper
-                    found[f"{argv[3]}-{argv[argv.index('--index') + 1]}"] = child
-    return found

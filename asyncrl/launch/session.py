@@ -42,15 +42,7 @@ FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordi
 class SessionView(Protocol):
     """Where a session shows its progress."""
 
-    def status(
-        self,
-        phase: str,
-        step: int,
-        total: int,
-        gauges: dict[str, float],
-        waits: tuple[str, ...],
-        failed: str,
-    ) -> None: ...
+    def status(self, status: Status) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -159,14 +151,7 @@ class Session:
                 self._supervisor.step = message.step
                 if message.phase == "stopping" and self._stop_by is None:
                     self._follow_stop(now)
-                self._view.status(
-                    message.phase,
-                    message.step,
-                    message.total_steps,
-                    message.gauges,
-                    message.waits,
-                    message.failed,
-                )
+                self._view.status(message)
             case StepReport():
                 self._running = True
                 self._view.step(message.step, message.metrics)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.launch import placement, preflight
+from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.estimates import describe_costs
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.models import resolve_models
@@ -21,8 +22,8 @@ from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.run_directory import check_run_directory, locked, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
-from asyncrl.observe.console import Console, open_console, print_summary
 from asyncrl.observe.files import read_summary, write_summary
+from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
 from asyncrl.runtime.imports import quick_imports

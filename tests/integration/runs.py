@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import psutil
 
-from asyncrl.launch.local import role_processes
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.manifests import CheckpointManifest
 from asyncrl.store.reader import RunReader
 from asyncrl.weights.disk import weights_directory
+from tools.bench.common import roles
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -103,7 +103,7 @@ class Run:
 
     def children(self) -> dict[str, psutil.Process]:
         """Role processes by `role-index`."""
-        return role_processes(self.process.pid)
+        return roles(self.process.pid)
 
     def kill(self, name: str) -> None:
         """kill -9 a role."""

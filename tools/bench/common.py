@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.local import role_processes as roles
+import psutil
+
 from asyncrl.observe.files import read_rows as rows
 from asyncrl.observe.files import read_summary as summary
 
@@ -33,6 +35,18 @@ def start(
     return subprocess.Popen(
         command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=os.environ | SINGLE_THREAD
     )
+
+
+def roles(launcher_pid: int) -> dict[str, psutil.Process]:
+    """The live role processes of a launcher, by `role-index`."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher_pid).children(recursive=True):
+            with suppress(psutil.Error, ValueError):
+                argv = child.cmdline()
+                if argv[1:3] == ["-m", "asyncrl.launch.role"]:  # not its wrapper
+                    found[f"{argv[3]}-{argv[argv.index('--index') + 1]}"] = child
+    return found
 
 
 def train(

@@ -57,8 +57,8 @@ class Play:
         process = Process(order.place.name, lambda: self.polled())
         return self.processes.setdefault(order.place.name, process)
 
-    def status(self, *arguments: Any) -> None:
-        self.shown.append(arguments)
+    def status(self, status: Status) -> None:
+        self.shown.append(("status", status))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.shown.append(("step", step))
@@ -114,16 +114,18 @@ def play(tmp_path: Path) -> Iterator[Play]:
 
 
 def test_what_the_coordinator_tells_is_shown_and_its_end_is_the_end(play: Play) -> None:
+    status = Status("running", 1, 9, {"a": 1.0}, ("x waits for y",), "3 failed")
+
     def part() -> None:
         peer, _ = play.hear(ObserverHello)
-        play.hub.send(peer, Status("running", 1, 9, {"a": 1.0}, ("x waits for y",), "3 failed"))
+        play.hub.send(peer, status)
         play.hub.send(peer, StepReport(1, {"b": 2.0}))
         play.hub.send(peer, RunEnd("completed"))
         play.processes["rollout-0"].code = 0
         play.processes["coordinator-0"].code = 0
 
     assert play.run(part) == RunOutcome(0)
-    assert play.shown == [("running", 1, 9, {"a": 1.0}, ("x waits for y",), "3 failed"), ("step", 1)]
+    assert play.shown == [("status", status), ("step", 1)]
     assert play.tracked == [1]
 
 

@@ -13,12 +13,13 @@ from rich.console import Console as Terminal
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch import preflight, run_directory, start
+from asyncrl.launch.console import Console, ConsoleState
 from asyncrl.launch.data import RunData
 from asyncrl.launch.process import COMPLETED, INTERRUPTED
-from asyncrl.observe.console import Console, ConsoleState
 from asyncrl.observe.files import read_summary, write_summary
 from asyncrl.observe.summary import summarize
 from asyncrl.weights import disk
+from asyncrl.wire.messages.observer import Status
 from tests.fakes.data import rows, stored
 
 CHECKED = RunData(stored(rows(1)), None, [])
@@ -60,7 +61,7 @@ def test_the_summary_gets_the_share_of_time_in_which_all_were_busy(
     (run_dir / "timeline" / "rollout-0.jsonl").write_text('{"name": "decode", "start": 2, "end": 9}\n')
     write_summary(run_dir, summarize([], {}, True))
     out = io.StringIO()
-    console = Console("plain", ConsoleState("x", 1), Terminal(file=out))
+    console = Console("plain", ConsoleState("x", Status("starting", 0, 1, {}, ())), Terminal(file=out))
     assert start.conclude(config, run_dir, code, "", console) == code
     assert read_summary(run_dir).get("busy_at_once") == share
 
@@ -84,7 +85,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_more_than_the_picture(
     run_dir.mkdir()
     write_summary(run_dir, summarize([], {}, True))
     (run_dir / "summary.tmp").symlink_to("/dev/full")
-    console = Console("plain", ConsoleState("x", 1), Terminal())
+    console = Console("plain", ConsoleState("x", Status("starting", 0, 1, {}, ())), Terminal())
     assert start.conclude(config, run_dir, COMPLETED, "", console) == COMPLETED
     shown = capsys.readouterr()
     assert "0 issued" in shown.out and "No space left on device" in shown.err

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console as Terminal
 
-from asyncrl.observe import console as console_module
-from asyncrl.observe.console import Console, ConsoleState, open_console, plain_line, print_summary, render
+from asyncrl.launch import console as console_module
+from asyncrl.launch.console import Console, ConsoleState, open_console, plain_line, render
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
@@ -26,19 +26,22 @@ from asyncrl.observe.summary import (
     failures_line,
     summarize,
 )
+from asyncrl.observe.table import print_summary
+from asyncrl.wire.messages.observer import Status
 
 GAUGES = {"async/ready": 12.0, "async/running": 64.0, "weights/pushed": 5.0, "weights/acked": 4.0}
+START = Status("starting", 0, 10, {}, ())
 METRICS = {REWARD: 0.5, "tool_call_counts/mean": 2.25, "staleness/lag/p95": 2.0}
 
 
 def console(mode: str = "plain") -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(mode, ConsoleState("demo", 10), Terminal(file=out, width=120)), out  # type: ignore[arg-type]
+    return Console(mode, ConsoleState("demo", START), Terminal(file=out, width=120)), out  # type: ignore[arg-type]
 
 
 def test_plain_lines_carry_figures_and_who_waits_on_whom() -> None:
     shown, out = console()
-    shown.status("running", 1, 10, GAUGES, ("trainer 0: trajectories of step 1",))
+    shown.status(Status("running", 1, 10, GAUGES, ("trainer 0: trajectories of step 1",)))
     shown.step(1, METRICS)
     line = out.getvalue().splitlines()[-1]
     assert line.startswith("[running] step 1/10")
@@ -54,7 +57,7 @@ def test_failed_attempts_are_said_at_once_and_stay_in_view() -> None:
         "attempts failed: 1,234 reward_error, 2 worker_lost; the newest: KeyError: 'b' [x] (bad.py:41)"
     )
     for seen in ("", failed, failed):
-        shown.status("running", 0, 10, {}, (), seen)
+        shown.status(Status("running", 0, 10, {}, (), seen))
     assert out.getvalue().splitlines() == ["phase: running", failed]
     assert plain_line(shown.state).endswith(f" | {failed}")
     shown.terminal.print(render(shown.state))
@@ -90,12 +93,12 @@ def test_a_validation_without_a_result_is_no_step() -> None:
     shown.step(1, METRICS)
     shown.step(4, {VALIDATED: 3, "val-aux/failed": 2.0})
     assert out.getvalue().splitlines()[-1].startswith("validation at step 4: no result")
-    assert (shown.state.step, shown.state.metrics) == (1, METRICS)
+    assert (shown.state.status.step, shown.state.metrics) == (1, METRICS)
 
 
 def test_off_says_nothing_but_why_a_run_failed(capsys: pytest.CaptureFixture[str]) -> None:
     shown, out = console("off")
-    shown.status("running", 1, 10, GAUGES, ())
+    shown.status(Status("running", 1, 10, GAUGES, ()))
     shown.step(1, METRICS)
     shown.note("restarted")
     shown.fail("no reason")
@@ -113,7 +116,7 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
             shown.note("hello")
             os.close(ours)
             shown.note("hello")
-            shown.status("stopping", 1, 10, GAUGES, ())
+            shown.status(Status("stopping", 1, 10, GAUGES, ()))
             shown.fail("why")
         monkeypatch.undo()
         with suppress(OSError):
@@ -122,7 +125,7 @@ def test_a_terminal_that_was_closed_does_not_matter(mode: str, monkeypatch: pyte
 
 def test_a_reader_that_has_gone_away_does_not_matter() -> None:
     code = (
-        "import sys\nfrom asyncrl.observe.console import open_console\n"
+        "import sys\nfrom asyncrl.launch.console import open_console\n"
         "with open_console('plain', 'demo', 10) as shown:\n"
         "    sys.stdin.read()\n"
         "    for step in range(1, 11): shown.note('hello')\n"
@@ -135,7 +138,8 @@ def test_a_reader_that_has_gone_away_does_not_matter() -> None:
 
 
 def test_the_live_view_has_a_bar_figures_and_waits() -> None:
-    picture = ConsoleState("demo", 10, "running", 5, GAUGES, METRICS, {SAMPLED: 0.5}, ("x waits for [y]",))
+    status = Status("running", 5, 10, GAUGES, ("x waits for [y]",))
+    picture = ConsoleState("demo", status, METRICS, {SAMPLED: 0.5})
     out = io.StringIO()
     Terminal(file=out, width=120).print(render(picture))
     for part in ("step 5/10", "running", "0.500", "50.0%", "x waits for [y]"):
@@ -148,23 +152,23 @@ def test_a_stranger_to_terminals_gets_plain_lines() -> None:
 
 
 def test_unknown_figures_are_left_out() -> None:
-    assert plain_line(ConsoleState("demo", 10)) == "[starting] step 0/10 | elapsed 0:00:00"
+    assert plain_line(ConsoleState("demo", START)) == "[starting] step 0/10 | elapsed 0:00:00"
 
 
 def test_time_and_an_estimate_are_shown_while_the_first_batch_lands(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(console_module.time, "monotonic", lambda: now)
     shown, out = console()
-    shown.status("starting", 0, 10, {}, ())
+    shown.status(Status("starting", 0, 10, {}, ()))
     now += 20
-    shown.status("running", 0, 10, {BATCH: 0.0}, ())
+    shown.status(Status("running", 0, 10, {BATCH: 0.0}, ()))
     now += 6
-    shown.status("running", 0, 10, {BATCH: 0.25}, ())
+    shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     text = out.getvalue().splitlines()[-1]
     assert text == "[running] step 0/10 (25% of the first batch) | elapsed 0:00:26, ETA 0:03:54"
     shown.step(10, METRICS)
     assert " step 10/10 | elapsed 0:00:26 | " in out.getvalue().splitlines()[-1]
-    shown.status("running", 0, 10, {BATCH: 0.25}, ())
+    shown.status(Status("running", 0, 10, {BATCH: 0.25}, ()))
     picture = io.StringIO()
     Terminal(file=picture, width=150).print(render(shown.state))
     assert "step 0/10 (25% of the first batch) elapsed 0:00:26, ETA 0:03:54" in picture.getvalue()
