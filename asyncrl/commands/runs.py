@@ -61,10 +61,12 @@ def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
     """Print the episodes of a step that were kept as text."""
     paths = (run_dir / "transcripts" / kind).glob("step-*.jsonl")
     steps = {int(path.stem.partition("-")[2]): path for path in paths}
-    chosen = max(steps, default=None) if step is None else step
-    if chosen is None or chosen not in steps:
-        known = ", ".join(map(str, sorted(steps))) or "none"
-        raise ConfigError(f"{run_dir}: no {kind} transcripts of that step; there are those of: {known}")
+    if not steps:
+        raise ConfigError(f"{run_dir}: has no {kind} transcripts")
+    chosen = max(steps) if step is None else step
+    if chosen not in steps:
+        known = ", ".join(map(str, sorted(steps)))
+        raise ConfigError(f"{run_dir}: no {kind} transcripts of step {chosen}; the steps that have some: {known}")
     for entry in read_lines(steps[chosen]):
         text = entry.pop("text", "")
         print(f"== {kind}, step {chosen}: " + ", ".join(f"{key} {value}" for key, value in entry.items()))

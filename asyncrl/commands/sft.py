@@ -14,7 +14,7 @@ Train on conversations: each token that an assistant says in them. OVERRIDES are
 
   asyncrl sft model.path=DIR data.train=FILE.jsonl       a row: {"messages": [{"role": …, "content": …}, …]}
   asyncrl sft model.path=DIR data.train=FILE.parquet data.epochs=3 trainer.lr=2e-5
-  asyncrl sft model.path=DIR data.train=FILE.jsonl --dry-run      check everything; print the resolved plan
+  asyncrl sft model.path=DIR data.train=FILE.jsonl --dry-run      check everything; print the plan
   asyncrl sft model.path=DIR data.train=FILE.jsonl model.lora_rank=16 trainer.lr=2e-4
 
 Then reinforcement learning from what it wrote:

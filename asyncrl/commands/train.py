@@ -16,7 +16,7 @@ Train a run. OVERRIDES are Hydra's: key=value, or group=choice for a file in con
 
   asyncrl train model.path=DIR data.train=FILE.parquet   your own; the defaults fit 0.5 to 8B parameters
   asyncrl train experiment=calculator                    a small model learns to use a calculator, on a CPU
-  asyncrl train experiment=calculator --dry-run          check everything; print the resolved plan
+  asyncrl train experiment=calculator --dry-run          check everything; print the plan
   asyncrl train experiment=calculator name=first total_steps=20                a short run in runs/first
   asyncrl train experiment=calculator name=first total_steps=40 resume=auto    go on with it
   asyncrl train --config-dir mine experiment=maze        mine/experiment/maze.yaml

@@ -5,7 +5,7 @@ Hydra composes a mapping from `configs/` and the command line; `parse` turns it 
 the string under a field is its documentation.
 """
 
-from asyncrl.config.base import Options, Plugin, Section
+from asyncrl.config.base import Options, Plugin, Section, without_defaults
 from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.run import (
     DataConfig,
@@ -45,4 +45,5 @@ __all__ = [
     "WeightedSource",
     "WeightsConfig",
     "parse",
+    "without_defaults",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -18,3 +18,14 @@ Plugin = str | dict[str, Options]  # a name, or one name with its options
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every group of keys: immutable, and an unknown key is an error."""
+
+
+def without_defaults(section: Section) -> dict[str, Any]:
+    """The keys whose values are not the defaults, as a tree."""
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value != default:
+            found[field.name] = without_defaults(value) if isinstance(value, Section) else value
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, without_defaults
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.launch import placement, preflight
 from asyncrl.launch.console import Console, open_console
@@ -49,11 +49,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     endpoints = choose_endpoints(config.launch.host, config.launch.port)
     if dry_run:
         shown = replace(config, model=replace(config.model, template=named))  # not the template's whole text
-        print(msgspec.yaml.encode(shown).decode())
-        gpu = preflight.sees_gpu(config)
-        plan = [*placement.describe(config, units, gpu), *describe_costs(config, gpu)]
-        print(*plan, *(f"warning: {line}" for line in data.warnings), sep="\n")
-        print(f"\nrun directory: {run_dir}")
+        _print_plan(shown, units, data.warnings)
         return COMPLETED
     with ExitStack() as stack:
         stack.enter_context(locked(config))
@@ -72,6 +68,17 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")
         ending = session.run()
     return conclude(config, run_dir, ending.code, ending.error, console)
+
+
+def _print_plan(config: RunConfig, units: Sequence[placement.Unit], warnings: Iterable[str]) -> None:
+    """What is to be read most comes last."""
+    gpu = preflight.sees_gpu(config)
+    print("# what differs from the defaults (docs/configuration.md)")
+    print(msgspec.yaml.encode(without_defaults(config)).decode())
+    print(f"run directory: {run_directory(config)}\n")
+    print(*placement.describe(config, units, gpu), *describe_costs(config, gpu), sep="\n")
+    for line in warnings:
+        print(f"warning: {line}")
 
 
 @contextmanager

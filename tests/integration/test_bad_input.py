@@ -311,5 +311,5 @@ def test_a_run_in_use(inputs: Inputs) -> None:
 def test_a_dry_run_starts_nothing_and_writes_nothing(inputs: Inputs) -> None:
     done, left = train(inputs.folder, *inputs.overrides, "--dry-run", "rollout.workers=2", cwd=inputs.folder)
     assert done.returncode == 0 and not left and not inputs.runs.exists()
-    assert "max_staleness: 4" in done.stdout
+    assert "max_staleness" not in done.stdout, "a default"
     assert any(line.split()[:3] == ["rollout", "2", "1"] for line in done.stdout.splitlines())

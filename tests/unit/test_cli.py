@@ -280,7 +280,7 @@ def test_transcripts_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "first" / "config.yaml").write_text("{}")
     command = ["runs", "transcripts", "first", "--run-dir", str(tmp_path), "--of", "training"]
     assert cli.main(command) == 2
-    assert "there are those of: none" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("first: has no training transcripts\n")
     for step in (9, 10):
         line = f'{{"uid": "3.0", "score": 0.5, "text": "said\u2028at {step}"}}\n'
         (tmp_path / "first" / "transcripts" / "training" / f"step-{step}.jsonl").write_text(line)
@@ -288,6 +288,8 @@ def test_transcripts_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == "== training, step 10: uid 3.0, score 0.5\nsaid\u2028at 10\n\n"
     assert cli.main([*command, "--step", "9"]) == 0
     assert "said\u2028at 9" in capsys.readouterr().out
+    assert cli.main([*command, "--step", "7"]) == 2
+    assert "transcripts of step 7; the steps that have some: 9, 10" in capsys.readouterr().err
 
 
 def test_a_directory_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

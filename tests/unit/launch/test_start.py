@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console as Terminal
 
@@ -90,3 +91,22 @@ def test_a_disk_that_is_full_at_the_end_costs_no_more_than_the_picture(
     shown = capsys.readouterr()
     assert "0 issued" in shown.out and "No space left on device" in shown.err
     assert read_summary(run_dir)["steps"] == 0
+
+
+def test_a_dry_run_ends_with_the_plan_and_the_warnings(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the keys that are not the defaults."""
+    monkeypatch.setattr(preflight, "check", lambda config: CHECKED._replace(warnings=["far too fast"]))
+    monkeypatch.setattr(start, "describe_costs", lambda config, gpu: ["model  7 parameters"])
+    assert start.train(config, dry_run=True) == COMPLETED
+    text = capsys.readouterr().out
+    tree, _, plan = text.partition("run directory: ")
+    assert msgspec.yaml.decode(tree) == {
+        "name": "x",
+        "run_dir": config.run_dir,
+        "model": {"path": config.model.path},
+        "data": {"train": "t"},
+    }
+    assert plan.index("total ") < plan.index("model  7") < plan.index("warning: far too fast")
+    assert plan.endswith("warning: far too fast\n") and not (Path(config.run_dir) / "x").exists()
