@@ -65,8 +65,8 @@ def transcripts(run_dir: Path, kind: str, step: int | None) -> int:
         raise ConfigError(f"{run_dir}: has no {kind} transcripts")
     chosen = max(steps) if step is None else step
     if chosen not in steps:
-        known = ", ".join(map(str, sorted(steps)))
-        raise ConfigError(f"{run_dir}: no {kind} transcripts of step {chosen}; the steps that have some: {known}")
+        have = ", ".join(map(str, sorted(steps)))
+        raise ConfigError(f"{run_dir}: no {kind} transcripts of step {chosen}; those that have some: {have}")
     for entry in read_lines(steps[chosen]):
         text = entry.pop("text", "")
         print(f"== {kind}, step {chosen}: " + ", ".join(f"{key} {value}" for key, value in entry.items()))

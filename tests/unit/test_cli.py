@@ -289,7 +289,7 @@ def test_transcripts_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main([*command, "--step", "9"]) == 0
     assert "said\u2028at 9" in capsys.readouterr().out
     assert cli.main([*command, "--step", "7"]) == 2
-    assert "transcripts of step 7; the steps that have some: 9, 10" in capsys.readouterr().err
+    assert "transcripts of step 7; those that have some: 9, 10" in capsys.readouterr().err
 
 
 def test_a_directory_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
