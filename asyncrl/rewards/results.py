@@ -124,17 +124,18 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     unweighted, and their components and notes as `name/part`. Of a single result they keep their names.
 
     For example 0.5 · exact (score 1) + 1 · code (score 0.2, component tests = 5) is a score of 0.7 with the
-    components exact = 1, code = 0.2 and code/tests = 5. What agents earn for themselves is summed for each.
+    components exact = 1, code = 0.2 and code/tests = 5. What agents earn for themselves is summed for each; of
+    such a result there is no score by name, but `name/agent`: what each earned, score included.
 
     ValueError when two give different numbers of turn rewards, or a sum is not finite.
     """
     if len(parts) == 1:
         components, notes = parts[0][2].components, parts[0][2].notes
     else:
-        components, notes = {name: result.score for name, _, result in parts}, {}
+        components, notes = {name: result.score for name, _, result in parts if not result.agents}, {}
         for name, _, result in parts:
             components |= {f"{name}/{part}": value for part, value in result.components.items()}
-            components |= {f"{name}/{agent}": value for agent, value in result.agents.items()}
+            components |= {f"{name}/{agent}": result.score + own for agent, own in result.agents.items()}
             notes |= {f"{name}/{part}": text for part, text in result.notes.items()}
     by_turn = [[weight * value for value in result.turns] for _, weight, result in parts if result.turns]
     if len({len(turns) for turns in by_turn}) > 1:

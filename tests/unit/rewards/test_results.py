@@ -155,13 +155,13 @@ def test_a_bad_result_is_told_by_its_part(result: Any, complaint: str) -> None:
         ),
         (  # a number is earned by each agent
             [
-                ("won", 2.0, RewardResult(0.0, agents={"x": 1.0, "o": -1.0})),
+                ("won", 2.0, RewardResult(0.25, agents={"x": 1.0, "o": -1.0})),
                 ("short", 0.5, RewardResult(1.0)),
             ],
             RewardResult(
-                0.5,
+                1.0,
                 (),
-                {"won": 0.0, "won/x": 1.0, "won/o": -1.0, "short": 1.0},
+                {"won/x": 1.25, "won/o": -0.75, "short": 1.0},
                 agents={"x": 2.0, "o": -2.0},
             ),
         ),
