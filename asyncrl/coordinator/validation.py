@@ -22,6 +22,7 @@ from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord, sampling_key
+from asyncrl.observe.summary import HIGHEST
 from asyncrl.types import EpisodeResult, Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
@@ -273,6 +274,8 @@ class Validation:
             numbers[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
             numbers[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
         means = {name: sum(values) / len(values) for name, values in numbers.items()}
+        if earned:
+            means[HIGHEST] = max(result.judged for result in earned.values())
         unfinished = len(session.running) + len(session.queue)
         if unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
             means = {}

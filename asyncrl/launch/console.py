@@ -22,12 +22,14 @@ from asyncrl.observe.progress import BATCH, Progress
 from asyncrl.observe.summary import (
     GREEDY,
     GREEDY_SCORE,
+    HIGHEST,
     NLL,
     REWARD,
     SAMPLED,
     SAMPLED_SCORE,
     VALIDATED,
     ZERO_ADVANTAGE,
+    success_line,
 )
 from asyncrl.observe.table import PipeSafeTerminal, shown
 from asyncrl.wire.messages.observer import Status
@@ -66,14 +68,18 @@ class ConsoleState:
 
 
 class Console:
-    """Shows a run; errors of the terminal do not reach the caller."""
+    """Shows a run; errors of the terminal do not reach the caller. `threshold`: `validation.success`."""
 
     def __init__(
-        self, mode: Literal["live", "plain", "off"], state: ConsoleState, terminal: Terminal
+        self,
+        mode: Literal["live", "plain", "off"],
+        state: ConsoleState,
+        terminal: Terminal,
+        threshold: float = 1.0,
     ) -> None:
-        self.mode, self.state, self.terminal = mode, state, terminal
+        self.mode, self.state, self.terminal, self.threshold = mode, state, terminal, threshold
         self._line_at = 0.0
-        self._advised = False
+        self._advised: set[str] = set()
 
     def status(self, status: Status) -> None:
         """The state of the run, a few times a second."""
@@ -94,22 +100,25 @@ class Console:
         if VALIDATED in metrics:
             self.state.validation = metrics
             self._line(f"validation at step {step}: {_validation(metrics)}")
+            self._advise("success", success_line(metrics.get(HIGHEST), self.threshold))
             return
         self.state.status, self.state.metrics = replace(self.state.status, step=step), metrics
         self.state.progress.update(step, True, time.monotonic())
-        self._advise(step, metrics.get(ZERO_ADVANTAGE, 0.0))
+        if (share := metrics.get(ZERO_ADVANTAGE, 0.0)) >= IDLE_SHARE:
+            self._advise(
+                "idle",
+                f"step {step}: {share:.0%} of the episodes have advantage 0 and teach nothing (rewards of "
+                "their group are equal): use easier or harder samples or a larger buffer.episodes_per_group; "
+                "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most",
+            )
         if step in (1, self.state.status.total_steps) or time.monotonic() - self._line_at > LINE_EVERY:
             self._progress_line(force=True)
 
-    def _advise(self, step: int, share: float) -> None:
-        """Once: why a large part of a batch teaches nothing."""
-        if share >= IDLE_SHARE and not self._advised:
-            self._advised = True
-            self.note(
-                f"step {step}: {share:.0%} of the episodes have advantage 0 and teach nothing (rewards of "
-                "their group are equal): use easier or harder samples or a larger buffer.episodes_per_group; "
-                "buffer.filter_zero_variance draws others in their place, buffer.max_refill at most"
-            )
+    def _advise(self, about: str, text: str) -> None:
+        """Once in a launch."""
+        if text and about not in self._advised:
+            self._advised.add(about)
+            self.note(text)
 
     def note(self, text: str) -> None:
         """An event worth a line in every mode but off."""
@@ -135,11 +144,13 @@ class Console:
 
 
 @contextmanager
-def open_console(mode: Literal["auto", "live", "plain", "off"], title: str, total: int) -> Iterator[Console]:
+def open_console(
+    mode: Literal["auto", "live", "plain", "off"], title: str, total: int, threshold: float = 1.0
+) -> Iterator[Console]:
     """A console; a live one gives the terminal back at the end."""
     terminal = PipeSafeTerminal()
     chosen = ("live" if terminal.is_terminal else "plain") if mode == "auto" else mode
-    console = Console(chosen, ConsoleState(title, Status("starting", 0, total, {}, ())), terminal)
+    console = Console(chosen, ConsoleState(title, Status("starting", 0, total, {}, ())), terminal, threshold)
     live = Live(
         console=terminal, get_renderable=lambda: render(console.state), refresh_per_second=4, transient=True
     )

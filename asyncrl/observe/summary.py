@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncrl.config import ValidationConfig
+
 Row = Mapping[str, float]
 
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
@@ -23,6 +25,7 @@ BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
 NLL = "actor/nll"  # per token, of a supervised run, which has no reward
+HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.success`
 VALIDATED = "val-aux/policy_version"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
 
@@ -69,6 +72,7 @@ def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> 
         "flow": dict(flow),
         "conserved": conserved,
         "validation_episodes": int(_last(validations, "val-aux/episodes") or 0),
+        "validation_score_max": _max(validations, HIGHEST),
     }
 
 
@@ -85,6 +89,17 @@ def failures_line(counts: Mapping[str, int], newest: str) -> str:
         return ""
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda one: -one[1]))
     return f"attempts failed: {kinds}" + (f"; the newest: {newest}" if newest else "")
+
+
+def success_line(highest: float | None, threshold: float | None) -> str:
+    """A warning if scores go beyond `validation.success`, and that is left at its default; '' if not."""
+    default = ValidationConfig().success
+    if highest is None or threshold != default or highest <= default * (1 + 1e-6):
+        return ""
+    return (
+        f"scores go up to {highest:g}, and {default:g} is a success, the default of validation.success: set "
+        "it to what a solved task earns"
+    )
 
 
 def _latest(rows: Any) -> list[Row]:

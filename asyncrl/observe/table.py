@@ -11,7 +11,7 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from asyncrl.observe.summary import failures_line, identity_line
+from asyncrl.observe.summary import failures_line, identity_line, success_line
 
 
 class PipeSafeTerminal(Terminal):
@@ -56,8 +56,12 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
     ):
         if summary.get(key) is not None:
             terminal.print(f"  {label}: {shown(summary[key], form)}", highlight=False)
-    if failed := failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")):
-        terminal.print(f"  {escape(failed)}", highlight=False, soft_wrap=True)
+    for line in (
+        success_line(summary.get("validation_score_max"), summary.get("success_threshold")),
+        failures_line(summary.get("attempts_failed", {}), summary.get("newest_failure", "")),
+    ):
+        if line:
+            terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
     export = run_dir.absolute() / "checkpoints" / f"step-{summary['steps']}" / "hf"
     if export.is_dir():

@@ -124,8 +124,8 @@ def combine(parts: Sequence[tuple[str, float, RewardResult]]) -> RewardResult:
     unweighted, and their components and notes as `name/part`. Of a single result they keep their names.
 
     For example 0.5 · exact (score 1) + 1 · code (score 0.2, component tests = 5) is a score of 0.7 with the
-    components exact = 1, code = 0.2 and code/tests = 5. What agents earn for themselves is summed for each; of
-    such a result there is no score by name, but `name/agent`: what each earned, score included.
+    components exact = 1, code = 0.2 and code/tests = 5. What agents earn for themselves is summed for each;
+    of such a result there is no score by name, but `name/agent`: what each earned, score included.
 
     ValueError when two give different numbers of turn rewards, or a sum is not finite.
     """

@@ -106,6 +106,7 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
     ((_, metrics),) = validation.results
     assert metrics["val-core/all/greedy/success"] == success
     assert metrics["val-core/all/greedy/mean@1"] == result.reward
+    assert metrics["val-aux/score/max"] == result.judged
     if result.components:
         assert metrics["val-aux/all/greedy/acc/mean@1"] == result.components["acc"]
 

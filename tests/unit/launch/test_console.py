@@ -18,6 +18,7 @@ from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import (
     GREEDY,
     GREEDY_SCORE,
+    HIGHEST,
     REWARD,
     SAMPLED,
     SAMPLED_SCORE,
@@ -180,6 +181,22 @@ def test_a_batch_that_teaches_little_is_said_once(capsys: pytest.CaptureFixture[
             shown.step(step, {ZERO_ADVANTAGE: share})
     said = [line for line in capsys.readouterr().out.splitlines() if "teach nothing" in line]
     assert len(said) == 1 and said[0].startswith("step 2: 25%")
+
+
+@pytest.mark.parametrize(("threshold", "highest", "count"), [(1.0, 3.5, 1), (1.0, 1.0, 0), (3.0, 3.5, 0)])
+def test_scores_beyond_the_default_of_success_are_said_once(
+    threshold: float, highest: float, count: int
+) -> None:
+    shown, out = console()
+    shown.threshold = threshold
+    for step in (0, 2):
+        shown.step(step, {VALIDATED: step, HIGHEST: highest, SAMPLED: 1.0, "training/step": step})
+    line = "scores go up to 3.5, and 1 is a success, the default of validation.success: set it to what a"
+    assert out.getvalue().count(line) == count
+    rows = [{"training/step": 0, SAMPLED: 1.0, HIGHEST: highest}]
+    summary = summarize(rows, {}, True) | {"success_threshold": threshold}
+    print_summary(summary, Path("r"), Terminal(file=out, width=200))
+    assert out.getvalue().count(line) == 2 * count
 
 
 def test_the_final_table(tmp_path: Path) -> None:
