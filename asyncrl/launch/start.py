@@ -57,8 +57,9 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         _remove_outside_weights(config)  # of a launcher that was killed
         stack.callback(_remove_outside_weights, config)
         trackers = stack.enter_context(Trackers.open(config, run_dir))
-        shown = (config.observe.console, config.name, config.total_steps, config.validation.success)
-        console = stack.enter_context(open_console(*shown))
+        console = stack.enter_context(
+            open_console(config.observe.console, config.name, config.total_steps, config.validation.success)
+        )
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
         supervisor = Supervisor(
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
