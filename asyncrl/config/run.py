@@ -137,8 +137,8 @@ class LaunchConfig(Section, frozen=True):
     threads: Positive = 1
     """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More than cores for
     all of them together wait for each other: two each on two cores made 7 s of work 95 s."""
-    lease: Seconds = 10.0
-    """A worker silent for this long loses its episodes."""
+    lease: Seconds = 30.0
+    """A worker silent for this long loses its episodes. An embedded engine silences it for a forward."""
     start_timeout: Seconds = 120.0
     """Deadline for a role to report in."""
     stop_timeout: Seconds = 600.0

@@ -96,6 +96,7 @@ class Coordinator:
         self.observers: set[bytes] = set()
         self._status_at, self._turned_at = 0.0, now
         self.writer = TurnWriter(self.state, self._keep_contact)
+        self._absent: dict[tuple[str, int], float] = {}  # workers and keepers, and since when
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
         self._resume(incarnation)
 
@@ -223,6 +224,7 @@ class Coordinator:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now)
             self.engines.extend_leases(now)
+            self._absent.clear()
 
     def _tick(self, now: float) -> None:
         state = self.state
@@ -240,6 +242,7 @@ class Coordinator:
             self.engines.tick(now)
             self.validation.tick(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
             self.workers.tick(now)
+            self._look_for_absent(now)
         self.trainer.serve()
         self._report_validations()
         self._watch(now)
@@ -304,19 +307,34 @@ class Coordinator:
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 
+    def _look_for_absent(self, now: float) -> None:
+        """A worker or a keeper that is silent, or does not start, is named, and replaced in the end."""
+        here = {("rollout", worker.hello.index) for worker in self.workers.workers.values()}
+        here |= {("engine", keeper.hello.index) for keeper in self.engines.keepers.values()}
+        planned = {("rollout", index) for index in range(self.config.rollout.workers)}
+        planned |= {("engine", index) for index in range(self.config.engine.keepers)}
+        self._absent = {one: self._absent.get(one, now) for one in sorted(planned - here)}
+        limit = self.config.launch.start_timeout
+        for (role, index), since in self._absent.items():
+            self.state.waits.append(f"{role}-{index} is silent, or starts: it is not used")
+            if now - since > limit:
+                self._replace(Replace(role, f"{role}-{index} has been silent for {limit:g} s", index))
+                self._absent[role, index] = now  # the next one is given the same time
+
+    def _replace(self, message: Replace) -> None:
+        log.error("%s: replaced", message.reason)
+        self._to_observers(message)
+
     def _watch(self, now: float) -> None:
-        """In a run that has stalled, a role whose processes are silent is replaced; else it ends, with a
+        """In a run that has stalled, trainer ranks that are silent are replaced; else it ends, with a
         checkpoint. Either way it is said who waits for what."""
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return
         why = f"{stalled}: {'; '.join(self.reporter.waits()) or 'no wait is known'}"
         training = self.lifecycle.phase in (Phase.RUNNING, Phase.DRAINING)
-        silent = "trainer" if training and self.trainer.hangs(now) else ""
-        silent = silent or ("rollout" if not self.workers.workers else "")
-        if silent:
-            log.error("the %s processes are replaced: %s", silent, why)
-            self._to_observers(Replace(silent, why))
+        if training and self.trainer.hangs(now):
+            self._replace(Replace("trainer", f"the trainer hangs, {why}"))
             self.state.liveness.progress(now)  # the next ones are given the same time
         else:
             self.lifecycle.abort(why, now)

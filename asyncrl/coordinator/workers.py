@@ -93,13 +93,13 @@ class WorkerHandler:
             return  # it will say hello
         if message.in_time or message.tokens > (worker.beat.tokens if worker.beat else 0):
             self.state.liveness.alive(now)
-        worker.seen, worker.beat = now, message
         held = {attempt.uid for attempt in message.held}
         for uid, (seq, sent) in list(worker.running.items()):
             arrived = seq <= message.assigned
-            overdue = now - sent > self.state.config.launch.lease
+            overdue = worker.seen - sent > self.state.config.launch.lease  # before it last ran
             if uid not in held and (arrived or overdue):
                 self._lose_episode(worker, uid, now)
+        worker.seen, worker.beat = now, message
         for attempt in message.held:
             if not self._is_current(worker, attempt):
                 self.state.outbox.to_control(peer, Cancel(attempt))
@@ -154,17 +154,8 @@ class WorkerHandler:
         lease = self.state.config.launch.lease
         for worker in [w for w in self.workers.values() if now - w.seen > lease]:
             self.lose(worker, f"silent for {lease:g} s", now)
-        self._name_missing()
         self.engines.send_table(self.workers, now)
         self._assign(now)
-
-    def _name_missing(self) -> None:
-        """One that hangs is not replaced while others live: its slots must not be missing in silence."""
-        here = {worker.hello.index for worker in self.workers.values()}
-        missing = sorted(set(range(self.state.config.rollout.workers)) - here) if here else []
-        self.state.waits += [
-            f"worker {index} is silent, or starts: its slots are not used" for index in missing
-        ]
 
     def lose(self, worker: WorkerRecord, why: str, now: float) -> None:
         log.warning("%s lost (%s): %d episodes go back", worker.name, why, len(worker.running))

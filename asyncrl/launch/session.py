@@ -157,8 +157,8 @@ class Session:
                 self._view.step(message.step, message.metrics)
                 self._on_step(message.step, message.metrics)
             case Replace():
-                self._view.note(f"{message.reason}: the {message.role} processes are replaced")
-                self._supervisor.kill_role(message.role)
+                self._view.note(f"{message.reason}: replacing it")
+                self._supervisor.kill_role(message.role, message.index)
             case RunEnd():
                 self._end = message
             case Welcome() | Stop():

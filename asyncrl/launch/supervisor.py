@@ -120,10 +120,10 @@ class Supervisor:
         for handle in self.alive:
             handle.kill()
 
-    def kill_role(self, role: str) -> None:
-        """End a role that does not answer; the next tick restarts it."""
+    def kill_role(self, role: str, index: int | None = None) -> None:
+        """End a role that does not answer, or one of its units; the next tick restarts it."""
         for unit in self.units:
-            if unit.plan.role == role:
+            if unit.plan.role == role and index in (None, unit.plan.places[0].index):
                 for handle in unit.alive:
                     handle.kill()
 

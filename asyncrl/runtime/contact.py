@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 
+QUIET_SECONDS = 5.0  # without a message, after which the coordinator may have restarted
+
 
 class ContactState(enum.Enum):
     """What to do at a tick."""
@@ -44,6 +46,6 @@ class Contact:
             return ContactState.GONE
         if silent > self.seconds:
             return ContactState.EXPIRED
-        if silent > self.seconds / 2 or not self.welcomed:
+        if silent > min(self.seconds / 2, QUIET_SECONDS) or not self.welcomed:
             return ContactState.QUIET
         return ContactState.FINE

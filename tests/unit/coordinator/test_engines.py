@@ -34,6 +34,7 @@ class EngineSetup:
                 "model": {"path": "m"},
                 "data": {"train": "d"},
                 "engine": {"name": "sglang", "servers": 2},
+                "launch": {"lease": 10.0},
                 "weights": weights,
             }
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.prompts import Prompts
@@ -154,27 +155,37 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
     assert sent(coordinator, Replace) == []
     for again in (1, 2):
         tick(coordinator, again * (SILENCE + 1))
-        (replace,) = sent(coordinator, Replace)
-        assert replace.role == "trainer" and "nothing has moved" in replace.reason
+        (replace,) = [order for order in sent(coordinator, Replace) if order.role == "trainer"]
+        assert replace.index is None and "nothing has moved" in replace.reason
         assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
-def test_workers_that_are_all_silent_are_replaced(coordinator: Coordinator) -> None:
-    """Each blocked for ever by somebody's code, say: their leases are over."""
-    trained(coordinator, 3)
-    rank(coordinator, 0.0)
-    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
-    for now in (SILENCE - 1, SILENCE + 1):
-        coordinator._on_control(RANK, TrainerBeat(0, 0.0, 0.0, "trajectories of step 3"), [], now)
-        tick(coordinator, now)
-    (replace,) = sent(coordinator, Replace)
-    assert replace.role == "rollout" and coordinator.lifecycle.phase is Phase.RUNNING
+@pytest.mark.parametrize("silent", [1, 2], ids=["one of two", "both"])
+def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, silent: int) -> None:
+    """Blocked for ever by somebody's code, say: its lease is over. The next one is given the same time."""
+    coordinator.config = parse(msgspec.to_builtins(coordinator.config) | {"rollout": {"workers": 2}})
+    for index in (0, 1):
+        peer = f"rollout/{index}/launch.{index}".encode()
+        coordinator._on_control(peer, WorkerHello(index, f"launch.{index}", 4, 1), [], 0.0)
+    replaced = {}
+    for now in range(300):
+        for index in range(2 - silent):
+            beat = Heartbeat(now, 0, (), 0.0, 0.0, 0, in_time=True)
+            coordinator._on_control(f"rollout/{index}/launch.{index}".encode(), beat, [], float(now))
+        tick(coordinator, float(now))
+        named = {wait.partition(" ")[0] for wait in coordinator.state.waits if "is silent" in wait}
+        assert len(named) == (silent if now > 30 else 0)  # launch.lease
+        replaced |= {(order.role, order.index, now): named for order in sent(coordinator, Replace)}
+    gone = [1] if silent == 1 else [0, 1]
+    assert list(replaced) == [("rollout", index, now) for now in (152, 273) for index in gone]
+    assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
 def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> None:
     partial = coordinator.run_dir / "checkpoints" / "step-3.tmp" / "state"
     partial.mkdir(parents=True)
     for now in range(0, 1000, 100):
+        coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], float(now))
         with (partial / "shard").open("ab") as file:
             file.write(b"x" * 1_000_000)
         tick(coordinator, float(now))

@@ -35,7 +35,7 @@ class World:
         self.notes: list[str] = []
         units = [
             Unit("coordinator", (RolePlace("coordinator", 0, 1, "t"),)),
-            Unit("rollout", (RolePlace("rollout", 0, 1, "t"),)),
+            *(Unit("rollout", (RolePlace("rollout", index, 1, "t"),)) for index in (0, 1)),
             Unit("trainer", (RolePlace("trainer", 0, 1, "t"), RolePlace("trainer", 1, 1, "t"))),
         ]
         self.supervisor = Supervisor(
@@ -57,7 +57,7 @@ def world(tmp_path: Path) -> World:
 
 
 def test_nothing_happens_while_all_run(world: World) -> None:
-    assert world.supervisor.tick(0) is None and len(world.started) == 4
+    assert world.supervisor.tick(0) is None and len(world.started) == 5
 
 
 def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) -> None:
@@ -70,6 +70,12 @@ def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) ->
     assert is_older(dead.order.incarnation, world.newest("rollout-0").order.incarnation)
     assert not world.newest("trainer-0").killed
     assert world.notes == ["rollout-0 was killed by SIGKILL; rollout-0 is restarted in 0.5 s (1 of 2)"]
+
+
+@pytest.mark.parametrize(("index", "killed"), [(None, ["rollout-0", "rollout-1"]), (1, ["rollout-1"])])
+def test_what_hangs_is_ended_and_nothing_else(world: World, index: int | None, killed: list[str]) -> None:
+    world.supervisor.kill_role("rollout", index)
+    assert [process.name for process in world.started if process.killed] == killed
 
 
 def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) -> None:
@@ -108,7 +114,7 @@ def test_a_role_that_ends_in_order_is_left_alone(world: World) -> None:
     world.newest("rollout-0").code = 0  # at the end of a run the coordinator follows at once
     assert world.supervisor.tick(0) is None
     world.supervisor.tick(LEAVE_SECONDS)
-    assert len(world.started) == 4 and not world.notes
+    assert len(world.started) == 5 and not world.notes
 
 
 def test_the_budget_is_each_units_own_and_its_end_shows_the_log(tmp_path: Path) -> None:
@@ -185,7 +191,7 @@ def test_nobody_is_restarted_while_stopping(world: World) -> None:
     world.supervisor.stopping = True
     world.newest("trainer-0").code = -9
     assert world.supervisor.tick(100) is None
-    assert len(world.started) == 4
+    assert len(world.started) == 5
     world.newest("coordinator-0").code = -9
     ending = world.supervisor.tick(101)
     assert ending is not None and ending.code == 1 and "while stopping" in ending.error
