@@ -16,7 +16,7 @@ from asyncrl.conversation.forms import AnswerForm, grammar
 from asyncrl.conversation.parsers import hermes
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.conversation.watch import TurnWatch
-from asyncrl.engines.base import Engine, Request
+from asyncrl.engines.base import Engine, EngineRefused, Request
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 from tests.fakes.chat import FakeChat, rules
@@ -132,7 +132,7 @@ def test_a_text_that_ends_inside_a_token_ends_the_turn_with_that_token(subject: 
 
 
 @pytest.mark.parametrize("subject", ["sglang-qwen2-in_place"], indirect=True)
-def test_a_grammar_is_kept(subject: Subject, tiny_models: dict[str, Path]):
+def test_a_grammar_is_kept_and_one_that_is_none_refused(subject: Subject, tiny_models: dict[str, Path]):
     """A random model would write neither."""
     decode = load_tokenizer(str(tiny_models["qwen2"])).decode
     see = {"name": "see", "parameters": {"enum": [{"a": 1}]}}
@@ -150,6 +150,8 @@ def test_a_grammar_is_kept(subject: Subject, tiny_models: dict[str, Path]):
                 ]
             else:
                 assert json.loads(text) in ("yes", "no")
+        with pytest.raises(EngineRefused, match="400"):
+            await engine.generate(ask(prompt(9), 80, grammar='{"type": "structural_tag", "format": {}}'))
 
     subject.run(body)
 
