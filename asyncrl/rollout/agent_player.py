@@ -89,39 +89,32 @@ class AgentHost:
         self._branches.mark_undelivered(reply.turn)
 
     async def _together(self, found: list[Turn | Placement], told: ToldOf | None) -> list[AgentReply]:
-        """All answers to a request. When one fails, or the client leaves, none is left under way, and none
-        counts as delivered."""
+        """All answers to a request, once they are durable. When one fails, or the client leaves, none is left
+        under way, and none counts as delivered."""
         answers = [self._one(one, told and partial(told, index)) for index, one in enumerate(found)]
         tasks = list(map(asyncio.ensure_future, answers))
         try:
-            return await asyncio.gather(*tasks)
+            replies = await asyncio.gather(*tasks)
+            await self._run.until_durable()
         except BaseException:
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._branches.give_back([*found, *(one.turn for one in ended if isinstance(one, AgentReply))])
             raise
+        return replies
 
     async def _one(self, found: Turn | Placement, told: Told | None) -> AgentReply:
-        """A turn that was not delivered, a recorded one, or one that is sampled and posted."""
-        if isinstance(found, Turn):
-            return await self._deliver(found)
-        try:
-            turn = await self._recorded(found) or await self._sample(found, told)
-        finally:
-            self._branches.cancel(found)
-        return await self._deliver(turn)
-
-    async def _deliver(self, turn: Turn) -> AgentReply:
-        """The answer, once the turn is durable."""
+        """Of a turn that was not delivered, a recorded one, or one that is sampled and posted."""
+        turn = found if isinstance(found, Turn) else await self._turn(found, told)
         row = self._branches.rows[turn.row]
-        reply = AgentReply(self._branches.said(turn), turn, len(row.ids) - len(turn.ids))
+        return AgentReply(self._branches.said(turn), turn, len(row.ids) - len(turn.ids))
+
+    async def _turn(self, place: Placement, told: Told | None) -> Turn:
         try:
-            await self._run.until_durable()
-        except asyncio.CancelledError:  # the client has left
-            self.lose(reply)
-            raise
-        return reply
+            return await self._recorded(place) or await self._sample(place, told)
+        finally:
+            self._branches.cancel(place)
 
     async def _recorded(self, place: Placement) -> Turn | None:
         """The turn that answered this request in an earlier attempt, once all turns before it were added."""
@@ -233,18 +226,10 @@ class AgentPlayer:
 
 
 class Agents:
-    """What the agents of all episodes of a worker share."""
+    """What the agents of all episodes of a worker share. Start the gateway before the first one."""
 
     def __init__(self, agent: Agent, gateway: Gateway) -> None:
         self.agent, self.gateway, self.threads = agent, gateway, LoopThread("agents")
-
-    def player(self, run: EpisodeRun) -> AgentPlayer:
-        """The player of one attempt."""
-        return AgentPlayer(run, self)
-
-    async def start(self) -> None:
-        """To be awaited before the first episode."""
-        await self.gateway.start()
 
     async def close(self) -> None:
         self.threads.close()

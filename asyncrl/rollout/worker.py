@@ -29,7 +29,7 @@ from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.observe.timeline import Timeline
-from asyncrl.rollout.agent_player import Agents
+from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun
 from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine
 from asyncrl.rollout.episode_runner import EpisodeRunner, Player
@@ -112,7 +112,7 @@ class RolloutWorker:
         if self._parts.demonstrations and run.assign.lane == "train":
             return DemonstrationPlayer(run, self._parts.toolbox)
         if self.agents is not None:
-            return self.agents.player(run)
+            return AgentPlayer(run, self.agents)
         return TurnPlayer(run, self._parts.toolbox, self._parts.environment)
 
     def _local_samplers(self, build: Callable[[], Engine], engine: Engine | None) -> dict[str, LocalSampler]:
@@ -136,7 +136,7 @@ class RolloutWorker:
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())
         if self.agents is not None:
-            await self.agents.start()
+            await self.agents.gateway.start()
         services = [asyncio.create_task(service) for service in self._services()]
         try:
             waited: list[asyncio.Future[Any]] = [self._ending, *services]

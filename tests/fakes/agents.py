@@ -14,7 +14,7 @@ from asyncrl.engines.base import Request
 from asyncrl.gateway import Agent, Endpoint, Gateway
 from asyncrl.rewards import RewardInput
 from asyncrl.rewards.loading import in_loop
-from asyncrl.rollout.agent_player import Agents
+from asyncrl.rollout.agent_player import AgentPlayer, Agents
 from asyncrl.rollout.context import EpisodeContext
 from asyncrl.rollout.episode_runner import EpisodeRunner
 from asyncrl.rollout.samplers import LocalSampler
@@ -92,12 +92,12 @@ class AgentBench:
         )
         lane.engine = self.engine
         shared = Agents(self.agent, Gateway(self.context.rules.chat.decode))
-        await shared.start()
+        await shared.gateway.start()
         service = asyncio.create_task(self.outbox.run())
         assign = Assign(1, Attempt("u", 1), sample(), self.lane, temperature=1.0, key=99, seconds=5.0)
         try:
             async with asyncio.timeout(SECONDS):
-                runner = EpisodeRunner(self.context, shared.player)
+                runner = EpisodeRunner(self.context, lambda run: AgentPlayer(run, shared))
                 await runner.run(assign, frames, lane)
                 await settle()
         finally:
