@@ -27,7 +27,7 @@ from asyncrl.gateway.wire import (
     text_of,
     tool_call,
 )
-from asyncrl.types import Message, StopReason, ToolCall
+from asyncrl.types import Message, StopReason
 
 MAX_CHOICES = 128  # answers to one request
 MAX_STOPS = 32  # texts of one request that end the answer
@@ -97,21 +97,19 @@ def _messages(sent: Sequence[ChatMessage]) -> Iterator[Message]:
     """Replies to tool calls get the name of the tool, which some templates write, from the call."""
     names: dict[str, str] = {}
     for one in sent:
-        calls = tuple(map(_call, one.tool_calls or ()))
-        names |= {sent.id: call.name for sent, call in zip(one.tool_calls or (), calls, strict=True)}
+        calls = one.tool_calls or ()
+        names |= {call.id: call.function.name for call in calls}
         answers = one.tool_call_id or ""
         yield Message(
             role="system" if one.role == "developer" else one.role,
             content=text_of(one.content),
-            tool_calls=calls,
+            tool_calls=tuple(
+                tool_call(call.function.name, call.function.arguments, call.id) for call in calls
+            ),
             tool_call_id=own_id(answers),
             name=names.get(answers, one.name or ""),
             reasoning=one.reasoning_content or "",
         )
-
-
-def _call(call: ChatToolCall) -> ToolCall:
-    return tool_call(call.function.name, call.function.arguments, call.id)
 
 
 @dataclass

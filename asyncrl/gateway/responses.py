@@ -36,7 +36,9 @@ from asyncrl.gateway.wire import (
     text_of,
     tool_call,
 )
-from asyncrl.types import Message, StopReason
+from asyncrl.types import Message, StopReason, ToolCall
+
+TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}  # events of an item's text
 
 Text = str | list[ContentPart] | None
 
@@ -167,9 +169,9 @@ class ResponsesExchange:
             kinds.append("reasoning")
         if "message" not in kinds and (message.content or not message.tool_calls):
             kinds.append("message")
-        items = {"reasoning": self._reasoning(message.reasoning), "message": self._message(message.content)}
-        output = [items[kind] for kind in kinds]
-        output += [self._call(number, reply) for number in range(len(message.tool_calls))]
+        texts_of = {"reasoning": message.reasoning, "message": message.content}
+        output = [self._item(kind, texts_of[kind]) for kind in kinds]
+        output += [self._call(number, call) for number, call in enumerate(calls_of(reply))]
         cut = reply.turn.stop is StopReason.LENGTH
         read, written = reply.prompt_tokens, len(reply.turn.ids)
         usage = {
@@ -193,14 +195,10 @@ class ResponsesExchange:
     def told(self, index: int, reasoning: str, content: str) -> Iterator[Event]:
         self._told.reasoning += reasoning
         self._told.content += content
-        if reasoning:
-            yield from self._begun("reasoning")
-            yield self._event("response.reasoning_text.delta", **self._part("reasoning"), delta=reasoning)
-        if content:
-            yield from self._begun("message")
-            yield self._event(
-                "response.output_text.delta", **self._part("message"), delta=content, logprobs=[]
-            )
+        for kind, text in (("reasoning", reasoning), ("message", content)):
+            if text:
+                yield from self._begun(kind)
+                yield self._text(kind, "delta", delta=text)
 
     def end(self, replies: Sequence[AgentReply], texts: Sequence[Sequence[str]]) -> Iterator[Event]:
         """What was not told yet, the ends of the items, one item per call, the end."""
@@ -222,11 +220,8 @@ class ResponsesExchange:
             return
         yield from self._closed()
         self._open.append(kind)
-        item = {**(self._reasoning("") if kind == "reasoning" else self._message("")), "content": []}
-        at = len(self._open) - 1
-        yield self._event(
-            "response.output_item.added", output_index=at, item={**item, "status": "in_progress"}
-        )
+        item, at = {**self._item(kind, ""), "content": [], "status": "in_progress"}, len(self._open) - 1
+        yield self._event("response.output_item.added", output_index=at, item=item)
         if kind == "message":
             yield self._event("response.content_part.added", **self._part(kind), part=_output_text(""))
 
@@ -235,14 +230,11 @@ class ResponsesExchange:
         if not self._open:
             return
         kind, at = self._open[-1], len(self._open) - 1
-        if kind == "reasoning":
-            text, item = self._told.reasoning, self._reasoning(self._told.reasoning)
-            yield self._event("response.reasoning_text.done", **self._part(kind), text=text)
-        else:
-            text, item = self._told.content, self._message(self._told.content)
-            yield self._event("response.output_text.done", **self._part(kind), text=text, logprobs=[])
+        text = self._told.reasoning if kind == "reasoning" else self._told.content
+        yield self._text(kind, "done", text=text)
+        if kind == "message":
             yield self._event("response.content_part.done", **self._part(kind), part=_output_text(text))
-        yield self._event("response.output_item.done", output_index=at, item=item)
+        yield self._event("response.output_item.done", output_index=at, item=self._item(kind, text))
 
     def _called(self, at: int, item: dict[str, Any]) -> Iterator[Event]:
         where, text = {"item_id": item["id"], "output_index": at}, item["arguments"]
@@ -256,21 +248,23 @@ class ResponsesExchange:
         self._events += 1
         return kind, {"type": kind, "sequence_number": self._events - 1, **data}
 
+    def _text(self, kind: str, step: str, **text: str) -> Event:
+        more = {"logprobs": []} if kind == "message" else {}
+        return self._event(f"response.{TEXTS[kind]}.{step}", **self._part(kind), **text, **more)
+
     def _part(self, kind: str) -> dict[str, Any]:
         """Where the text of an item is."""
-        item = self._reasoning("") if kind == "reasoning" else self._message("")
+        item = self._item(kind, "")
         return {"item_id": item["id"], "output_index": self._open.index(kind), "content_index": 0}
 
-    def _reasoning(self, text: str) -> dict[str, Any]:
-        content = [{"type": "reasoning_text", "text": text}]
-        return {"id": f"rs_{self._id}", "type": "reasoning", "summary": [], "content": content}
-
-    def _message(self, text: str) -> dict[str, Any]:
-        found = {"id": f"msg_{self._id}", "type": "message", "role": "assistant", "status": "completed"}
+    def _item(self, kind: str, text: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": text}]
+            return {"id": f"rs_{self._id}", "type": kind, "summary": [], "content": content}
+        found = {"id": f"msg_{self._id}", "type": kind, "role": "assistant", "status": "completed"}
         return {**found, "content": [_output_text(text)]}
 
-    def _call(self, number: int, reply: AgentReply) -> dict[str, Any]:
-        call = calls_of(reply)[number]
+    def _call(self, number: int, call: ToolCall) -> dict[str, Any]:
         return {
             "id": f"fc_{self._id}_{number}",
             "type": "function_call",

@@ -160,7 +160,7 @@ class Gateway:
         try:
             replies = replies or await _outcome(task)
         except Exception as error:
-            await _send(response, [("error", _error(error).body)])
+            await _send(response, [("error", _error(request, error).body)])
         else:
             await _send(response, asked.end(replies, self._texts(asked, replies)))
             await response.write(b"data: [DONE]\n\n")
@@ -234,26 +234,19 @@ async def _boundary(request: web.Request, handler: Handler) -> web.StreamRespons
     except ConnectionError:
         raise  # the client has left
     except Exception as error:
-        if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
-            found = _unknown(request, error)
-        else:
-            found = _error(error)
+        found = _error(request, error)
         return _json(found.body, found.status)
 
 
-def _unknown(request: web.Request, error: web.HTTPException) -> ApiError:
-    """No such path, or no such method of it."""
-    there = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, GET /v1/models/NAME"
-    return ApiError(
-        error.status, f"there is no {request.method} {request.path}; there are {there}", "unknown_url"
-    )
-
-
-def _error(error: Exception) -> ApiError:
+def _error(request: web.Request, error: Exception) -> ApiError:
     """What a client is told of an error."""
     match error:
         case ApiError():
             return error
+        case web.HTTPNotFound() | web.HTTPMethodNotAllowed():
+            there = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, GET /v1/models/NAME"
+            wrong = f"there is no {request.method} {request.path}; there are {there}"
+            return ApiError(error.status, wrong, "unknown_url")
         case web.HTTPException():  # a body that is too large
             return ApiError(error.status, error.reason)
         case TimeoutError():
