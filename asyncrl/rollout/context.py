@@ -270,12 +270,9 @@ def generated(attempt: Attempt, turn: Turn, seconds: float = 0.0) -> tuple[Gener
 def turns_of(frames: Sequence[bytes]) -> list[Turn]:
     """The turns of an Assign: two frames each, the turn and what answered it (empty: not recorded)."""
     try:
-        return [_with_reply(turn, reply) for turn, reply in zip(frames[::2], frames[1::2], strict=True)]
+        pairs = zip(frames[::2], frames[1::2], strict=True)
+        read = [(_decode_turn(turn), _decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
     except (msgspec.DecodeError, ValueError) as error:
         raise ProtocolError(f"recorded turns cannot be read: {error}") from error
-
-
-def _with_reply(turn_frame: bytes, reply_frame: bytes) -> Turn:
-    turn = _decode_turn(turn_frame)
-    reply = _decode_reply(reply_frame) if reply_frame else TurnReply()
-    return msgspec.structs.replace(turn, replies=reply.replies, observation=reply.observation)
+    replace = msgspec.structs.replace
+    return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]

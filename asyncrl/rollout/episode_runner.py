@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.errors import AsyncrlError, DeadlineError, EngineError, NoEngineError, ProtocolError, describe
+from asyncrl.rewards import RewardError
 from asyncrl.rollout.context import EpisodeContext, EpisodeRun, Outcome, Sampler, turns_of
-from asyncrl.rollout.scoring import RewardError
 from asyncrl.tools import ToolError
 from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker_bulk import Failed, Finished

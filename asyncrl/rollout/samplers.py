@@ -90,8 +90,7 @@ class LocalSampler:
     async def generate(self, request: Request, oldest: Callable[[], int] = lambda: 0) -> Generation:
         """Sample a turn, on weights that are not older than `oldest()`. Raises EngineError."""
         await self.fresh(oldest)
-        if self.engine is None:
-            raise EngineError(f"there is no {self.name} engine")
+        assert self.engine is not None  # the worker's, or built before its first episode
         try:
             with self.meter.turn():
                 generation = await self.engine.generate(request)

@@ -15,20 +15,10 @@ from functools import partial
 from asyncrl.errors import describe, one_line
 from asyncrl.isolation.calls import CallTimeout, call_user
 from asyncrl.remote import close_sessions
-from asyncrl.rewards import (
-    Reward,
-    RewardError,
-    RewardInput,
-    ShapingInput,
-    combine,
-    evaluate,
-    shape,
-)
+from asyncrl.rewards import Reward, RewardError, RewardInput, ShapingInput, combine, evaluate, shape
 from asyncrl.rewards.process import PATIENCE, SIZE, RewardPool
 from asyncrl.rewards.shaping import Shaping
 from asyncrl.types import RewardResult
-
-__all__ = ["RewardError", "Scorer"]
 
 
 class Scorer:
@@ -43,15 +33,10 @@ class Scorer:
         are several."""
         pairs = zip(self._rewards, self._pools, strict=True)
         parts = await asyncio.gather(*(self._part(reward, pool, given) for reward, pool in pairs))
-        results: list[tuple[str, float, RewardResult]] = []
-        failed: list[str] = []
-        for reward, part in zip(self._rewards, parts, strict=True):
-            if isinstance(part, str):
-                failed.append(f"{reward.name}: {part}" if len(parts) > 1 else part)
-            else:
-                results.append((reward.name, reward.weight, part))
-        if failed:
-            raise RewardError("; ".join(failed))
+        named = list(zip(self._rewards, parts, strict=True))
+        if failed := [(reward.name, part) for reward, part in named if isinstance(part, str)]:
+            raise RewardError("; ".join(f"{name}: {why}" if len(parts) > 1 else why for name, why in failed))
+        results = [(reward.name, reward.weight, part) for reward, part in named if not isinstance(part, str)]
         try:
             return combine(results)
         except ValueError as error:

@@ -69,7 +69,6 @@ class PooledServer:
     use: EngineUse  # of all incarnations
     running: int = 0  # requests
     suspect: bool = False  # it lost a turn, and no table has come since
-    retired: bool = False  # it has left the table
 
     @property
     def id(self) -> str:
@@ -257,7 +256,6 @@ class ServerPool:
                 if entry.healthy:  # else the coordinator may not know yet what it holds
                     server.client.mark(entry.version)
         for server in before.values():
-            server.retired = True
             self._close(server)
         self.changed.notify()
 
@@ -267,7 +265,7 @@ class ServerPool:
 
     def _suspect(self, server: PooledServer, why: Exception) -> None:
         """It lost a turn: it gets no more until the next table, or until some time has passed."""
-        if not server.suspect and not server.retired:
+        if not server.suspect and server.id in self._servers:
             log.warning("%s lost a turn (%s): its turns go on elsewhere", server.entry.name, why)
             server.suspect = True
             asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._clear_suspicion, server)

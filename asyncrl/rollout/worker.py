@@ -26,7 +26,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, ProtocolError, one_line
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
 from asyncrl.gateway import Gateway
 from asyncrl.observe.timeline import Timeline
 from asyncrl.rollout.agent_player import AgentPlayer, Agents
@@ -198,7 +198,7 @@ class RolloutWorker:
                 case Cancel():
                     self._drop(message.attempt)
                 case LoadWeights():
-                    self._local_sampler(message.lane).offer(message.ref)
+                    self._local[message.lane].offer(message.ref)
                 case Engines():
                     for pool in self._pools.values():
                         pool.table(message.entries)
@@ -304,9 +304,4 @@ class RolloutWorker:
             self._drop(attempt)
 
     def _sampler(self, name: str) -> LocalSampler | ServerPool:
-        return self._pools[name] if name in self._pools else self._local_sampler(name)
-
-    def _local_sampler(self, name: str) -> LocalSampler:
-        if name not in self._local:
-            raise ProtocolError(f"unknown lane {name!r}")
-        return self._local[name]
+        return self._pools[name] if self._pools else self._local[name]

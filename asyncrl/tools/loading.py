@@ -69,7 +69,7 @@ def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     if isinstance(found, Tool):
         _no_arguments(spec, arguments)
         return (found,)
-    if not callable(found) or not re.search(r"\bTool\b", str(_returns(found))):
+    if not callable(found) or not re.search(r"\bTool\b", str(inspect.signature(found).return_annotation)):
         raise ConfigError(f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool")
     return _made(spec, found, arguments)
 
@@ -129,7 +129,3 @@ def _folder(folder: Path) -> tuple[Tool, ...]:
 def _no_arguments(spec: str, arguments: Arguments) -> None:
     if arguments:
         raise ConfigError(f"tool {spec!r} takes no arguments; remove {', '.join(sorted(arguments))}")
-
-
-def _returns(factory: Callable[..., Any]) -> Any:
-    return inspect.signature(factory).return_annotation

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
-from asyncrl.remote import post
+from asyncrl.remote import check_url, post
 from asyncrl.tools.base import Tool, tool, tools
 from asyncrl.tools.corpus import Passage, open_corpus, passage
 
@@ -83,8 +83,7 @@ def search_remote(
     `timeout` (seconds) covers the repetitions after a refused connection, 429 or 5xx.
     """
     _check(k, max_chars)
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"search_remote: url {url!r} must begin with http:// or https://")
+    check_url(url)
 
     async def look_up(query: str) -> str:
         body = {"queries": [query], "topk": k, "return_scores": True}

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.remote import close_sessions
-from asyncrl.rewards import RewardInput, load_rewards
-from asyncrl.rollout.scoring import RewardError, Scorer
+from asyncrl.rewards import RewardError, RewardInput, load_rewards
+from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import Script, scripted
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.rewards import RewardInput, load_rewards
+from asyncrl.rewards import RewardError, RewardInput, load_rewards
 from asyncrl.rewards.models import normalised_output
-from asyncrl.rollout.scoring import RewardError, Scorer
+from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import Message, Sample
 from tests.fakes.sglang import scripted
 

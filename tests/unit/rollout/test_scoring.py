@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.rewards import Reward, RewardInput, in_loop, load_rewards
-from asyncrl.rollout.scoring import RewardError, Scorer
+from asyncrl.rewards import Reward, RewardError, RewardInput, in_loop, load_rewards
+from asyncrl.rollout.scoring import Scorer
 from asyncrl.types import EpisodeEnd, RewardResult
 from tests.fakes.chat import sample
 
