@@ -249,7 +249,7 @@ class ResponsesExchange:
         return kind, {"type": kind, "sequence_number": self._events - 1, **data}
 
     def _text(self, kind: str, step: str, **text: str) -> Event:
-        more = {"logprobs": []} if kind == "message" else {}
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return self._event(f"response.{TEXTS[kind]}.{step}", **self._part(kind), **text, **more)
 
     def _part(self, kind: str) -> dict[str, Any]:
