@@ -25,7 +25,7 @@ Common keys (all of them: docs/configuration.md; what rows may be: docs/sft.md):
   buffer.groups_per_batch      conversations per batch
   rollout.max_tokens           longer conversations are left out
   rollout.tools                tools that the prompts show, where the rows have no column `tools`
-  data.test, validation.every  prompts with verl's columns, sampled and scored as in reinforcement learning
+  data.test, validation.every  conversations, for their loss; prompts, for their rewards as in `asyncrl train`
 """
 
 BEGIN = """\

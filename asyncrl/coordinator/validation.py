@@ -30,7 +30,8 @@ from asyncrl.wire.messages.shared import Attempt, LoadWeights
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel
 
-MODES = ("sampled", "greedy")
+MODES = ("sampled", "greedy")  # of prompts
+SCORED = "scored"  # of demonstrations: nothing is sampled
 MID_RUN_SHARE = 0.5  # of a worker's slots
 ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
 NOTHING = "null"  # is under way, but something has been
@@ -103,13 +104,17 @@ class Validation:
     def _count(self) -> int:
         return min(self.state.config.validation.samples, len(self.samples))
 
+    def _episodes(self, step: int, row: int) -> list[str]:
+        modes = (SCORED,) if self.samples[row].demonstration else MODES
+        return [f"{EVAL}{step}/{mode}/{row}" for mode in modes]
+
     def _start(self, start: SessionStart, now: float) -> bool:
         try:
             self._hold(start.ref)
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
             return False
-        queue = [f"{EVAL}{start.step}/{mode}/{row}" for row in range(self._count) for mode in MODES]
+        queue = [uid for row in range(self._count) for uid in self._episodes(start.step, row)]
         queue.reverse()
         deadline = now + self.state.config.rollout.episode_timeout * (2 if start.final else 1)
         self.session = ValidationSession(start.step, start.ref, queue, deadline)
@@ -135,7 +140,8 @@ class Validation:
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
                 self._assign(session, worker)
         self._recover(session)
-        over, total = len(session.scores) + len(session.failed), len(MODES) * self._count
+        over = len(session.scores) + len(session.failed)
+        total = over + len(session.queue) + len(session.running)
         self.state.waits.append(f"the validation of step {session.step}: {over} of {total} episodes are over")
 
     def record(self, worker: WorkerRecord, message: Record) -> None:
@@ -258,9 +264,11 @@ class Validation:
         that failed at every attempt is no success and has the lowest score of all, at most 0, so that a
         policy which makes its episodes fail gains nothing."""
         numbers: dict[str, list[float]] = defaultdict(list)
-        earned = {uid: finished.result for uid, finished in session.scores.items()}
+        played = {uid: done for uid, done in session.scores.items() if _mode(uid) != SCORED}
+        failed = [uid for uid in session.failed if _mode(uid) != SCORED]
+        earned = {uid: finished.result for uid, finished in played.items()}
         nothing = EpisodeResult(min([0.0, *(result.score for result in earned.values())]))
-        for uid, result in (earned | dict.fromkeys(session.failed, nothing)).items():
+        for uid, result in (earned | dict.fromkeys(failed, nothing)).items():
             _, mode, row = uid.split("/")
             for source in (self.samples[int(row)].data_source, "all"):
                 numbers[f"val-core/{source}/{mode}/mean@1"].append(result.score)
@@ -269,11 +277,11 @@ class Validation:
                     numbers[f"val-aux/{source}/{mode}/{name}/mean@1"].append(value)
                 for name, part in result.parts.items():
                     numbers[f"val-aux/{source}/{mode}/agent/{name}/mean@1"].append(part.score)
-        for uid, finished in session.scores.items():
-            mode = uid.split("/")[1]
+        for uid, finished in played.items():
+            mode = _mode(uid)
             numbers[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
             numbers[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
-        means = {name: sum(values) / len(values) for name, values in numbers.items()}
+        means = {name: sum(values) / len(values) for name, values in numbers.items()} | self._losses(session)
         if earned:
             means[HIGHEST] = max(result.judged for result in earned.values())
         unfinished = len(session.running) + len(session.queue)
@@ -286,6 +294,17 @@ class Validation:
             "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version.step)),
         }
 
+    def _losses(self, session: ValidationSession) -> dict[str, float]:
+        """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens."""
+        sums: dict[str, tuple[float, int]] = {}
+        for uid, result in (
+            (uid, done.result) for uid, done in session.scores.items() if _mode(uid) == SCORED
+        ):
+            for source in (self.samples[int(uid.split("/")[2])].data_source, "all"):
+                total, tokens = sums.get(source, (0.0, 0))
+                sums[source] = total + result.components["nll"] * result.tokens, tokens + result.tokens
+        return {f"val-core/{source}/nll": total / tokens for source, (total, tokens) in sums.items()}
+
     def _succeeds(self, result: EpisodeResult) -> bool:
         return result.judged >= self.state.config.validation.success - ROUNDING
 
@@ -293,14 +312,20 @@ class Validation:
         """The transcripts: the same questions at each validation, whatever became of them."""
         entries = []
         for row in sorted(self._transcribed):
-            for mode in MODES:
-                uid, sample = f"{EVAL}{session.step}/{mode}/{row}", self.samples[row]
-                entries.append(transcripts.entry(uid, sample, mode=mode, **self._became(session, uid)))
+            for uid in self._episodes(session.step, row):
+                became = self._became(session, uid)
+                entries.append(transcripts.entry(uid, self.samples[row], mode=_mode(uid), **became))
         transcripts.save(self.state.run_dir, "validation", session.step, entries, anew=True)
 
     def _became(self, session: ValidationSession, uid: str) -> dict[str, Any]:
         done = session.scores.get(uid)
         if done is None:
             return {"failed": session.failures[uid][-1] if uid in session.failed else "not over in time"}
-        judged = {"success": self._succeeds(done.result), **transcripts.earned(done.result)}
+        judged: dict[str, Any] = {"components": done.result.components}
+        if _mode(uid) != SCORED:
+            judged = {"success": self._succeeds(done.result), **transcripts.earned(done.result)}
         return judged | {"turns": done.stats.turns, "notes": done.notes, "text": done.text}
+
+
+def _mode(uid: str) -> str:
+    return uid.split("/")[1]

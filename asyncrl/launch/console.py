@@ -24,6 +24,7 @@ from asyncrl.observe.summary import (
     GREEDY_SCORE,
     HIGHEST,
     NLL,
+    NLL_HELD_OUT,
     REWARD,
     SAMPLED,
     SAMPLED_SCORE,
@@ -168,6 +169,7 @@ def open_console(
 FIGURES = (
     ("reward", REWARD, ".3f"),
     ("loss per token", NLL, ".4f"),
+    ("loss per token (held out)", NLL_HELD_OUT, ".4f"),
     ("success (sampled)", SAMPLED, ".1%"),
     ("success (greedy)", GREEDY, ".1%"),
     ("score (sampled)", SAMPLED_SCORE, ".3f"),
@@ -228,7 +230,7 @@ def plain_line(state: ConsoleState) -> str:
 
 def _figures(state: ConsoleState) -> list[tuple[str, str, str]]:
     """Those of this kind of run: a supervised one has a loss, all others rewards."""
-    other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL,)
+    other = (REWARD, ZERO_ADVANTAGE) if NLL in state.metrics else (NLL, NLL_HELD_OUT)
     return [figure for figure in FIGURES if figure[1] not in other]
 
 
@@ -239,4 +241,5 @@ def _validation(metrics: Mapping[str, float]) -> str:
         for mode, success, score in (("sampled", SAMPLED, SAMPLED_SCORE), ("greedy", GREEDY, GREEDY_SCORE))
         if success in metrics and score in metrics
     ]
+    found += [f"loss per token {metrics[NLL_HELD_OUT]:.4f}"] if NLL_HELD_OUT in metrics else []
     return "; ".join(found) or "no result, as it was not done by its deadline"

@@ -69,7 +69,9 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
 def _check_split(config: RunConfig, split: str, tools: Mapping[str, Tool]) -> tuple[Samples, list[str]]:
     from asyncrl.algorithms.library import imitates  # here: it takes a second
 
-    layout = _layout(config, demonstrations=split == "train" and imitates(config))
+    layout = _layout(
+        config, imitates(config) and (split == "train" or None)
+    )  # None: held-out rows may be both
     samples, warnings = prepare(config, split, layout, load_rooms(config, tools))
     if complaint := _no_numbers(config, samples):
         warnings.append(f"data.{split}: {complaint}")
@@ -128,7 +130,7 @@ def _rewards(config: RunConfig) -> set[str]:
     return {reward} if isinstance(reward, str) else set(reward)
 
 
-def _layout(config: RunConfig, demonstrations: bool) -> RowLayout:
+def _layout(config: RunConfig, demonstrations: bool | None) -> RowLayout:
     """How rows become samples in this run."""
     needing = sorted(name for name in _rewards(config) - NO_TRUTH if ":" not in name)
     truth = f"rollout.reward {needing[0]}" if needing else ""

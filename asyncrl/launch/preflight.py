@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_logins
 from asyncrl.tools import Tool
-from asyncrl.types import Sample
 
 
 def check(config: RunConfig) -> RunData:
@@ -34,7 +33,7 @@ def check(config: RunConfig) -> RunData:
     check_device(config)
     check_weights_directory(config)
     check_servers(config)
-    found = [*warnings(config), *check_template(config, tools, data.train), *data.warnings]
+    found = [*warnings(config), *check_template(config, tools, data), *data.warnings]
     return data._replace(warnings=found)
 
 
@@ -73,7 +72,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     return toolbox.tools
 
 
-def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]) -> list[str]:
+def check_template(config: RunConfig, tools: Mapping[str, Tool], data: RunData) -> list[str]:
     """The tokenizer is what its file says, and the chat template writes these tools, the first prompt, and
     what answers a turn; or the conversations that are to be learned. Returns warnings about what it does."""
     from asyncrl.algorithms.library import imitates
@@ -82,9 +81,11 @@ def check_template(config: RunConfig, tools: Mapping[str, Tool], samples: Sequen
 
     with _quiet():
         if imitates(config):
-            check_demonstrations(config, tools, samples)
+            check_demonstrations(config, tools, "data.train", data.train)
+            if data.test is not None:
+                check_demonstrations(config, tools, "data.test", data.test)
             return []
-        return check_chat(config, tools, samples[0].prompt)
+        return check_chat(config, tools, data.train[0].prompt)
 
 
 def check_device(config: RunConfig) -> None:

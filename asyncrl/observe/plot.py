@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.files import read_rows
-from asyncrl.observe.summary import GREEDY, GREEDY_SCORE, NLL, REWARD, SAMPLED, SAMPLED_SCORE
+from asyncrl.observe.summary import GREEDY, GREEDY_SCORE, NLL, NLL_HELD_OUT, REWARD, SAMPLED, SAMPLED_SCORE
 
 # Panels: title, (metric, label, line style).
 PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
@@ -15,6 +15,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         (
             (REWARD, "reward (all landed)", "-"),
             (NLL, "loss per token, of a supervised run", "-"),
+            (NLL_HELD_OUT, "loss per token, held out", "o-"),
             (SAMPLED_SCORE, "score, sampled", "o-"),
             (GREEDY_SCORE, "score, greedy", "s--"),
         ),

@@ -16,11 +16,13 @@ Row = Mapping[str, float]
 EDGE = 0.1  # share of the steps that `reward_first` and `reward_last` average over
 SAMPLED, GREEDY = "val-core/all/sampled/success", "val-core/all/greedy/success"  # shares of episodes
 SAMPLED_SCORE, GREEDY_SCORE = "val-core/all/sampled/mean@1", "val-core/all/greedy/mean@1"
+NLL_HELD_OUT = "val-core/all/nll"  # per token of held-out demonstrations
 BEFORE_AND_AFTER = {  # keys of the summary, each with `_before` and `_after`
     "success": SAMPLED,
     "greedy": GREEDY,
     "score": SAMPLED_SCORE,
     "greedy_score": GREEDY_SCORE,
+    "nll_held_out": NLL_HELD_OUT,
 }
 REWARD = "rollout/score/mean"  # of all landed episodes: filtering leaves `critic/score` only mixed groups
 ZERO_ADVANTAGE = "critic/zero_advantage_frac"
@@ -33,7 +35,7 @@ UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it t
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = _latest(row for row in rows if "timing_s/step" in row)
-    validations = [row for row in rows if SAMPLED in row or GREEDY in row]
+    validations = [row for row in rows if not row.keys().isdisjoint(BEFORE_AND_AFTER.values())]
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
     learned = [row for row in steps if NLL in row]

@@ -77,6 +77,9 @@ def _before_and_after(summary: Mapping[str, Any], name: str) -> Table:
         table.add_row("reward (training)", *_pair(summary, "reward_first", "reward_last", ".3f"))
     else:
         table.add_row("loss per token (training)", *_pair(summary, "nll_first", "nll_last", ".4f"))
+    if summary.get("nll_held_out_before") is not None or summary.get("nll_held_out_after") is not None:
+        pair = _pair(summary, "nll_held_out_before", "nll_held_out_after", ".4f")
+        table.add_row("loss per token (held out)", *pair)
     for mode, success, score in (
         ("sampled", "success", "score"),
         ("greedy", "greedy", "greedy_score"),

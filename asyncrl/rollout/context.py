@@ -51,6 +51,9 @@ class Sampler(Protocol):
     async def generate(self, request: Request, oldest: Callable[[], int]) -> Generation:
         """Sample a turn, on weights that are not older than `oldest()` in training. Raises EngineError."""
 
+    async def score(self, request: Request) -> tuple[float, ...]:
+        """Log-probs of the request's ids[1:], at temperature 1. Raises EngineError."""
+
     def release(self, session: str) -> None:
         """The episode is over."""
 

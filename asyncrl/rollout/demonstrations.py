@@ -2,13 +2,14 @@
 
     Assign -> DemonstrationPlayer: the sample's messages as turns -> Finished (reward 0) | Failed
 
-Validation is sampled as always, by an engine of its own.
+Those held out are scored by the engine of validations, which also samples held-out prompts, as always.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.demonstration import demonstrated, too_long
 from asyncrl.conversation.parsers import load_parser
-from asyncrl.engines.base import Request
+from asyncrl.conversation.turns import rows_of
+from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
 from asyncrl.rollout.components import load_chat
 from asyncrl.rollout.context import EpisodeRun, Outcome
@@ -52,8 +54,18 @@ class DemonstrationPlayer:
             raise ProtocolError("the recorded turns are not those of the data any more")
         for turn in turns[len(recorded) :]:
             await self.run.post_turn(turn)
-        done = Done(EpisodeResult(0.0, sum(len(turn.ids) for turn in turns)))
-        return Outcome(done, turns, sum(len(message.tool_calls) for message in sample.prompt))
+        held_out = self.run.assign.lane == "eval"
+        components = {"nll": await self._nll(turns)} if held_out else {}
+        result = EpisodeResult(0.0, sum(len(turn.ids) for turn in turns), components=components)
+        return Outcome(Done(result), turns, sum(len(message.tool_calls) for message in sample.prompt))
+
+    async def _nll(self, turns: Sequence[Turn]) -> float:
+        """-log pi of what the assistant says, the mean over its tokens."""
+        requests = [Request(self.run.name, ids, Sampling(0, ())) for ids in rows_of(turns)]
+        said = said_logprobs(turns, [await self.run.sampler.score(request) for request in requests])
+        if not math.isfinite(total := math.fsum(said)):
+            raise EngineError("the model's log-probs of the conversation are not finite numbers")
+        return -total / len(said)
 
     async def expire(self) -> Outcome:
         raise ProtocolError("a conversation of the data was not posted within rollout.episode_timeout")
@@ -62,21 +74,32 @@ class DemonstrationPlayer:
         """Nothing was opened."""
 
 
+def said_logprobs(turns: Sequence[Turn], rows: Sequence[Sequence[float]]) -> list[float]:
+    """Those of the turns' ids, of the log-probs of each row's tokens but its first."""
+    ends, said = [-1] * len(rows), list[float]()
+    for turn in turns:
+        ends[turn.row] += len(turn.context) + len(turn.ids)
+        said += rows[turn.row][ends[turn.row] - len(turn.ids) : ends[turn.row]]
+    return said
+
+
 def shown_tools(toolbox: Toolbox, sample: Sample) -> tuple[str, ...]:
     """The schemas (JSON text) that the prompt of a conversation shows: its own, or those of the run."""
     own = msgspec.json.decode(sample.extra_info).get("tool_schemas")
     return toolbox.schemas(sample) if own is None else tuple(map(json.dumps, own))
 
 
-def check_demonstrations(config: RunConfig, tools: Mapping[str, Tool], samples: Sequence[Sample]) -> None:
+def check_demonstrations(
+    config: RunConfig, tools: Mapping[str, Tool], key: str, samples: Sequence[Sample]
+) -> None:
     """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
-    cannot be learned."""
+    cannot be learned. Prompts are passed over."""
     rules = Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)
     box, every = Toolbox(tools), -(-len(samples) // CHECKED)
-    for sample in samples[::every]:
+    for sample in filter(lambda sample: sample.demonstration, samples[::every]):
         found = demonstrated(rules, sample, shown_tools(box, sample))
         if isinstance(found, Fail):
-            raise ConfigError(f"data.train, sample {sample.row}: {found.detail}")
+            raise ConfigError(f"{key}, sample {sample.row}: {found.detail}")
 
 
 class NoEngine:

@@ -102,6 +102,12 @@ class LocalSampler:
         self.failures = 0
         return generation
 
+    async def score(self, request: Request) -> tuple[float, ...]:
+        if self.engine is None:
+            raise EngineError(f"there is no {self.name} engine")
+        with self.meter.turn():
+            return await self.engine.score(request.ids)
+
     def release(self, session: str) -> None:
         if self.engine is not None:
             self.engine.release(session)

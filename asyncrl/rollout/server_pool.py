@@ -53,6 +53,9 @@ class Client(Protocol):
         """Sample a turn, or the beginning of one (stop: ABORT). Raises EngineBusy, EngineLost with what was
         sampled, or EngineError on a request that no server can serve."""
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probs of ids[1:] at temperature 1. Raises EngineBusy, EngineLost or EngineError."""
+
     async def close(self) -> None:
         """Requests under way are lost, with what was sampled."""
 
@@ -128,6 +131,20 @@ class ServerPool:
         while turn.sampled.stop is StopReason.ABORT:
             await self._continue(turn)
         return turn.sampled
+
+    async def score(self, request: Request) -> tuple[float, ...]:
+        turn = ServerTurn(request, lambda: 0, asyncio.get_running_loop().time() + self._patience)
+        while True:
+            server = await self._acquire(turn)
+            try:
+                with self._meter.turn():
+                    return await server.client.score(request.ids)
+            except EngineBusy:
+                turn.full.add(server)
+            except EngineLost as lost:
+                self._suspect(server, lost)
+            finally:
+                server.running -= 1
 
     async def fresh(self, oldest: Callable[[], int]) -> None:
         """Wait for a server that is not older than `oldest()`."""

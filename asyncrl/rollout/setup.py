@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.library import imitates
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Rules
 from asyncrl.conversation.parsers import load_parser
@@ -26,8 +25,7 @@ from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 @dataclass(frozen=True)
 class WorkerParts:
     """`build` makes an embedded engine with the initial weights; it may be called from a thread. `connect`
-    makes a client of a server. A run has one or the other. `environment` makes one for an episode.
-    `demonstrations`: training episodes are conversations of the data."""
+    makes a client of a server. A run has one or the other. `environment` makes one for an episode."""
 
     build: Callable[[], Engine] | None
     connect: Connect | None
@@ -36,7 +34,6 @@ class WorkerParts:
     scorer: Scorer
     environment: Callable[[], Environment] | None = None
     agent: Agent | None = None
-    demonstrations: bool = False
 
 
 def prepare(config: RunConfig) -> WorkerParts:
@@ -50,7 +47,6 @@ def prepare(config: RunConfig) -> WorkerParts:
         scorer=load_scorer(config),
         environment=load_environment(rollout.environment) if rollout.environment else None,
         agent=load_agent(rollout.agent) if rollout.agent else None,
-        demonstrations=imitates(config),
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.algorithms.library import imitates
 from asyncrl.config import RunConfig
 from asyncrl.engines.base import Engine
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineError, one_line
@@ -57,7 +58,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     parts = prepare(config)
-    engine: Engine | None = NoEngine() if parts.demonstrations else None
+    engine: Engine | None = NoEngine() if imitates(config) else None
     if engine is None and parts.build is not None:
         engine = parts.build()
     gc.collect()
@@ -109,7 +110,7 @@ class RolloutWorker:
         self._epoch = -1
 
     def _player(self, run: EpisodeRun) -> Player:
-        if self._parts.demonstrations and run.assign.lane == "train":
+        if run.assign.sample.demonstration:
             return DemonstrationPlayer(run, self._parts.toolbox)
         if self.agents is not None:
             return AgentPlayer(run, self.agents)

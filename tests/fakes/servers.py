@@ -93,6 +93,10 @@ class FakeServer:
             raise EngineLost("closed", self._write(request, self.streamed, StopReason.ABORT))
         return self._write(request, request.sampling.max_new_tokens, StopReason.LENGTH)
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        generated = await self.generate(Request("score", (), Sampling(len(ids), ())))
+        return generated.logprobs[1:]
+
     async def close(self) -> None:
         self.closed = True
         for hanging in self._hanging.values():

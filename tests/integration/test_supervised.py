@@ -11,7 +11,7 @@ import pytest
 from asyncrl.data import load_samples
 from tests.integration.runs import ROOT, Run, manifests, trained_uids
 
-STEPS = 40
+STEPS, BATCH = 28, 16
 
 
 @pytest.mark.parametrize(
@@ -19,25 +19,32 @@ STEPS = 40
 )
 def test_a_model_learns_a_format(tmp_path: Path, killed: bool) -> None:
     """The answer to every question is `Ready.` `killed`: all processes, in mid-run, and the run goes on."""
-    said = tmp_path / "said.jsonl"
-    with said.open("w") as file:
-        for sample in load_samples(ROOT / "examples/multiturn/calculator/data/train.parquet")[:256]:
-            answer = {"role": "assistant", "content": "Ready."}
-            file.write(json.dumps({"messages": [*(m.openai() for m in sample.prompt), answer]}) + "\n")
+    data, answer = ROOT / "examples/multiturn/calculator/data", {"role": "assistant", "content": "Ready."}
+    for split, count in (("train", 256), ("test", 4)):  # of the 8 held-out samples 4 are conversations
+        rows = (
+            [*(m.openai() for m in s.prompt), answer] for s in load_samples(data / f"{split}.parquet")[:count]
+        )
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     reward = tmp_path / "ready.py"
     reward.write_text("def ready(solution_str, **_):\n    return float(solution_str == 'Ready.')\n")
-    keys = [f"data.train={said}", f"rollout.reward={reward}:ready", f"total_steps={STEPS}"]
-    keys += ["trainer.lr=5e-3", "trainer.lr_schedule=constant", "trainer.checkpoint_every=10"]
-    keys += ["buffer.groups_per_batch=16", "buffer.episodes_per_group=1", "buffer.filter_zero_variance=false"]
+    keys = [f"data.train={tmp_path}/train.jsonl", f"data.test=[{tmp_path}/test.jsonl,{data}/test.parquet]"]
+    keys += [f"rollout.reward={reward}:ready", "rollout.tools=[]", f"total_steps={STEPS}", "trainer.lr=7e-3"]
+    keys += ["trainer.lr_schedule=constant", "trainer.checkpoint_every=8", f"buffer.groups_per_batch={BATCH}"]
+    keys += ["buffer.episodes_per_group=1", "buffer.filter_zero_variance=false"]
+    keys += ["buffer.max_staleness=1000", "weights.every=1000"]
     if killed:
         with Run(tmp_path, *keys, command="sft") as run:
-            run.until_step(25)
+            run.until_step(14)
             run.process.send_signal(signal.SIGKILL)
             run.wait()
     with Run(tmp_path, *keys, "resume=auto", command="sft") as run:
         summary = run.completed(STEPS)
-    assert summary["flow"]["trained"] == STEPS * 16 and max(trained_uids(run.path).values()) == 1
-    assert max(manifest.trained_total for manifest in manifests(run.path)) == STEPS * 16
+    assert summary["flow"]["trained"] == STEPS * BATCH and max(trained_uids(run.path).values()) == 1
+    assert max(manifest.trained_total for manifest in manifests(run.path)) == STEPS * BATCH
     assert summary["nll_last"] < 0.5 < 5 < summary["nll_first"]
-    assert (summary["success_before"], summary["success_after"], summary["greedy_after"]) == (0.0, 1.0, 1.0)
-    assert "loss per token (training)" in run.text()
+    assert (summary["success_before"], summary["greedy_after"]) == (0.0, 1.0)
+    assert summary["success_after"] > 0  # of four: at the loss of the last step all fail in 2e-5 of runs
+    assert summary["nll_held_out_after"] < 0.5 < 5 < summary["nll_held_out_before"]
+    first = next(row["actor/nll"] for row in run.rows() if row["training/step"] == 1)
+    assert summary["nll_held_out_before"] == pytest.approx(first, abs=1)  # of other questions
+    assert "loss per token (held out)" in run.text()

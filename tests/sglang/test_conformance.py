@@ -261,7 +261,7 @@ def test_score_is_the_trainers(subject: Subject):
     async def body(engine: Engine) -> None:
         for version in (0, 1):
             await engine.load(subject.versions.refs[version])
-            for ids in (prompt(2), prompt(100)):
+            for ids in (prompt(2), prompt(700)):  # the embedded engine widens 512 tokens' logits at once
                 found = torch.tensor(await engine.score(ids))
                 expected = torch.tensor(subject.versions.score(version, ids))
                 torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

@@ -77,6 +77,14 @@ class SGLangClient:
             self._explain(stream, sampled)
         return sampled
 
+    async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        """As of an `Engine`. Raises EngineBusy, and EngineLost when another server may have an answer."""
+        try:
+            async with self._room:
+                return await self.api.score(ids, self._config.engine.request_timeout)
+        except ServerGone as error:
+            raise self._lost(error, None) from error
+
     async def close(self) -> None:
         """Cut all requests: they are lost, with what was streamed."""
         now = asyncio.get_running_loop().time()

@@ -15,12 +15,15 @@ takes the admin key where it has one (and then refuses the API key).
 
 from __future__ import annotations
 
+import math
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
 from asyncrl.errors import EngineError
 from asyncrl.weights.manifest import WeightsError
@@ -112,6 +115,20 @@ class ServerApi:
     async def generate_whole(self, body: dict[str, Any], seconds: float = ADMIN_SECONDS) -> bytes:
         """The JSON answer to a request that is not streamed."""
         return await self._http.call("POST", "/generate", seconds, body)
+
+    async def score(self, ids: tuple[int, ...], seconds: float) -> tuple[float, ...]:
+        """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "cache_salt": uuid.uuid4().hex,  # computed anew, not read from what other weights left
+        }
+        scored = decode(await self.generate_whole(body, seconds)).meta_info.input_token_logprobs[1:]
+        if tuple(entry.id for entry in scored) != ids[1:]:
+            raise EngineError(f"server {self.url} scored other ids than it was given")
+        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
 
     # -- control --------------------------------------------------------------------------------------
 

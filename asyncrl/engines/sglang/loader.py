@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import shutil
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,9 +23,8 @@ from asyncrl.config import WeightsConfig
 from asyncrl.engines.sglang.http import ServerApi
 from asyncrl.engines.sglang.model import Shapes
 from asyncrl.engines.sglang.receiver import Receiver
-from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.versions import Dialect
-from asyncrl.errors import AsyncrlError, EngineError, one_line
+from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.weights import disk
 from asyncrl.weights.delta import materialise
 from asyncrl.weights.manifest import Layout, Manifest, WeightsError, WeightsRef
@@ -80,18 +77,7 @@ class ServerLoader:
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probs of ids[1:] under the weights in use, at temperature 1; NaN where the server has none."""
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "cache_salt": uuid.uuid4().hex,  # computed anew, not read from what other weights left
-        }
-        answer = decode(await self.api.generate_whole(body, self._deadline)).meta_info
-        scored = answer.input_token_logprobs[1:]
-        if tuple(entry.id for entry in scored) != ids[1:]:
-            raise EngineError(f"server {self.api.url} scored other ids than it was given")
-        return tuple(math.nan if entry.logprob is None else entry.logprob for entry in scored)
+        return await self.api.score(ids, self._deadline)
 
     async def close(self) -> None:
         """Leave the sender, if versions come from one, delete the cache, if there is one, and disconnect."""

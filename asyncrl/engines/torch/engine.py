@@ -22,6 +22,8 @@ from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
 
 PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
 
+WIDENED = 512  # tokens whose logits are held in float32 at once
+
 
 class TorchEngine:
     """An `Engine` in this process. The model's attention function is replaced, by one that still serves plain
@@ -76,8 +78,10 @@ class TorchEngine:
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         with torch.inference_mode():
             tokens = torch.tensor([ids], device=self._model.device)
-            logprobs = self._model(tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            return tuple(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+            logits = self._model(tokens, use_cache=False).logits[0, :-1]
+            parts = zip(logits.split(WIDENED), tokens[0, 1:, None].split(WIDENED), strict=True)
+            found = [part.float().log_softmax(-1).gather(1, labels)[:, 0] for part, labels in parts]
+            return tuple(torch.cat(found).tolist())
 
     async def close(self) -> None:
         self._break(EngineError("the engine was closed"))

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config import ValidationConfig
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import WorkerRecord
-from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
+from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
@@ -46,15 +46,15 @@ def test_a_version_that_is_gone_is_not_validated(tmp_path: Path) -> None:
     assert not validation.busy
 
 
-def validating(run_dir: Path) -> tuple[WorkerSetup, WorkerRecord, Validation]:
-    """A session of one sample, with a worker that is ready for it."""
+def validating(run_dir: Path, *samples: Sample) -> tuple[WorkerSetup, WorkerRecord, Validation]:
+    """A session of one sample, or of these, with a worker that is ready for it."""
     training, setup = Training(run_dir / "weights"), WorkerSetup(run_dir)
     training.publish(1)
     setup.state.versions.ref = training.ref(0)
     setup.join(A)
     (worker,) = setup.handler.workers.values()
     worker.eval_version = training.ref(0).version
-    validation = Validation(setup.state, setup.handler, setup.engines, [SAMPLE])
+    validation = Validation(setup.state, setup.handler, setup.engines, samples or [SAMPLE])
     assert validation.begin(step=1, final=False, now=0.0)
     return setup, worker, validation
 
@@ -109,6 +109,32 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
     assert metrics["val-aux/score/max"] == result.judged
     if result.components:
         assert metrics["val-aux/all/greedy/acc/mean@1"] == result.components["acc"]
+
+
+def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path: Path) -> None:
+    """Beside prompts, which are sampled as ever; what could not be scored is no loss."""
+    shown = [msgspec.structs.replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
+    setup, worker, validation = validating(tmp_path, *shown, SAMPLE)
+    losses = {"0": (1.0, 30), "1": (4.0, 10), "2": (2.0, 10)}
+    modes: list[str] = []
+    while validation.busy:
+        validation.tick(0.0, exclusive=True)
+        for _, message in setup.sent.take(Assign):
+            _, mode, row = message.attempt.uid.split("/")
+            modes.append(mode)
+            nll, tokens = losses.get(row, (0.0, 0))
+            result = EpisodeResult(0.0, tokens, components={"nll": nll} if tokens else {})
+            end = Finished(0, message.attempt, result, EpisodeStats(1))
+            failed = Failed(0, message.attempt, FailReason.ENGINE_ERROR, "lost")
+            validation.record(worker, failed if row == "3" else end)
+    ((_, metrics),) = validation.results
+    assert sorted(set(modes)) == ["greedy", "sampled", "scored"] and modes.count("greedy") == 1
+    assert metrics["val-core/x/nll"] == pytest.approx((30 + 40) / 40)
+    assert (metrics["val-core/y/nll"], metrics["val-core/all/nll"]) == (2.0, pytest.approx(90 / 50))
+    assert metrics["val-core/all/greedy/success"] == 0.0 and metrics["val-aux/failed"] == 1.0
+    assert not [name for name in metrics if "scored" in name]
+    saved = (setup.state.run_dir / "transcripts/validation/step-1.jsonl").read_text()
+    assert '"mode":"scored"' in saved and '"components":{"nll":1.0}' in saved
 
 
 def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,15 @@ import torch
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import ConfigError, EngineError
-from asyncrl.rollout.demonstrations import DemonstrationPlayer, NoEngine, check_demonstrations, shown_tools
+from asyncrl.rollout.demonstrations import (
+    DemonstrationPlayer,
+    NoEngine,
+    check_demonstrations,
+    said_logprobs,
+    shown_tools,
+)
 from asyncrl.tools import Toolbox
-from asyncrl.types import FailReason, Message, PolicyVersion, Sample, Turn
+from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
@@ -65,6 +72,32 @@ def test_it_goes_on_after_the_recorded_turns() -> None:
     assert isinstance(other, Failed) and other.reason is FailReason.NOT_REPEATED
 
 
+def test_one_that_is_held_out_is_scored() -> None:
+    """Its k-th token has the log-prob -k here."""
+    bench = Shown()
+    bench.engine.score = lambda ids: asyncio.sleep(0, tuple(-float(k) for k in range(1, len(ids))))  # type: ignore[method-assign]
+    end = bench.play(lane="eval")
+    turns = [msgspec.msgpack.decode(frames[0], type=Turn) for frames in bench.frames[:2]]
+    first = len(turns[0].context) + len(turns[0].ids)
+    second = first + len(turns[1].context)
+    places = [*range(len(turns[0].context), first), *range(second, second + len(turns[1].ids))]
+    assert isinstance(end, Finished) and end.result.tokens == len(places)
+    assert end.result.components["nll"] == pytest.approx(sum(places) / len(places))
+    bench = Shown()
+    bench.engine.score = lambda ids: asyncio.sleep(0, tuple(math.nan for _ in ids[1:]))  # type: ignore[method-assign]
+    end = bench.play(lane="eval")
+    assert isinstance(end, Failed) and end.reason is FailReason.ENGINE_ERROR
+
+
+def test_log_probs_of_turns_in_several_rows() -> None:
+    def turn(row: int, context: int, ids: int) -> Turn:
+        return Turn(0, (0,) * context, (0,) * ids, (), (), StopReason.STOP, row=row)
+
+    turns = [turn(0, 2, 3), turn(1, 4, 1), turn(0, 1, 2)]  # as rows come side by side, too
+    rows = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14]]  # of the tokens 1.. of each
+    assert said_logprobs(turns, rows) == [2, 3, 4, 14, 6, 7]
+
+
 def test_one_that_is_too_long_is_left_out() -> None:
     bench = Shown((USER, Message("assistant", "x" * 100)), max_tokens=50, max_new_tokens=50)
     end = bench.play()
@@ -97,9 +130,9 @@ def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None
 
 def test_conversations_are_written_before_the_start(tmp_path: Path) -> None:
     run, good = config(saved("qwen2.5", tmp_path)), talked(*TALK)
-    check_demonstrations(run, {}, [good, good])
-    with pytest.raises(ConfigError, match=r"sample 2: message 2: the assistant speaks without"):
-        check_demonstrations(run, {}, [good, good, talked(USER, WELL, WELL, row=2)])
+    check_demonstrations(run, {}, "data.test", [good, Sample(0, "asked", TALK, "null"), good])
+    with pytest.raises(ConfigError, match=r"data\.test, sample 2: message 2: the assistant speaks without"):
+        check_demonstrations(run, {}, "data.test", [good, good, talked(USER, WELL, WELL, row=2)])
 
 
 def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
@@ -112,5 +145,5 @@ def test_only_some_of_many_are_looked_at(tmp_path: Path) -> None:
             seen.extend(sample.row for sample in found)
             return found
 
-    check_demonstrations(run, {}, Watched(talked(*TALK, row=row) for row in range(5000)))
+    check_demonstrations(run, {}, "data.train", Watched(talked(*TALK, row=row) for row in range(5000)))
     assert len(seen) <= 256 and seen[0] == 0 and seen[-1] > 4900
