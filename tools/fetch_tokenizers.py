@@ -143,7 +143,7 @@ def unpacked(archive: Path, folder: Path) -> Path:
 def checked(archive: Path, digest: str) -> Path:
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != digest:
-        sys.exit(f"make tokenizers: {archive.name} has the SHA-256 {found}, not {digest}")
+        sys.exit(f"{archive.name} has the SHA-256 {found}, not {digest}")
     return archive
 
 

@@ -9,9 +9,10 @@ share no pair of factors. The same seed writes the same rows.
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
+
+from prepare_two_operations import asked, truth, worked
 
 from asyncrl.data.written import verl_row, write_task
 
@@ -19,30 +20,13 @@ EXAMPLES = ((23, 41), (12, 67))
 SYSTEM = "You cannot multiply. Call the tool calculator, then state the result."
 
 
-def question(a: int, b: int) -> dict[str, str]:
-    return {"role": "user", "content": f"What is {a} * {b}?"}
-
-
-def worked(a: int, b: int) -> list[dict[str, str]]:
-    """One example: question, call, the tool's reply, answer."""
-    call = json.dumps({"name": "calculator", "arguments": {"expression": f"{a} * {b}"}})
-    return [
-        question(a, b),
-        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
-        {"role": "tool", "content": str(a * b)},
-        {"role": "assistant", "content": f"{a} * {b} = {a * b}"},
-    ]
-
-
 def rows(rng: random.Random, count: int) -> list[dict[str, Any]]:
     """Samples with verl's columns."""
-    shown = [message for pair in EXAMPLES for message in worked(*pair)]
+    shown = [message for a, b in EXAMPLES for message in (asked(f"{a} * {b}"), *worked(f"{a} * {b}"))]
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100) if (a, b) not in EXAMPLES]
     rules = {"role": "system", "content": SYSTEM}
-    return [
-        verl_row("multiplication", [rules, *shown, question(a, b)], str(a * b))
-        for a, b in rng.sample(pairs, count)
-    ]
+    questions = [f"{a} * {b}" for a, b in rng.sample(pairs, count)]
+    return [verl_row("multiplication", [rules, *shown, asked(q)], truth(q)) for q in questions]
 
 
 def main() -> None:
