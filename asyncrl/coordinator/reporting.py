@@ -175,6 +175,7 @@ class Reporter:
             return {}
         row = {f"{name}/mean": sum(values) / len(values) for name, values in columns.items()}
         row |= {f"{name}/max": float(max(values)) for name, values in columns.items()}
+        row |= {f"{name}/min": float(min(values)) for name, values in columns.items()}
         sums = {name: tuple(map(sum, zip(*pairs, strict=True))) for name, pairs in self.landed.shares.items()}
         row |= {name: part / whole for name, (part, whole) in sums.items() if whole}
         row |= {f"rollout/end/{end}": self.landed.ends[end] / landed for end in EpisodeEnd}

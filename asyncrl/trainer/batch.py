@@ -40,7 +40,6 @@ class Example:
     planned: PlannedTrajectory
     rows: tuple[np.ndarray, ...]
     turns: int
-    tool_calls: int
     weight: float
     denominator: float
     row_of: np.ndarray
@@ -176,7 +175,6 @@ def example(
         planned=planned,
         rows=tuple(np.asarray(ids, dtype=np.int32) for ids in rows),
         turns=len(turns),
-        tool_calls=sum(len(turn.replies) for turn in turns),
         weight=share.weight,
         denominator=share.denominator,
         row_of=row_of,

@@ -31,8 +31,6 @@ def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
         tally.summary("critic/rewards", [e.planned.own.reward])
         tally.summary("response_length", [e.tokens])
         tally.summary("prompt_length", [int(e.position[0]) if e.tokens else e.length])
-        tally.summary("num_turns", [e.turns])
-        tally.summary("tool_call_counts", [e.tool_calls])
         tally.summary("global_seqlen", [e.length])
         tally.ratio("response_length/clip_ratio", float(e.planned.own.end.truncated), 1.0)
         tally.total("perf/total_num_tokens", e.length)

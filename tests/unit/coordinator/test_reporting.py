@@ -37,7 +37,7 @@ def landed(
     **earned: Any,
 ) -> None:
     result = EpisodeResult(reward, 10, **earned)
-    stats = EpisodeStats(1, **(counts or {}))
+    stats = EpisodeStats(**{"turns": 1, **(counts or {})})
     reporter.on_landed(EpisodeRecord("0.0", 0, 0, greedy=greedy, result=result, stats=stats))
 
 
@@ -65,12 +65,13 @@ def test_an_episode_counts_half_when_it_lands_and_whole_when_it_is_taken(reporte
 
 def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporter) -> None:
     landed(reporter, 0.5, {"answered": 1, "failed": 1}, shaping=-0.5, components={"format": 1.0})
-    landed(reporter, 0.0, {"answered": 7, "refused": 4}, components={"format": 0.5})
+    landed(reporter, 0.0, {"turns": 2, "answered": 7, "refused": 4}, components={"format": 0.5})
     landed(reporter, 0.25, greedy=True)
     found = row(reporter, 1, groups=1)
     assert found["rollout/score/mean"] == 0.5 and found["rollout/landed"] == 2.0
     assert found["rollout/greedy_score/mean"] == 0.25
     assert found["rollout/component/format/mean"] == 0.75
+    assert (found["num_turns/mean"], found["num_turns/min"], found["num_turns/max"]) == (1.5, 1.0, 2.0)
     assert found["rollout/end/answered"] == 1.0
     assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
     assert "rollout/hints_followed_frac" not in found  # of no call at all there is no share
