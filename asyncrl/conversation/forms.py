@@ -64,13 +64,10 @@ def followed(form: AnswerForm, message: Message) -> bool:
 
 def _fits(content: str, schema: str) -> bool:
     try:
-        value = msgspec.json.decode(content)
+        value, wanted = msgspec.json.decode(content), msgspec.json.decode(schema, type=JsonSchema)
     except (msgspec.DecodeError, RecursionError):
         return False
-    wanted = msgspec.json.decode(schema, type=JsonSchema)
-    if wanted.type != "object":
-        return True
-    return isinstance(value, dict) and value.keys() >= set(wanted.required)
+    return wanted.type != "object" or (isinstance(value, dict) and value.keys() >= set(wanted.required))
 
 
 def _hermes(function: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from asyncrl.conversation.branches import AgentRequest
 from asyncrl.gateway.wire import (
     MODEL,
     AgentReply,
+    AnswerFormat,
+    Choice,
     ContentPart,
     Event,
     Limit,
@@ -65,13 +67,13 @@ class ChatRequest(msgspec.Struct, frozen=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     model: ModelName | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
     max_tokens: Limit | None = None
     max_completion_tokens: Limit | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: AnswerFormat | None = None
     functions: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

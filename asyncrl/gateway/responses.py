@@ -22,7 +22,9 @@ from asyncrl.conversation.branches import AgentRequest
 from asyncrl.gateway.wire import (
     MODEL,
     AgentReply,
+    AnswerFormat,
     ApiError,
+    Choice,
     ContentPart,
     Event,
     Limit,
@@ -57,7 +59,7 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    format: dict[str, Any] | None = None
+    format: AnswerFormat | None = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
     instructions: str | None = None
     model: ModelName | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Limit | None = None
     text: TextOptions | None = None

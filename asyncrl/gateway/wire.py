@@ -11,14 +11,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
-from asyncrl.conversation.forms import AnswerForm, JsonSchema
+from asyncrl.conversation.forms import AnswerForm
 from asyncrl.errors import AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
@@ -106,6 +106,35 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 Limit = Annotated[int, Meta(ge=1)]
 
+
+class FunctionName(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of one function, as either API names it; other types have no effect."""
+
+    type: str
+    name: str = ""
+    function: FunctionName = FunctionName()
+
+
+Choice = Literal["auto", "none", "required"] | ToolChoice | None
+
+
+class SchemaPart(msgspec.Struct, frozen=True):
+    schema: dict[str, Any] | None = None
+
+
+class AnswerFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the schema is: in `json_schema` of chat completions, or here."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    json_schema: SchemaPart = SchemaPart()
+
+
 SAMPLING = "is ignored: sampling is the run's (rollout.temperature)"
 HINT = "is a hint, which SGLang keeps to in validation: elsewhere the model may answer otherwise"
 ModelName = Annotated[str, Meta(max_length=256)]  # any: it names the agent
@@ -129,11 +158,11 @@ def agent_request(
     messages: Iterable[Message],
     tools: Iterable[dict[str, Any]],
     most: int | None,
-    form: dict[str, Any] | None,
+    form: AnswerFormat | None,
     stops: Sequence[str] = (),
 ) -> AgentRequest:
-    """The request as the episode sees it; `most`: tokens, `form`: of the answer, as both APIs describe it.
-    ApiError for a tool that is none, and for a choice or a form that OpenAI does not know."""
+    """The request as the episode sees it; `most`: tokens, `form`: of the answer. ApiError for a tool that is
+    none, and for a choice of one that is not there."""
     schemas = () if request.tool_choice == "none" else tuple(map(_tool, tools))
     agent, wanted = request.model or MODEL, _form(request, form, schemas)
     return AgentRequest(tuple(messages), schemas, most, tuple(stops), agent, wanted)
@@ -151,35 +180,21 @@ def unheeded(asked: Exchange) -> dict[str, str]:
     return found | {name: HINT for name, given in hints.items() if given}
 
 
-def _form(request: Any, form: dict[str, Any] | None, tools: Sequence[str]) -> AnswerForm:
+def _form(request: Any, form: AnswerFormat | None, tools: Sequence[str]) -> AnswerForm:
     choice, names = request.tool_choice, [json.loads(tool)["function"]["name"] for tool in tools]
     calls = names if choice == "required" else []
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        calls = [(choice.get("function") or choice).get("name")]
-    elif not (choice in (None, "auto", "none", "required") or isinstance(choice, dict)):
-        raise ApiError(400, f"tool_choice: {choice!r} is none of auto, none, required, or a function's name")
+    if isinstance(choice, ToolChoice) and choice.type == "function":
+        calls = [choice.function.name or choice.name]
     if unknown := [name for name in calls if name not in names]:
         raise ApiError(400, f"tool_choice: {unknown[0]!r} is not one of the tools")
-    form = form or {}
-    kind = form.get("type", "text")
-    if kind == "text":
-        schema = ""
-    elif kind == "json_object":
-        schema = '{"type": "object"}'
-    elif kind == "json_schema":
-        schema = _schema(form.get("json_schema") or form)
-    else:
-        raise ApiError(400, f"the format {kind!r} of the answer is none of text, json_object, json_schema")
+    match form:
+        case AnswerFormat(type="json_object"):
+            schema = '{"type": "object"}'
+        case AnswerFormat(type="json_schema"):
+            schema = json.dumps(form.json_schema.schema or form.schema or {})
+        case _:
+            schema = ""
     return AnswerForm(schema, tuple(calls), request.parallel_tool_calls is False)
-
-
-def _schema(described: Any) -> str:
-    try:
-        schema = described.get("schema") or {}
-        msgspec.convert(schema, JsonSchema)
-    except (AttributeError, msgspec.ValidationError) as error:
-        raise ApiError(400, f"the schema of the answer is none: {error}") from error
-    return json.dumps(schema)
 
 
 def _tool(schema: dict[str, Any]) -> str:
