@@ -1,5 +1,5 @@
-"""What the map of the architecture names is there, and the walk of a trajectory is short; what the page for
-users of verl says of keys and defaults is so."""
+"""What the map of the architecture names is there, and the walk of a trajectory is short; what the pages for
+users of verl and TRL say of keys and defaults is so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from asyncrl.config import parse
 
@@ -42,7 +43,7 @@ def test_a_trajectory_crosses_at_most_thirty_files() -> None:
     assert 15 < len({path for path, _ in NAMED.findall(walk) if path.endswith(".py")}) <= 30
 
 
-VERL = (ROOT / "docs" / "from_verl.md").read_text()
+PAGES = {name: (ROOT / "docs" / f"from_{name}.md").read_text() for name in ("verl", "trl")}
 RUN = parse({"name": "n", "model": {"path": "m"}, "data": {"train": "t"}})
 SECTIONS = tuple(name for name in RUN.__struct_fields__ if isinstance(getattr(RUN, name), msgspec.Struct))
 OURS = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.\w+|total_steps|resume)(?:=([^`]+))?`")
@@ -53,20 +54,22 @@ def ours(text: str) -> list[tuple[str, str]]:
     return OURS.findall(text)
 
 
-def test_keys_for_users_of_verl_exist() -> None:
-    columns = [row.split(" | ")[1] for row in VERL.splitlines() if row.count(" | ") == 2]
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_keys_for_users_of_other_trainers_exist(page: str) -> None:
+    columns = [row.split(" | ")[1] for row in page.splitlines() if row.count(" | ") == 2]
     keys = {key for column in columns for key, _ in ours(column)}
     assert len(keys) > 40
     for key in keys:
         attrgetter(key)(RUN)  # AttributeError: there is no such key
 
 
-def test_defaults_for_users_of_verl_are_ours() -> None:
-    table = VERL.partition("## Defaults that differ")[2].partition("##")[0]
+@pytest.mark.parametrize(("name", "least"), [("verl", 15), ("trl", 10)])
+def test_defaults_for_users_of_other_trainers_are_ours(name: str, least: int) -> None:
+    table = PAGES[name].partition("## Defaults that differ")[2].partition("##")[0]
     told = [
         (key, value) for row in table.splitlines() for key, value in ours(row.rpartition(" | ")[2]) if value
     ]
-    assert len(told) > 15
+    assert len(told) > least
     for key, value in told:
         if key != "kl.where":  # off by default
             assert json.dumps(attrgetter(key)(RUN)).strip('"') == value, key
