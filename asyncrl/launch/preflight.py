@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from asyncrl.launch.estimates import cost_warnings
 from asyncrl.launch.model_directory import chat_template, check_model, weight_bytes
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
-from asyncrl.observe.trackers import check_logins
+from asyncrl.observe.trackers import check_trackers
 from asyncrl.tools import Tool
 
 
@@ -24,8 +24,9 @@ def check(config: RunConfig) -> RunData:
     """Raise the first ConfigError, cheap checks first. Nothing is written and nothing started. The data, with
     all warnings about what is valid, but probably a mistake, one line each."""
     check_resumed(config)
-    check_installed(config)
-    check_logins(config)
+    if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("launch.kind is ray, which is not installed; pip install 'asyncrl[ray]'")
+    check_trackers(config)
     check_model(config)
     tools = check_names(config)
     with _quiet():
@@ -35,16 +36,6 @@ def check(config: RunConfig) -> RunData:
     check_servers(config)
     found = [*warnings(config), *check_template(config, tools, data), *data.warnings]
     return data._replace(warnings=found)
-
-
-def check_installed(
-    config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
-) -> None:
-    """ConfigError unless the optional packages that the configuration needs are installed."""
-    extras = [*config.observe.trackers, *(["ray"] if config.launch.kind == "ray" else [])]
-    for extra in extras:  # each is named like its module
-        if find(extra) is None:
-            raise ConfigError(f"{extra} is not installed; pip install 'asyncrl[{extra}]', or do without it")
 
 
 def check_names(config: RunConfig) -> Mapping[str, Tool]:

@@ -24,7 +24,6 @@ from asyncrl.errors import ProtocolError, one_line
 from asyncrl.launch.placement import COORDINATOR, TRAINER
 from asyncrl.launch.process import COMPLETED, FAILED, INTERRUPTED, log_path, log_tail
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
-from asyncrl.observe.watchdog import Watchdog
 from asyncrl.runtime.signals import ENDING
 from asyncrl.wire.messages.channels import ToObserver
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
@@ -36,7 +35,6 @@ HELLO_EVERY = 1.0
 KILL_RESERVE = 1.0  # of the stop timeout: for what is killed to be gone
 LEAVE_SECONDS = 5.0  # for the other roles to follow a coordinator that has ended
 WITH_CHECKPOINT = " after the micro-batch under way, with a checkpoint: at most {:g} s"
-FIRST_STATUS, STATUS = "the coordinator's first status", "a status of the coordinator"
 
 
 class SessionView(Protocol):
@@ -66,7 +64,8 @@ class Session:
         name = identity("observer", 0)
         self._incarnation = name.decode().rpartition("/")[2]
         self._link = Link(endpoints.control, ToObserver, name)
-        self._watchdog = Watchdog()
+        self._heard_at: float | None = None  # the coordinator's last message; None before the first
+        self._began_at = 0.0
         self._signals = 0
         self._running = False  # the coordinator has left its start phase: there is something to save
         self._hello_at = 0.0
@@ -82,7 +81,7 @@ class Session:
         """Start everything, watch until it ends, and leave no process behind."""
         with self._catch_signals():
             try:
-                self._watchdog.begin(FIRST_STATUS, self._config.start_timeout, time.monotonic())
+                self._began_at = time.monotonic()
                 self._supervisor.start()
                 ending = self._loop()
                 self._wind_down(ending)
@@ -141,10 +140,7 @@ class Session:
             self._link.send(Stop(self._reason, self._save))
 
     def _handle(self, message: Any) -> None:
-        now = time.monotonic()
-        self._watchdog.end(FIRST_STATUS)
-        self._watchdog.begin(STATUS, self._config.stall_timeout, now)
-        self._watchdog.moved(STATUS, now)
+        now = self._heard_at = time.monotonic()
         match message:
             case Status():
                 self._running = self._running or message.phase != "starting"
@@ -214,16 +210,18 @@ class Session:
         )
 
     def _watch(self, now: float) -> RunOutcome | None:
-        """A coordinator that never sent a status ends the run; one that fell silent is replaced."""
-        overdue = self._watchdog.verdict(now)
-        if overdue is None:
-            return None
-        if overdue.name == FIRST_STATUS:
+        """A coordinator that never was heard of ends the run; one that fell silent is replaced."""
+        if self._heard_at is None:
+            if (silent := now - self._began_at) <= self._config.start_timeout:
+                return None
             path = log_path(self._run_dir, f"{COORDINATOR}-0")
-            return RunOutcome(FAILED, f"{overdue}\n{path}:\n{log_tail(path)}")
-        self._view.note(f"{overdue}: replacing it")
-        self._watchdog.moved(STATUS, now)
-        self._supervisor.kill_role(COORDINATOR)
+            limit = f"{self._config.start_timeout:g} s (launch.start_timeout)"
+            waited = f"no status of the coordinator after {silent:.0f} s, limit {limit}"
+            return RunOutcome(FAILED, f"{waited}\n{path}:\n{log_tail(path)}")
+        if (silent := now - self._heard_at) > self._config.stall_timeout:
+            self._view.note(f"the coordinator has been silent for {silent:.0f} s: replacing it")
+            self._heard_at = now
+            self._supervisor.kill_role(COORDINATOR)
         return None
 
     def _coordinator_lives(self) -> bool:

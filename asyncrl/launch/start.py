@@ -119,8 +119,7 @@ def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: C
 
 
 def _complete(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
-    shares = overlap(run_dir)
-    summary["busy_at_once"] = shares.both if shares.seconds else None
+    summary["busy_at_once"] = overlap(run_dir)
     write_summary(run_dir, summary)
     if config.observe.plot:
         from asyncrl.observe.plot import draw

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.observe.files import read_lines
@@ -56,31 +55,25 @@ class Timeline:
             self._file.close()
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Shares of `seconds`, the time from the first training span to the last."""
-
-    seconds: float
-    trainer: float  # all ranks busy
-    rollout: float  # all workers busy
-    both: float
-
-
-def overlap(run_dir: Path) -> Overlap:
-    """How much of the training time trainer and rollout were busy at once."""
+def overlap(run_dir: Path) -> float | None:
+    """The share of the training time, from a trainer's first span to its last, in which all ranks and all
+    workers were busy; None if nothing was trained."""
     busy: dict[str, list[list[Span]]] = {role: [] for role in BUSY}
     for path in sorted((run_dir / "timeline").glob("*.jsonl")):
         role = path.stem.rpartition("-")[0]
         if role in BUSY:
             busy[role].append(union((s, e) for name, s, e in read(path) if name in BUSY[role]))
     training = [span for rank in busy["trainer"] for span in rank]
-    if not training:
-        return Overlap(0.0, 0.0, 0.0, 0.0)
-    window = [(min(start for start, _ in training), max(end for _, end in training))]
-    trainer, rollout = (intersection([window, *busy[role]]) if busy[role] else [] for role in BUSY)
-    whole = length(window) or 1.0
-    both = length(intersection([trainer, rollout])) / whole
-    return Overlap(length(window), length(trainer) / whole, length(rollout) / whole, both)
+    if not training or not busy["rollout"]:
+        return 0.0 if training else None
+    everyone = [*busy["trainer"], *busy["rollout"]]
+    edges = sorted((at, step) for spans in everyone for s, e in spans for at, step in ((s, 1), (e, -1)))
+    at_work, since, together = 0, 0.0, 0.0
+    for at, step in edges:
+        together += (at - since) * (at_work == len(everyone))
+        at_work, since = at_work + step, at
+    whole = max(end for _, end in training) - min(start for start, _ in training)
+    return together / whole if whole else 0.0
 
 
 def read(path: Path) -> Iterator[tuple[str, float, float]]:
@@ -98,24 +91,3 @@ def union(spans: Iterable[Span]) -> list[Span]:
         elif end > start:
             merged.append((start, end))
     return merged
-
-
-def intersection(sets: Iterable[list[Span]]) -> list[Span]:
-    """Time that is in every set; each is ordered and free of overlaps."""
-    first, *rest = sets
-    for other in rest:
-        common, i, j = [], 0, 0
-        while i < len(first) and j < len(other):
-            start, end = max(first[i][0], other[j][0]), min(first[i][1], other[j][1])
-            if start < end:
-                common.append((start, end))
-            if first[i][1] < other[j][1]:
-                i += 1
-            else:
-                j += 1
-        first = common
-    return first
-
-
-def length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)

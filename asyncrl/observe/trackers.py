@@ -85,20 +85,20 @@ class _TensorBoardTracker:
         self._writer.close()
 
 
-def check_logins(config: RunConfig) -> None:
-    """ConfigError for a tracker that would send metrics to its service without being logged in: when it is
-    opened, there is a run directory already. Nothing is sent."""
+def check_trackers(config: RunConfig) -> None:
+    """ConfigError for one that is not installed, or that would send metrics to its service without being
+    logged in: when it is opened, there is a run directory already. Nothing is sent."""
     for name in config.observe.trackers:
-        if name in LOGGED_IN:
-            try:
-                logged_in = LOGGED_IN[name](_module(name))
-            except Exception as error:
-                raise ConfigError(_not_started(name, error)) from error
-            if not logged_in:
-                raise ConfigError(
-                    f"observe.trackers: {name} is not logged in; run `{name} login`, or set "
-                    f"{name.upper()}_API_KEY, or {name.upper()}_MODE=offline"
-                )
+        module = _module(name)
+        try:
+            logged_in = name not in LOGGED_IN or LOGGED_IN[name](module)
+        except Exception as error:
+            raise ConfigError(_not_started(name, error)) from error
+        if not logged_in:
+            raise ConfigError(
+                f"observe.trackers: {name} is not logged in; run `{name} login`, or set "
+                f"{name.upper()}_API_KEY, or {name.upper()}_MODE=offline"
+            )
 
 
 def _wandb_logged_in(module: Any) -> bool:

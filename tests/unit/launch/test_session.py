@@ -271,7 +271,7 @@ def test_a_run_that_begins_behind_an_interrupt_was_not_asked_to_stop(play: Play)
 def test_a_coordinator_that_never_comes_is_named(tmp_path: Path) -> None:
     play = Play(tmp_path, start_timeout=0.01)
     ending = play.run(lambda: None)
-    assert ending.code == 1 and "the coordinator's first status" in ending.error
+    assert ending.code == 1 and "no status of the coordinator after" in ending.error
     play.hub.close()
 
 
@@ -285,4 +285,5 @@ def test_a_silent_coordinator_is_replaced(tmp_path: Path) -> None:
     ending = play.run(part)  # with a budget of no restarts
     assert play.processes["coordinator-0"].code == -9
     assert ending.code == 1 and "coordinator-0 was killed" in ending.error
+    assert ("note", "the coordinator has been silent for 0 s: replacing it") in play.shown
     play.hub.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.observe.timeline import Overlap, Timeline, intersection, overlap, read, union
+from asyncrl.observe.timeline import Timeline, overlap, read, union
 
 
 class Clock:
@@ -66,29 +66,24 @@ def test_a_line_cut_by_a_crash_is_left_out(tmp_path: Path) -> None:
     assert list(read(path)) == [("x", 0, 1)]
 
 
-def test_intervals() -> None:
+def test_spans_of_a_process_are_joined() -> None:
     assert union([(3, 4), (0, 1), (1, 2), (5, 5)]) == [(0, 2), (3, 4)]
-    assert intersection([[(0, 4), (6, 9)], [(1, 2), (3, 7)], [(0, 10)]]) == [(1, 2), (3, 4), (6, 7)]
 
 
 def test_the_overlap_needs_every_process_of_both_roles(tmp_path: Path) -> None:
     write(tmp_path, "trainer-0", ("train", 10, 14), ("step", 14, 15), ("snapshot", 15, 18), ("train", 18, 20))
     write(tmp_path, "rollout-0", ("decode", 0, 13), ("load_weights", 13, 15), ("decode", 18, 30))
     write(tmp_path, "rollout-1", ("decode", 12, 19))
-    found = overlap(tmp_path)
-    assert found.seconds == 10
-    assert found.trainer == pytest.approx(0.7)  # 10-15, 18-20; a snapshot is not training
-    assert found.rollout == pytest.approx(0.2)  # 12-13, 18-19
-    assert found.both == pytest.approx(0.2)
+    assert overlap(tmp_path) == pytest.approx(0.2)  # 12-13, 18-19 of 10-20; a snapshot is not training
 
 
 def test_roles_in_turns_do_not_overlap(tmp_path: Path) -> None:
     write(tmp_path, "trainer-0", ("train", 1, 2), ("train", 3, 4))
     write(tmp_path, "rollout-0", ("decode", 0, 1), ("decode", 2, 3))
-    assert overlap(tmp_path).both == 0
+    assert overlap(tmp_path) == 0
 
 
 def test_no_timeline_is_no_overlap(tmp_path: Path) -> None:
-    assert overlap(tmp_path) == Overlap(0, 0, 0, 0)
+    assert overlap(tmp_path) is None
     write(tmp_path, "trainer-0", ("train", 1, 2))
-    assert overlap(tmp_path).both == 0
+    assert overlap(tmp_path) == 0
