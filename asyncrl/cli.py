@@ -11,6 +11,7 @@ import difflib
 import os
 import site
 import sys
+import typing
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,34 +21,12 @@ import msgspec
 
 import asyncrl
 from asyncrl.commands import data, runs, sft, tools, train
-from asyncrl.config import RunConfig, parse
+from asyncrl.config import Plugin, RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
-OPEN_KEYS = (  # mappings with keys of the user's choice
-    "data.columns",
-    "data.dataset",
-    "data.order",
-    "rollout.tool_args",
-    "rollout.environment",
-    "rollout.agent",
-    "rollout.reward",
-    "algorithm.advantage",
-    "algorithm.loss",
-    "algorithm.correction",
-    "algorithm.shaping",
-)
-# Of these, keys that take one name: a mapping given for one replaces that of a preset instead of joining it.
-ONE_NAME = (
-    "data.dataset",
-    "data.order",
-    "rollout.environment",
-    "rollout.agent",
-    "algorithm.advantage",
-    "algorithm.loss",
-)
-
+SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
   asyncrl train --help                  flags, examples, and the most common keys
@@ -194,13 +173,25 @@ def _with_root(tree: Any, root: str) -> Any:
 
 
 def _opened(overrides: list[str]) -> Iterator[str]:
-    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice."""
+    """Adds Hydra's plus sign to overrides of mappings with keys of the user's choice. What takes one name is
+    replaced by a mapping that is given for it, instead of joined with that of a preset."""
+    kinds = dict(_open_keys(RunConfig))
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in ONE_NAME and value.startswith("{"):
+        if kinds.get(key) == Plugin and key != SEVERAL and value.startswith("{"):
             yield f"~{key}"
-        is_open = key in OPEN_KEYS or key.startswith(tuple(f"{name}." for name in OPEN_KEYS))
+        is_open = any(f"{key}.".startswith(f"{name}.") for name in kinds)
         yield f"++{override}" if is_open else override
+
+
+def _open_keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys whose values may be mappings, with their types."""
+    for field in msgspec.structs.fields(section):
+        kind, name = field.type, f"{prefix}{field.name}"
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from _open_keys(kind, f"{name}.")
+        elif any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind))):
+            yield name, kind
 
 
 def _explain(error: Exception) -> str:

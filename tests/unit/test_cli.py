@@ -124,9 +124,18 @@ def test_overrides_win_over_an_experiment() -> None:
     assert (config.trainer.lr, config.buffer.max_staleness) == (1e-5, 0)
 
 
-def test_arguments_of_tools_need_no_plus_sign() -> None:
-    config = cli.compose([*NAMED, "rollout.tool_args.calculator.latency_mean=0.3"])
-    assert config.rollout.tool_args == {"calculator": {"latency_mean": 0.3}}
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("rollout.tool_args.calculator.latency_mean=0.3", {"calculator": {"latency_mean": 0.3}}),
+        ("engine.server_args={mem-fraction-static: 0.4}", {"mem-fraction-static": 0.4}),
+        ("model.template_args.enable_thinking=false", {"enable_thinking": False}),
+        ("data.columns={prompt: question}", {"prompt": "question"}),
+    ],
+)
+def test_mappings_with_keys_of_ones_own_need_no_plus_sign(override: str, found: dict[str, Any]) -> None:
+    section, name = override.partition("=")[0].split(".")[:2]
+    assert getattr(getattr(cli.compose([*NAMED, override]), section), name) == found
 
 
 @pytest.mark.parametrize(
