@@ -1,13 +1,15 @@
 """The embedded engine: the trainer's own Hugging Face module, served from the caller's event loop.
 
-One task steps the batcher and gives way to the loop after every step; with nothing to do it waits for an
-event. Everything else runs between two steps, so a weight swap or an abort needs neither lock nor drain.
+One task steps the batcher, in a thread: a step of a large model takes seconds, and tools, rewards and heartbeats
+of the loop go on meanwhile. Between two steps nothing runs in the thread; requests, aborts and weight swaps
+are done then, in the loop and in order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,6 +38,9 @@ class TorchEngine:
         self._vocabulary = _vocabulary(model)
         self._batcher = Batcher(model, slots, max_len, max_batch_tokens, version)
         self._futures: dict[Run, asyncio.Future[Generation]] = {}
+        self._changes: list[Callable[[], None]] = []  # to be made after the step under way
+        self._stepping = False
+        self._thread = ThreadPoolExecutor(1, "torch-engine")
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._loading = asyncio.Lock()
@@ -52,27 +57,25 @@ class TorchEngine:
     async def generate(self, request: Request) -> Generation:
         if self._broken is not None:
             raise self._broken
-        self._check(request)
-        run = self._batcher.add(request)
-        future = self._futures[run] = asyncio.get_running_loop().create_future()
+        check_request(request, self._vocabulary, self._batcher.cache.max_len)
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._between_steps(lambda: self._enter(request, future))
         self._start()
         try:
             return await future
         finally:
-            if run in self._futures:  # the caller was cancelled
-                self._end(run, StopReason.ABORT)
+            if future.cancelled():
+                self._between_steps(lambda: self._leave(future))
 
     def release(self, session: str) -> None:
-        run = self._batcher.runs.get(session)
-        if run is not None:
-            self._end(run, StopReason.ABORT)
-        self._batcher.slots.release(session)
+        self._between_steps(lambda: self._release(session))
 
     async def load(self, ref: WeightsRef) -> Manifest:
         async with self._loading:  # versions are applied in the order of the calls
             manifest, tensors = await asyncio.to_thread(disk.read, ref)
-            replace_weights(self._model, tensors)
-            self._batcher.mark(ref.version.step)
+            swapped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._between_steps(lambda: self._swap(tensors, ref.version.step, swapped))
+            await swapped
         return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -85,15 +88,51 @@ class TorchEngine:
 
     async def close(self) -> None:
         self._break(EngineError("the engine was closed"))
+        self._wake.set()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await self._task  # ends with the step under way
+        self._thread.shutdown()
 
-    def _check(self, request: Request) -> None:
-        """EngineError on a request that cannot be served."""
-        check_request(request, self._vocabulary, self._batcher.cache.max_len)
-        if request.session in self._batcher.runs:
-            raise EngineError(f"session {request.session!r}: its previous turn is still running")
+    # -- between two steps -----------------------------------------------------------------------------
+
+    def _between_steps(self, change: Callable[[], None]) -> None:
+        """Make a change now, or, in order, after the step under way."""
+        if self._stepping:
+            self._changes.append(change)
+        else:
+            change()
+
+    def _enter(self, request: Request, future: asyncio.Future[Generation]) -> None:
+        if future.done():  # its caller did not wait
+            return
+        if self._broken is not None:
+            future.set_exception(self._broken)
+        elif request.session in self._batcher.runs:
+            problem = f"session {request.session!r}: its previous turn is still running"
+            future.set_exception(EngineError(problem))
+        else:
+            self._futures[self._batcher.add(request)] = future
+
+    def _leave(self, future: asyncio.Future[Generation]) -> None:
+        for run in [run for run, other in self._futures.items() if other is future]:
+            self._end(run, StopReason.ABORT)
+
+    def _release(self, session: str) -> None:
+        run = self._batcher.runs.get(session)
+        if run in self._futures:
+            self._end(run, StopReason.ABORT)
+        self._batcher.slots.release(session)
+
+    def _swap(self, tensors: Mapping[str, torch.Tensor], version: int, swapped: asyncio.Future[None]) -> None:
+        try:
+            replace_weights(self._model, tensors)
+        except WeightsError as error:
+            swapped.set_exception(error)
+        else:
+            self._batcher.mark(version)
+            swapped.set_result(None)
+
+    # -- steps -----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Wake the task, or create it in this loop."""
@@ -104,23 +143,30 @@ class TorchEngine:
 
     async def _serve(self) -> None:
         """The decode loop. It outlives every request and dies with the first error."""
-        try:
-            while True:
-                if self._futures:
-                    self._step()
-                    await asyncio.sleep(0)
-                else:
-                    self._wake.clear()
-                    await self._wake.wait()
-        except Exception as error:
-            self._break(EngineError(f"the engine broke: {one_line(error)}"))
+        while self._broken is None:
+            if self._futures:
+                try:
+                    await self._step()
+                except Exception as error:
+                    self._break(EngineError(f"the engine broke: {one_line(error)}"))
+            else:
+                self._wake.clear()
+                await self._wake.wait()
 
-    def _step(self) -> None:
+    async def _step(self) -> None:
         """One more id for every running turn; answer those that end with it."""
-        done: dict[Run, StopReason | None] = dict.fromkeys(self._batcher.step())
-        done |= {run: StopReason.TEXT for run in self._futures if self._batcher.watched(run)}
-        for run, stop in done.items():
-            self._end(run, stop)
+        self._stepping = True
+        try:
+            ended = await asyncio.get_running_loop().run_in_executor(self._thread, self._batcher.step)
+            done: dict[Run, StopReason | None] = dict.fromkeys(ended)
+            done |= {run: StopReason.TEXT for run in self._futures if self._batcher.watched(run)}
+            for run, stop in done.items():
+                self._end(run, stop)
+        finally:
+            self._stepping = False
+            changes, self._changes = self._changes, []
+            for change in changes:
+                change()
 
     def _end(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request; its log-probs may make that an error."""

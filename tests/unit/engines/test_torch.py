@@ -119,7 +119,7 @@ def test_abort_and_cancel_give_back_what_there_is():
         engine.release("unknown")
         partial, nothing = await tasks["a"], await tasks["c"]
         assert partial.stop is nothing.stop is StopReason.ABORT
-        assert len(partial.ids) == 5 and nothing.ids == nothing.spans == ()
+        assert len(partial.ids) in (5, 6) and nothing.ids == nothing.spans == ()  # a step may be under way
         assert_logprobs(tiny(), requests["a"], partial)
         tasks["b"].cancel()
         with pytest.raises(asyncio.CancelledError):
