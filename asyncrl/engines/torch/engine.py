@@ -1,8 +1,8 @@
 """The embedded engine: the trainer's own Hugging Face module, served from the caller's event loop.
 
-One task steps the batcher, in a thread: a step of a large model takes seconds, and tools, rewards and heartbeats
-of the loop go on meanwhile. Between two steps nothing runs in the thread; requests, aborts and weight swaps
-are done then, in the loop and in order.
+One task steps the batcher in a thread: a step of a large model takes seconds, and tools, rewards and
+heartbeats of the loop go on meanwhile. Between two steps nothing runs in the thread; requests, aborts and
+weight swaps are done then, in the loop and in order.
 """
 
 from __future__ import annotations
