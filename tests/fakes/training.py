@@ -139,8 +139,7 @@ def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
 def make_row(
     uid: str, group: str, members: tuple[EpisodeResult, ...], i: int, turns: list[Turn], temperature: float
 ) -> PlannedTrajectory:
-    tokens = sum(len(turn.context) + len(turn.ids) for turn in turns)
-    return PlannedTrajectory(uid, group, len(turns), members[i], members, i, temperature, tokens, greedy=0.5)
+    return PlannedTrajectory(uid, group, len(turns), members[i], members, i, temperature, greedy=0.5)
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -190,6 +189,13 @@ def final_gradients(learner: Learner, cut: list[list[list[Episode]]]) -> dict[st
     learner.optimizer.step = step
     learner.step -= 1
     return found
+
+
+def gradient_gap(
+    learner: Learner, episodes: Sequence[Episode], wanted: dict[str, Tensor], micros: int = 3
+) -> float:
+    """`difference` from those wanted of the gradients of a batch on one rank, cut at random."""
+    return difference(final_gradients(learner, random_cut(episodes, 1, micros, seed=0)), wanted)
 
 
 def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

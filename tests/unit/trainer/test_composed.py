@@ -22,8 +22,8 @@ from tests.fakes.training import (
     Episode,
     Recorder,
     difference,
-    final_gradients,
     full_state,
+    gradient_gap,
     make_learner,
     random_cut,
     run_batch,
@@ -91,7 +91,7 @@ def test_kl_in_the_loss(
         }[estimator]
         total = total + policy_gradient(model, episode, a) + 0.3 * (truncated(pi - mu, a) * k).sum()
     wanted = gradients(model, total / tokens_of(episodes))
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
 
 
 def test_entropy_bonus(world: World, model_path: str, model: Any, episodes: list[Episode]) -> None:
@@ -109,7 +109,7 @@ def test_entropy_bonus(world: World, model_path: str, model: Any, episodes: list
             entropy = entropy - (rows.exp() * rows).sum()
         total = total + policy_gradient(model, (row, turns), centred((row, turns))) - 0.1 * entropy
     wanted = gradients(model, total / tokens_of(episodes))
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 2, seed=0)), wanted) < TOLERANCE
+    assert gradient_gap(learner, episodes, wanted, micros=2) < TOLERANCE
 
 
 def whitened(values: list[Tensor]) -> list[Tensor]:
@@ -126,7 +126,7 @@ def test_whitening_waits_for_the_whole_batch(
     raw = [torch.full((n,), centred(e), dtype=torch.float64) for n, e in zip(sizes, episodes, strict=True)]
     loss = sum(policy_gradient(model, e, a) for e, a in zip(episodes, whitened(raw), strict=True))
     wanted = gradients(model, loss / tokens_of(episodes))
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < 1e-7
+    assert gradient_gap(learner, episodes, wanted) < 1e-7
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_batch_std_divides_the_gradient(
     std = float(np.std([centred(e) for e in episodes], ddof=1)) + 1e-6
     loss = sum(policy_gradient(model, e, centred(e)) for e in episodes)
     wanted = gradients(model, loss / tokens_of(episodes) / std)
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < 1e-5
+    assert gradient_gap(learner, episodes, wanted) < 1e-5
 
 
 def test_the_batch_std_divides_advantages_only(
@@ -189,7 +189,7 @@ def test_the_batch_std_divides_advantages_only(
         pi, mu = logp(model, e)
         total = total - (centred(e) / std * pi - (pi - mu) ** 2 / 2).sum()
     wanted = gradients(model, total / tokens_of(episodes))
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
 
 
 def test_what_a_loss_with_its_own_ratio_drops_and_bounds_is_reported(
@@ -232,7 +232,7 @@ def test_running_whitening_uses_the_batches_before(
     mean, std = joined.mean(), joined.std() + 1e-6
     loss = sum(policy_gradient(model, e, (centred(e) - mean) / std) for e in other)
     wanted = gradients(model, loss / tokens_of(other))
-    assert difference(final_gradients(learner, random_cut(other, 1, 3, seed=0)), wanted) < 1e-6
+    assert gradient_gap(learner, other, wanted) < 1e-6
 
 
 def test_batch_mean_divides_the_weights(
@@ -247,7 +247,7 @@ def test_batch_mean_divides_the_weights(
         weights.append(w[w > 0])
     loss = sum(policy_gradient(model, e, centred(e)) for e in episodes)
     wanted = gradients(model, loss / tokens_of(episodes) / torch.cat(weights).mean())
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
 
 
 def test_kl_in_the_reward_reaches_the_baseline(
@@ -267,7 +267,7 @@ def test_kl_in_the_reward_reaches_the_baseline(
             model, (row, turns), penalised[row.group, row.place] - sum(group) / len(group)
         )
     wanted = gradients(model, loss / tokens_of(episodes))
-    assert difference(final_gradients(learner, random_cut(episodes, 1, 3, seed=0)), wanted) < TOLERANCE
+    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
 
 
 def test_epochs_repeat_the_mini_batches_around_one_prox(world: World, model_path: str, model: Any) -> None:
@@ -309,7 +309,7 @@ def test_a_clip_around_mu_in_a_stream(world: World, model_path: str, model: Any)
         loss, cut = loss + ppo.sum(), cut + int((ppo > -u * a).sum())
     wanted = gradients(model, loss / tokens_of(noisy))
     assert cut and not learner.waits
-    assert difference(final_gradients(learner, random_cut(noisy, 1, 3, seed=0)), wanted) < TOLERANCE
+    assert gradient_gap(learner, noisy, wanted) < TOLERANCE
 
 
 def test_on_policy_a_clip_around_mu_is_that_around_prox(world: World, model_path: str, model: Any) -> None:

@@ -14,16 +14,15 @@ from torch.nn.functional import cross_entropy
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 from tests.fakes.training import (
     Episode,
     Recorder,
-    difference,
-    final_gradients,
+    gradient_gap,
     make_learner,
     plain_model,
-    random_cut,
     run_batch,
     save_tiny_model,
     tiny_config,
@@ -69,12 +68,28 @@ def test_the_gradient_is_that_of_cross_entropy(world: World, tmp_path: Path) -> 
     wanted, loss = plain_gradients(path, episodes)
     learner = make_learner(supervised(path), world, "float32")
     learner.step = 500
-    cut = random_cut(episodes, 1, micros=3, seed=1)
-    assert difference(final_gradients(learner, cut), wanted) < TOLERANCE
-    metrics = run_batch(learner, cut)
+    assert gradient_gap(learner, episodes, wanted) < TOLERANCE
+    metrics = run_batch(learner, [[episodes]])
     assert metrics["actor/nll"] == pytest.approx(loss, rel=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["rollout_corr/rho_max"] == metrics["rollout_corr/rho_min"] == 1.0  # there is no mu
+
+
+def test_adapters_alone_learn_and_the_export_holds_them(world: World, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    episodes = conversations(path)
+    config = supervised(path, model={"lora_rank": 2, "lora_alpha": 2.0}, trainer={"lr": 0.05})
+    learner = make_learner(config, world, "float32")
+    start = {name: p.full_tensor().clone() for name, p in learner.policy.lm.named_parameters()}
+    (_, before), batch = plain_gradients(path, episodes), [[episodes]]
+    assert run_batch(learner, batch)["actor/nll"] == pytest.approx(before, rel=1e-5)  # they start as nothing
+    now = {name: p.full_tensor() for name, p in learner.policy.lm.named_parameters()}
+    moved = {name for name in start if not torch.equal(now[name], start[name])}
+    assert moved and all(name.endswith(("lora_a", "lora_b")) for name in moved)
+    export_hf(tmp_path / "hf", learner.policy, path)
+    _, after = plain_gradients(str(tmp_path / "hf"), episodes)
+    assert after < before - 0.01
+    assert run_batch(learner, batch)["actor/nll"] == pytest.approx(after, rel=1e-5)
 
 
 @pytest.mark.parametrize(
