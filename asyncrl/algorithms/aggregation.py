@@ -14,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from asyncrl.errors import ProtocolError
 from asyncrl.registry import Registry, bind
 
 
@@ -115,6 +114,4 @@ def prompt_mean(tokens: int, group_tokens: int) -> Share:
 
     Use: samples whose answers differ much in length; needs whole groups. Any staleness.
     """
-    if group_tokens < tokens:
-        raise ProtocolError(f"a group of {group_tokens} tokens cannot hold an episode of {tokens}")
     return Share(1.0 / max(group_tokens, 1), tokens / max(group_tokens, 1))

@@ -76,7 +76,7 @@ def grpo_turn(given: CreditInput, *, turn_gamma: Factor = 1.0, std: bool = False
     Use: rewards on turns, any staleness. With the std on-policy only.
     """
     compare = standardised if std else centred
-    own = turn_returns(given.own, turn_gamma, turns=_turns(given))
+    own = turn_returns(given.own, turn_gamma, turns=int(given.turn.max(initial=0)) + 1)
     siblings = [turn_returns(member, turn_gamma) for member in given.siblings]
     by_turn = np.zeros(len(own))
     for k, value in enumerate(own):
@@ -134,16 +134,6 @@ def turn_returns(member: EpisodeResult, turn_gamma: float, turns: int = 1) -> li
     """G by turn. Without turn rewards all of it falls on the last of `turns`."""
     rewards = member.turn_rewards or (0.0,) * (turns - 1) + (member.reward,)
     return list(accumulate(reversed(rewards), lambda after, reward: reward + turn_gamma * after))[::-1]
-
-
-def _turns(given: CreditInput) -> int:
-    """Turns of the episode, of which each token's is one."""
-    seen = int(given.turn.max(initial=0)) + 1
-    if given.own.turn_rewards and seen > len(given.own.turn_rewards):
-        raise ProtocolError(
-            f"advantage grpo_turn: an episode has {seen} turns, and rewards of {len(given.own.turn_rewards)}"
-        )
-    return seen
 
 
 def _discounts(turn: np.ndarray, gamma: float, turn_gamma: float) -> np.ndarray:

@@ -280,7 +280,6 @@ class TrainerHandler:
                     siblings=baseline.results,
                     place=baseline.place(episode),
                     temperature=state.config.rollout.temperature,
-                    tokens=episode.tokens,
                     greedy=baseline.greedy,
                 )
             )

@@ -113,12 +113,10 @@ def newest(directory: Path) -> Path | None:
     return None
 
 
-def prune(directory: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints and what crashes left half-written; returns them."""
-    doomed = [*_steps(directory)[keep:], *directory.glob("step-*.tmp")]
-    for path in doomed:
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints and what crashes left half-written."""
+    for path in (*_steps(directory)[keep:], *directory.glob("step-*.tmp")):
         shutil.rmtree(path, ignore_errors=True)
-    return doomed
 
 
 def verify(path: Path, pulse: Callable[[], None] = lambda: None) -> str:

@@ -152,8 +152,6 @@ class TrainerRank:
                     while not self._save():  # the disk may have room later
                         self._idle(SAVE_AGAIN)
                     self._await_stop(plan.kind)
-                case _:
-                    raise ProtocolError(f"unknown kind of plan {plan.kind!r}")
 
     def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
         with self.timeline.span("train"), self.watch.phase("update_actor"):

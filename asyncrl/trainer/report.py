@@ -128,9 +128,7 @@ def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None
         tally.total(f"{KEPT_PREFIX}{lag}", count)
 
 
-def batch_metrics(
-    tally: MetricSums, change: Callable[[np.ndarray], np.ndarray] = lambda advantage: advantage
-) -> dict[str, float]:
+def batch_metrics(tally: MetricSums, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:
     """The metrics of a whole batch, from the tally merged over all ranks. `change`: what the batch's
     statistics do to each advantage, which never changes their order."""
     metrics = tally.metrics()

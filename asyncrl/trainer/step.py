@@ -26,7 +26,7 @@ from asyncrl.trainer.batch import Example, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
 from asyncrl.trainer.metric_sums import MetricSums, merged
-from asyncrl.trainer.model import Policy, load_policy
+from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_adamw, take_step
 from asyncrl.trainer.reference import load_reference
@@ -57,10 +57,10 @@ class Learner:
     belong to a checkpoint beside models and optimizers; they are frozen within a batch.
     """
 
-    def __init__(self, config: RunConfig, world: World, policy: Policy | None = None) -> None:
+    def __init__(self, config: RunConfig, world: World) -> None:
         self.config, self.world = config, world
         self.recipe = compose(config)
-        self.policy = policy or load_policy(config.model, world, value_head=self.recipe.shared_critic)
+        self.policy = load_policy(config.model, world, value_head=self.recipe.shared_critic)
         self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None

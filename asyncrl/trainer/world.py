@@ -67,10 +67,6 @@ class World:
         dist.all_gather(parts, mine)
         return parts
 
-    def barrier(self) -> None:
-        """All ranks have come this far."""
-        self.gather(self.rank, int)
-
 
 def join(rank: int, size: int, rendezvous: str = "", device: str = "auto", timeout_s: float = 600.0) -> World:
     """Enter the process group. Every collective fails after `timeout_s` instead of waiting for ever.

@@ -81,10 +81,9 @@ def micro_batches(rng: random.Random, budget: int, step: int, vocabulary: int) -
         spans = (VersionSpan(0, len(ids), step, step),)
         turn = Turn(0, context, ids, (-1.0,) * len(ids), spans, StopReason.STOP)
         results = tuple(EpisodeResult(float(won), len(ids)) for won in (0, 1))
-        total = len(context) + len(ids)
-        planned = PlannedTrajectory(f"{step}/{i}", f"{i // 2}", 1, results[i % 2], results, i % 2, 1.0, total)
+        planned = PlannedTrajectory(f"{step}/{i}", f"{i // 2}", 1, results[i % 2], results, i % 2, 1.0)
         work.append((planned, [turn]))
-    for part in bucket([planned.tokens for planned, _ in work], budget):
+    for part in bucket([len(turn.context) + len(turn.ids) for _, (turn,) in work], budget):
         yield [work[i] for i in part]
 
 

@@ -212,7 +212,6 @@ def _rows(
             siblings=tuple(groups[group]),
             place=int(number),
             temperature=temperature,
-            tokens=sum(map(len, episode.rows)),
         )
         for ask, episode in zip(asks, episodes, strict=True)
         for group, _, number in [ask.uid.partition("/")]

@@ -22,30 +22,8 @@ _MARKS: tuple[tuple[str, str | None], ...] = (
     ("<|python_tag|>", "llama3"),
     ('"parameters": dictionary of argument', "llama3"),
 )
-_MODEL_TYPES = {
-    "gpt_oss": "harmony",
-    "kimi_k2": "kimi",
-    "deepseek_v3": "deepseek",
-    "mistral": "mistral",
-    "mistral3": "mistral",
-    "ministral": "mistral",
-    "mixtral": "mistral",
-    "glm4_moe": "glm",
-    "qwen2": "hermes",
-    "qwen2_moe": "hermes",
-    "qwen3": "hermes",
-    "qwen3_moe": "hermes",
-    "qwen3_next": "hermes",
-    "llama": "llama3",
-    "llama4": "pythonic",
-    "lfm2": "pythonic",
-}
 
 
-def detect(model: str) -> str | None:
-    """The parser that fits a chat template, or a `model_type` of a model's config.json; None if neither says.
-
-    Prefer the template: models of one type were trained on different formats.
-    """
-    marked = (parser for mark, parser in _MARKS if mark in model)
-    return next(marked, _MODEL_TYPES.get(model))
+def detect(template: str) -> str | None:
+    """The parser that fits a chat template; None if it does not say."""
+    return next((parser for mark, parser in _MARKS if mark in template), None)

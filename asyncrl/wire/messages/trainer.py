@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from asyncrl.types import EpisodeResult
@@ -87,7 +89,6 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     siblings: tuple[EpisodeResult, ...]
     place: int
     temperature: float
-    tokens: int
     greedy: float | None = None
 
     @property
@@ -106,7 +107,7 @@ class WorkPlan(WireMessage, frozen=True):
     trainer_epoch: int
     step: int
     micro: int
-    kind: str
+    kind: Literal["work", "step", "end", "stop"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # with kind "step"
 

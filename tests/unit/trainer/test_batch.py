@@ -20,7 +20,6 @@ ROW = PlannedTrajectory(
     siblings=(OWN, EpisodeResult(0.0, 7, (0.0,))),
     place=0,
     temperature=0.5,
-    tokens=10,
 )
 TOKEN_MEAN = aggregations.get("token_mean")
 TURNS = [

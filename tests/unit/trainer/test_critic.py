@@ -95,7 +95,7 @@ def step_of(world: World, folder: Path) -> Any:
     """Values before and after an optimizer step, every rank with all tokens."""
     if world.rank == 0:
         save_tiny_qwen(folder / "model")
-    world.barrier()
+    world.gather(0, int)
     config: RunConfig = tiny_config(str(folder / "model"), critic={"lr": 0.1})
     critic = load_critic(config, world)
     set_head(critic)

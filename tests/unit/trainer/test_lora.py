@@ -132,7 +132,7 @@ def work(world: World, folder: Path) -> Any:
         path = str(folder / name)
         if world.rank == 0:
             save(folder / name)
-        world.barrier()
+        world.gather(0, int)
         with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
             policy = adapted(path, world)
         published = shards(policy)

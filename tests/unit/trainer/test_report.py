@@ -43,7 +43,7 @@ def test_episode_metrics() -> None:
     examples = [example(ROW, TURNS, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)]
     tally_examples(tally, examples)
     tally_credit(tally, [replace(e, advantage=np.full(e.tokens, 0.5)) for e in examples])
-    metrics = batch_metrics(tally)
+    metrics = batch_metrics(tally, lambda advantage: advantage)
     assert metrics["critic/score/mean"] == 1.0 and metrics["critic/advantages/max"] == 0.5
     assert metrics["response_length/mean"] == 3.5 and metrics["response_length/clip_ratio"] == 1.0
     assert metrics["prompt_length/max"] == 2

@@ -35,7 +35,7 @@ def policy_of(world: World, folder: Path) -> Policy:
     model = folder / "model"
     if world.rank == 0:
         save_tiny_qwen(model)
-    world.barrier()
+    world.gather(0, int)
     return load_policy(ModelConfig(path=str(model), dtype="bfloat16"), world)
 
 
@@ -71,7 +71,7 @@ def collect_twice(world: World, folder: Path) -> Any:
         if world.rank == 0:
             found["found"].append([collected(snapshot, size) for size in BUCKETS])
             found["layout"] = [spec.name for spec in snapshot.layout]
-        world.barrier()
+        world.gather(0, int)
     start = time.monotonic()
     host.close(DEADLINE)
     assert time.monotonic() - start < DEADLINE / 2 and not threads()
@@ -108,7 +108,7 @@ def overtake(world: World, folder: Path) -> Any:
             with pytest.raises(Superseded):
                 next(old.buckets(1))
         found = {"slow": found, "last": collected(snapshots[3], 1000), "wanted": wanted}
-    world.barrier()
+    world.gather(0, int)
     host.close(DEADLINE)
     return found
 
@@ -136,7 +136,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
         return wait_for(look, seconds)
 
     waiting.wait_for = late  # type: ignore[method-assign]
-    world.barrier()
+    world.gather(0, int)
     found: Tensors = {}
     if world.rank == 0:
         host.copy(0, shards(policy))
@@ -164,10 +164,10 @@ def lose_a_rank(world: World, folder: Path) -> Any:
     snapshot = taken(host, world, policy, 1)
     if world.rank == 1:
         (folder / "pid").write_text(str(os.getpid()))
-        world.barrier()
+        world.gather(0, int)
         threading.Event().wait(DEADLINE) if how == "freeze" else host.close(DEADLINE)
         os._exit(0)
-    world.barrier()
+    world.gather(0, int)
     buckets, pid = snapshot.buckets(1), int((folder / "pid").read_text())
     next(buckets)
     os.kill(pid, signal.SIGSTOP if how == "freeze" else signal.SIGKILL)
