@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.data.samples import RowLayout, question
+from asyncrl.data.sources import Place
+from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.tools.base import Tool, names
 from asyncrl.tools.loading import found_by, known, load_all
 from asyncrl.tools.schema import docstring, outline
@@ -95,20 +97,12 @@ def _arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _sample(path: Path) -> Sample:
-    """A sample in verl's format, from a JSON file; only the fields that tools use."""
+    """A row of a data set, in a JSON file, as tools see it in training; it may lack the prompt."""
     try:
         row = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        truth = (row.get("reward_model") or {}).get("ground_truth", "")
-        extra = row.get("extra_info") or {}
-        return Sample(
-            row=int(row.get("row", 0)),
-            data_source=str(row.get("data_source", "")),
-            prompt=(),
-            ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
-            extra_info=extra if isinstance(extra, str) else json.dumps(extra),
-        )
-    except (OSError, ValueError, AttributeError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--sample {path}: no sample as a JSON object ({error})") from error
+    except (OSError, *UNDECODABLE) as error:
+        raise ConfigError(f"--sample {path}: no sample as a JSON object ({one_line(error)})") from None
+    return question(Place(str(path), 0), {"prompt": "?"} | row, RowLayout())
 
 
 def _print(spec: str, tool: Tool) -> None:

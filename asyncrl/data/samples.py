@@ -49,7 +49,7 @@ def read_samples(
     for place, row in reader(config, split)(path):
         empty, whole = False, _is_demonstration(layout, row)
         row = renamed(str(place), row, layout.columns, _unread(layout, row, whole))
-        yield _demonstration(place, row, layout) if whole else _question(place, see(row), layout)
+        yield _demonstration(place, row, layout) if whole else question(place, see(row), layout)
     if empty:
         raise ConfigError(f"{path}: the data set is empty; it needs at least one sample")
 
@@ -70,7 +70,8 @@ def _unread(layout: RowLayout, row: Row, demonstration: bool) -> tuple[str, ...]
     return ("ground_truth", "reward_model", *(("prompt", "response") if whole else ()))
 
 
-def _question(where: Place, row: Row, layout: RowLayout) -> Sample:
+def question(where: Place, row: Row, layout: RowLayout) -> Sample:
+    """A prompt to sample from. ConfigError for what is wrong with its row."""
     if row.get("prompt") is None:
         raise ConfigError(f"{where}: no column prompt; {_found(row, 'prompt', 'ground_truth')}")
     truth = _truth(where, row)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import chain, pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.packing import bucket
@@ -14,6 +14,7 @@ def at(values: list[int], rows: list[int]) -> list[int]:
     return [values[row] for row in rows]
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(50, 1000))
 def test_buckets_fit_the_budget_or_are_one_row(values: list[int], budget: int) -> None:
     batches = bucket(values, budget)
@@ -23,6 +24,7 @@ def test_buckets_fit_the_budget_or_are_one_row(values: list[int], budget: int) -
         assert padded <= budget or len(rows) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4)), max_size=40), st.integers(50, 1000))
 def test_buckets_count_every_row_of_an_episode(values: list[tuple[int, int]], budget: int) -> None:
     lengths, rows = [length for length, _ in values], [count for _, count in values]
@@ -32,6 +34,7 @@ def test_buckets_count_every_row_of_an_episode(values: list[tuple[int, int]], bu
         assert sum(at(rows, part)) * max(at(lengths, part)) <= budget or len(part) == 1
 
 
+@settings(deadline=None)
 @given(lengths)
 def test_rows_of_like_length_share_a_bucket(values: list[int]) -> None:
     """No row of one bucket is longer than a row of the bucket before."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import DataConfig, WeightedSource
@@ -51,6 +51,7 @@ def test_a_weight_is_the_share_of_draws(tmp_path: Path, shuffle: bool) -> None:
         assert all(sum(number >= 90 for number in epochs[0][at : at + 4]) == 3 for at in range(0, 100, 4))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.1, 9), st.integers(5, 500)), min_size=1, max_size=6))
 def test_shares_are_exact_up_to_one_draw(sources: list[tuple[float, int]]) -> None:
     weights, sizes = zip(*sources, strict=True)
