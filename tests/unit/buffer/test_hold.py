@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.freshness import drop_overdue, pending, places_of
@@ -204,6 +204,7 @@ def fits(step: int, free: int, per_batch: int, bound: int, floors: list[int]) ->
     return all(batch <= last for batch, last in zip(batches, due, strict=False))
 
 
+@settings(deadline=None)
 @given(
     free=st.integers(0, 3),
     per_batch=st.integers(1, 3),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.staleness import (
@@ -31,6 +31,7 @@ def test_versions_ahead_of_the_step_count_by_distance() -> None:
     assert stale_mask(token_lags([VersionSpan(0, 1, 9, 9)], step=3), bound=4) == [True]
 
 
+@settings(deadline=None)
 @given(lags, st.integers(0, 8))
 def test_no_token_over_the_bound_is_left(values: list[int], bound: int) -> None:
     mask = stale_mask(values, bound)
@@ -38,6 +39,7 @@ def test_no_token_over_the_bound_is_left(values: list[int], bound: int) -> None:
     assert max(left, default=0) <= bound and len(left) == sum(value <= bound for value in values)
 
 
+@settings(deadline=None)
 @given(lags)
 def test_the_histogram_counts_every_token(values: list[int]) -> None:
     histogram, ordered = LagHistogram(Counter(values)), sorted(values)
@@ -53,12 +55,14 @@ def test_an_empty_histogram_is_zero() -> None:
     assert (empty.total, empty.mean, empty.max, empty.quantile(0.95)) == (0, 0.0, 0, 0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_length_buckets_are_powers_of_two(tokens: int) -> None:
     low = length_bucket(tokens)
     assert (low == 0 and tokens < 32) or low <= tokens < 2 * low
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=30))
 def test_quarters_cover_the_response(stale: list[bool]) -> None:
     quarters = masked_by_quarter(stale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
@@ -77,6 +77,7 @@ def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -
     return found
 
 
+@settings(deadline=None)
 @given(groups, st.sampled_from(["dr_grpo", "rloo", "grpo_turn", "remax"]), rewards)
 def test_a_group_is_left_out_if_and_only_if_all_its_advantages_are_zero(
     turns: list[Turns], name: str, greedy: float
