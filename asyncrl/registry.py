@@ -27,15 +27,20 @@ class Registry(Generic[T]):
 
     An installed package adds to the registry of kind `loss` by an entry point in the group `asyncrl.loss`.
     `entry`: the type of the entries, which decorators make; objects loaded by file or module must have it.
-    `former`: a removed name → what to write instead.
+    `former`: a removed name → what to write instead. `modules`: a name → the module that registers it, which
+    is imported when the name is asked for: these are slow to import.
     """
 
     def __init__(
-        self, kind: str, entry: type[T] | None = None, former: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        entry: type[T] | None = None,
+        former: Mapping[str, str] | None = None,
+        modules: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self._entry = entry
-        self._former = former or {}
+        self._former, self._modules = former or {}, modules or {}
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -50,6 +55,8 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """The entry, or ConfigError with the nearest names."""
+        if name in self._modules:
+            importlib.import_module(self._modules[name])
         try:
             return self._entries[name]
         except KeyError:
@@ -64,7 +71,7 @@ class Registry(Generic[T]):
             raise ConfigError(f"{where}: {error}") if where else error from None
 
     def _load(self, spec: str) -> T:
-        if spec in self._entries:
+        if spec in self:
             return self.get(spec)
         if ":" in spec:
             return self._checked(spec)
@@ -74,10 +81,14 @@ class Registry(Generic[T]):
         return self.get(spec)
 
     def names(self) -> list[str]:
-        return sorted(self._entries)
+        return sorted({*self._entries, *self._modules})
+
+    def known(self) -> list[str]:
+        """With those of installed packages."""
+        return sorted({*self.names(), *self._points().names})
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._modules
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -99,7 +110,7 @@ class Registry(Generic[T]):
             return f"write {self._former[name]} instead"
         if name.endswith(".py"):
             return f"name what is in the file, too: {name}:NAME"
-        known = sorted({*self._entries, *self._points().names})
+        known = self.known()
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         return f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
 

@@ -17,8 +17,8 @@ import msgspec
 from asyncrl.data.samples import RowLayout, question
 from asyncrl.data.sources import Place
 from asyncrl.errors import UNDECODABLE, ConfigError, one_line
-from asyncrl.tools.base import Tool, names
-from asyncrl.tools.loading import found_by, known, load_all
+from asyncrl.tools.base import Tool, names, tools
+from asyncrl.tools.loading import load_all
 from asyncrl.tools.schema import docstring, outline
 from asyncrl.tools.toolbox import call_tool
 from asyncrl.types import Sample, ToolCall
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def list_tools(specs: Sequence[str], arguments: Mapping[str, Any]) -> int:
     """Name, parameters, description and options of the tools of `specs`, or of all that have a name."""
-    for spec in specs or known():
+    for spec in specs or tools.known():
         try:
             found = load_all(spec, arguments)
         except ConfigError:
@@ -118,7 +118,7 @@ def _print(spec: str, tool: Tool) -> None:
 
 
 def _print_factory(spec: str) -> None:
-    factory = found_by(spec)
+    factory = tools.load(spec)
     options = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
     print(f"{spec}  [makes tools; options: {options}]")
     print(f"    {docstring(factory)[0]}")

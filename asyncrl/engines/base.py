@@ -89,7 +89,7 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-engines: Registry = Registry("engine")
+engines: Registry = Registry("engine", modules={"torch": "asyncrl.engines.torch.engine"})
 
 
 def check_request(request: Request, vocabulary: int, max_len: int) -> None:

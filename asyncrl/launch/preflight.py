@@ -46,7 +46,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     from asyncrl.engines.base import engines
     from asyncrl.environments import load_environment
     from asyncrl.gateway import load_agent
-    from asyncrl.rollout.components import ENGINE_MODULES, load_scorer, load_toolbox
+    from asyncrl.rollout.components import load_scorer, load_toolbox
 
     toolbox = load_toolbox(config)
     if config.rollout.environment:
@@ -56,9 +56,7 @@ def check_names(config: RunConfig) -> Mapping[str, Tool]:
     load_scorer(config)
     load_parser(config.rollout.parser)
     compose(config)
-    if not config.engine.remote and config.engine.name not in ENGINE_MODULES:
-        for module in ENGINE_MODULES.values():  # takes seconds: only for the list of names in the error
-            importlib.import_module(module)
+    if not config.engine.remote and config.engine.name not in engines:
         engines.load(config.engine.name)
     return toolbox.tools
 

@@ -21,8 +21,6 @@ from asyncrl.rollout.scoring import Scorer
 from asyncrl.tools import Tool, Toolbox, load_tools
 from asyncrl.types import Message
 
-ENGINE_MODULES = {"torch": "asyncrl.engines.torch.engine"}  # imported only by the workers that use it
-
 
 def load_toolbox(config: RunConfig) -> Toolbox:
     """The tools of `rollout.tools`."""

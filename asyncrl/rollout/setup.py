@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from asyncrl.conversation.parsers import load_parser
 from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import Environment, load_environment
 from asyncrl.gateway import Agent, load_agent
-from asyncrl.rollout.components import ENGINE_MODULES, load_chat, load_scorer, load_toolbox
+from asyncrl.rollout.components import load_chat, load_scorer, load_toolbox
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.server_pool import Client, Connect
 from asyncrl.runtime.imports import quick_imports
@@ -52,10 +51,8 @@ def prepare(config: RunConfig) -> WorkerParts:
 
 def engine_factory(config: RunConfig) -> Callable[[], Engine]:
     """See `WorkerParts.build`."""
-    if config.engine.name in ENGINE_MODULES:
-        with quick_imports():
-            importlib.import_module(ENGINE_MODULES[config.engine.name])
-    factory, device = engines.load(config.engine.name), config.model.device
+    with quick_imports():
+        factory, device = engines.load(config.engine.name), config.model.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return lambda: factory(

@@ -96,7 +96,17 @@ class Tool:
             raise ConfigError(f"tool {self.name!r} is async: it needs neither blocking nor process")
 
 
-tools: Registry[Tool | Callable[..., Any]] = Registry("tool")
+tools: Registry[Tool | Callable[..., Any]] = Registry(
+    "tool",
+    modules={
+        "mcp": "asyncrl.tools.mcp",
+        "python": "asyncrl.tools.python",
+        "search": "asyncrl.tools.search",
+        "search_remote": "asyncrl.tools.search",
+        "shell": "asyncrl.tools.python",
+        "workspace": "asyncrl.tools.python",
+    },
+)
 """Tools, or factories of one Tool or a sequence of them, annotated so, called with the config's arguments."""
 
 

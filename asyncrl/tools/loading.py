@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
-import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +12,10 @@ from typing import Any
 
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.registry import bind, load_object
-from asyncrl.tools.base import Tool, names, tools
+from asyncrl.tools.base import Tool, tools
 from asyncrl.tools.process import source_of
 
 Arguments = Mapping[str, Any]
-
-BUILT_IN = {  # imported only when one is named: they are slow to import
-    "mcp": "asyncrl.tools.mcp",
-    "python": "asyncrl.tools.python",
-    "search": "asyncrl.tools.search",
-    "search_remote": "asyncrl.tools.search",
-    "shell": "asyncrl.tools.python",
-    "workspace": "asyncrl.tools.python",
-}
 
 
 def load_tools(specs: Sequence[str], tool_args: Mapping[str, Arguments] | None = None) -> dict[str, Tool]:
@@ -65,32 +53,13 @@ def load_all(spec: str, arguments: Arguments) -> tuple[Tool, ...]:
     if Path(spec).is_dir():
         _no_arguments(spec, arguments)
         return _folder(Path(spec))
-    found = found_by(re.sub(r"@[\w-]+$", "", spec))
+    found = tools.load(re.sub(r"@[\w-]+$", "", spec))
     if isinstance(found, Tool):
         _no_arguments(spec, arguments)
         return (found,)
     if not callable(found) or not re.search(r"\bTool\b", str(inspect.signature(found).return_annotation)):
         raise ConfigError(f"{spec!r} is no tool; decorate it with @asyncrl.tools.tool")
     return _made(spec, found, arguments)
-
-
-def found_by(name: str) -> Any:
-    """What a name stands for; ConfigError with the nearest known ones."""
-    if name in BUILT_IN:
-        importlib.import_module(BUILT_IN[name])
-    elif ":" not in name and name not in known():
-        near = difflib.get_close_matches(name, known())
-        there = f"there are: {names(known())}, and file.py:name or module:name for your own"
-        raise ConfigError(
-            f"unknown tool {name!r}; " + (f"did you mean {', '.join(near)}?" if near else there)
-        )
-    return tools.load(name)
-
-
-def known() -> list[str]:
-    """Registered names, those of built-in tools and of installed packages."""
-    points = importlib.metadata.entry_points(group="asyncrl.tool")
-    return sorted({*tools.names(), *BUILT_IN, *points.names})
 
 
 def _made(spec: str, factory: Callable[..., Any], arguments: Arguments) -> tuple[Tool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ from msgspec import Meta
 
 from asyncrl.errors import ConfigError
 from asyncrl.registry import Registry, bind
+
+LAZY: Registry[object] = Registry("lazy gadget", modules={"saw": "slow_saw"})
 
 
 @pytest.fixture
@@ -44,6 +47,20 @@ def test_modules_and_files_are_loaded(registry: Registry[object], tmp_path: Path
     (tmp_path / "mine.py").write_text("thing = object()")
     spec = f"{tmp_path / 'mine.py'}:thing"
     assert registry.load(spec) is registry.load(spec)
+
+
+def test_a_slow_module_is_imported_when_its_name_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_saw.py").write_text(
+        "from tests.unit.test_registry import LAZY\nLAZY.register('saw')('SAW')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "saw" in LAZY and LAZY.names() == ["saw"]
+    with pytest.raises(ConfigError, match="did you mean saw"):
+        LAZY.load("sew")
+    assert "slow_saw" not in sys.modules
+    assert LAZY.load("saw") == "SAW"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.tools import load_tools
-from asyncrl.tools.loading import known
+from asyncrl.tools import load_tools, tools
 
 HEAD = (
     "from __future__ import annotations\nfrom collections.abc import Sequence\nfrom asyncrl.tools import *\n"
@@ -91,7 +90,7 @@ def test_installed_packages_bring_tools(tmp_path: Path, monkeypatch: pytest.Monk
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tools-of-a-user\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[asyncrl.tool]\nuno = tools_of_a_user:one\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "uno" in known() and "search" in known()
+    assert "uno" in tools.known() and "search" in tools.known()
     assert list(load_tools(["uno"])) == ["one"]
 
 
