@@ -118,7 +118,7 @@ def _print(spec: str, tool: Tool) -> None:
 
 
 def _print_factory(spec: str) -> None:
-    factory = tools.load(spec)
+    factory: Any = tools.load(spec)
     options = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
     print(f"{spec}  [makes tools; options: {options}]")
     print(f"    {docstring(factory)[0]}")

@@ -77,7 +77,7 @@ def test_call_opens_calls_and_prints(file: Path, capsys: pytest.CaptureFixture[s
         (["{folder}"], 2, "gives 2 tools; choose one with --name: diary, other"),
         (["{folder}", "--name=both"], 2, "has no tool 'both'; choose one with --name: diary, other"),
         (["xyz"], 2, "unknown tool 'xyz'; known: calculator, expression_calculator, mcp"),
-        (["calculater"], 2, "unknown tool 'calculater'; did you mean calculator?"),
+        (["calculater"], 2, "unknown tool 'calculater'; did you mean calculator"),
         (["{file}:Diary", "--option", "a"], 2, "write key=value"),
         (["{file}:Diary", "--option", "a=1"], 2, "takes no arguments"),
         (["{file}:Diary", "--sample={file}"], 2, "no sample as a JSON object"),
