@@ -16,6 +16,7 @@ SGLang's other processes import this file again when they start, so that it serv
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.machinery
 import os
 import runpy
@@ -35,6 +36,7 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+gc.set_threshold(100_000, 50)
 import torch
 
 # What this machine can do; arguments on the command line come later and win.
