@@ -15,7 +15,7 @@ from asyncrl.types import PolicyVersion
 from asyncrl.weights.collective import Sender
 from asyncrl.weights.group import ServerGroup
 from asyncrl.weights.manifest import WeightsRef
-from tests.fakes.group_server import PROCESSES
+from tests.fakes.forked import FORKED
 from tests.fakes.weights import snapshot_of
 
 BUCKET_BYTES = 2 << 20
@@ -54,8 +54,8 @@ class SenderProcess:
     weights, or a safetensors file."""
 
     def __init__(self, silent_from: int, path: str = "", bucket_bytes: int = BUCKET_BYTES) -> None:
-        mine, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(
+        mine, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(
             target=_run, args=(theirs, silent_from, path, bucket_bytes), daemon=True
         )
         self.process.start()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -20,9 +19,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from asyncrl.errors import EngineError
 from asyncrl.weights.manifest import TensorEntry, TensorSpec, WeightsError, entry
 from asyncrl.weights.snapshot import as_bytes
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.fakes.group_sender"])
+from tests.fakes.forked import FORKED
 
 
 def described(name: str, tensor: Tensor) -> TensorEntry:
@@ -98,8 +95,8 @@ class _Rank:
     """The other end of one rank's process. Answers that nobody waits for any more are dropped."""
 
     def __init__(self, rank: int) -> None:
-        self._connection, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(target=_run, args=(theirs, rank), daemon=True)
+        self._connection, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=_run, args=(theirs, rank), daemon=True)
         self.process.start()
         theirs.close()
         self._calls = itertools.count()

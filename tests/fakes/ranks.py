@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from asyncrl.trainer.world import World, join, leave
+from tests.fakes.forked import FORKED
 
 DEADLINE = 300.0
 Work = Callable[[World, Path], Any]
@@ -19,9 +19,7 @@ Work = Callable[[World, Path], Any]
 def run_ranks(size: int, work: Work, folder: Path) -> Any:
     """Run `work(world, folder)` on `size` new ranks; returns rank 0's result. Fails at the deadline."""
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.fakes.training"])  # torch is imported once, not by every rank
-    ranks = [context.Process(target=_rank, args=(rank, size, work, folder)) for rank in range(size)]
+    ranks = [FORKED.Process(target=_rank, args=(rank, size, work, folder)) for rank in range(size)]
     for process in ranks:
         process.start()
     end = time.monotonic() + DEADLINE

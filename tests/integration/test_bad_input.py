@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -24,16 +23,10 @@ import pytest
 from asyncrl import cli
 from asyncrl.weights.disk import SHARED_MEMORY
 from tests.fakes.chatml import save_tiny_chat_model
+from tests.fakes.forked import FORKED
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "ASYNCRL_TEST_MARK"
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
-    [
-        *(__name__, "hydra", "pyarrow.parquet", "transformers.models.auto.tokenization_auto"),
-        *("asyncrl.engines.sglang.server", "asyncrl.launch.start", "tests.fakes.training"),
-    ]
-)
 
 
 class Inputs:
