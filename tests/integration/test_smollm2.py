@@ -39,17 +39,17 @@ def test_a_pretrained_model_takes_two_steps_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_pretrained_model_learns_a_tool_in_seven_steps(tmp_path: Path) -> None:
-    """Minutes on two quiet cores. Sampled and greedy episodes of 32 held-out questions, together.
+    """Minutes on two quiet cores. Sampled and greedy episodes of 24 held-out questions, together.
 
-    Untrained 0.22 of the 64 succeed: 0.6 or more would by chance once in 10^11 runs. Seven steps made it 0.86
-    and 0.89 in two runs: fewer than 0.6 where 0.85 are expected come once in 10^6 runs.
+    Untrained 0.22 of the 48 succeed: 0.55 or more would by chance once in 3 million runs. Seven steps made it
+    0.86 and 0.89 in two runs: fewer than 0.55 where 0.85 are expected come once in 2 million runs.
     """
     needs_smollm2()
     short = (
         "total_steps=7",
         "trainer.warmup_steps=1",
         "buffer.episodes_per_group=6",
-        "validation.samples=32",
+        "validation.samples=24",
     )
     whole = ("rollout.slots=64", "trainer.checkpoint_every=0", "launch.lease=60")
     with Run(tmp_path, *short, *whole, experiment="smollm2") as run:
@@ -59,4 +59,4 @@ def test_a_pretrained_model_learns_a_tool_in_seven_steps(tmp_path: Path) -> None
         (summary[f"success_{when}"] + summary[f"greedy_{when}"]) / 2 for when in ("before", "after")
     )
     print(f"{summary['seconds']:.0f} s, before {before:.1%}, after {after:.1%}")
-    assert before < 0.45 and after >= 0.6
+    assert before < 0.55 <= after

@@ -80,9 +80,8 @@ GAPS = [0.0, 1e-3, 20.0, 100.0, 1e4]
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "one episode"])
-def test_extreme_log_ratios_stay_finite(name: str, dtype: torch.dtype, together: bool) -> None:
+def test_extreme_log_ratios_stay_finite(name: str, together: bool) -> None:
     """pi, prox and mu down to e^-10000 in all combinations, either sign of A."""
     logp, prox, mu, advantage = zip(
         *itertools.product(*[[-x for x in GAPS]] * 3, [-3.0, 0.0, 2.0]), strict=True
@@ -90,7 +89,7 @@ def test_extreme_log_ratios_stay_finite(name: str, dtype: torch.dtype, together:
     count = len(logp)
     given = loss_input(
         logp,
-        dtype=dtype,
+        dtype=torch.float32,
         prox=prox,
         mu=mu,
         reference=mu,

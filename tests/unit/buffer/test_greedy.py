@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations_with_replacement
 
 import pytest
 
@@ -61,8 +61,11 @@ def test_without_the_option_there_is_no_greedy_reward() -> None:
     assert batches.baselines[0].greedy is None
 
 
+PAIRS = list(combinations_with_replacement(["pending", "running", "landed", "failed"], 2))
+
+
 @pytest.mark.parametrize("policy", ["complete", "partial"])
-@pytest.mark.parametrize("states", list(product(["pending", "running", "landed", "failed"], repeat=2)))
+@pytest.mark.parametrize("states", PAIRS)
 def test_a_group_whose_greedy_episode_is_given_up_is_dropped_at_once(
     states: tuple[str, str], policy: str
 ) -> None:
