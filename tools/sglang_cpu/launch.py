@@ -36,8 +36,9 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-gc.set_threshold(100_000, 50)
-import torch
+gc.set_threshold(100_000, 50)  # a fifth of the time until it is ready
+
+import torch  # noqa: E402
 
 # What this machine can do; arguments on the command line come later and win.
 ARGUMENTS = [
