@@ -19,6 +19,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.rollout.turn_player import TurnPlayer
 from asyncrl.runtime.busy_timer import BusyTimer
 from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.runtime.signals import at_ending
 from asyncrl.runtime.waits import Waits
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
 from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
@@ -66,10 +68,11 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     # Not asyncio.run: that waits for threads, and a blocking tool may hold one for ever.
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(config.rollout.slots + SPARE_THREADS))
+    worker = RolloutWorker(config, endpoints, index, incarnation, parts, engine)
+    # What tools, rewards and agents had started ends by the same signal: that is no result of theirs.
+    at_ending(loop, partial(worker.end, "by a signal"))
     try:
-        return loop.run_until_complete(
-            RolloutWorker(config, endpoints, index, incarnation, parts, engine).serve()
-        )
+        return loop.run_until_complete(worker.serve())
     except ConfigError:
         raise
     except AsyncrlError as error:
@@ -156,7 +159,8 @@ class RolloutWorker:
             *loading,
         ]
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """Leave, as after `Stop`."""
         if not self._ending.done():
             log.info("worker %d stops: %s", self.index, reason)
             self._ending.set_result(0)
@@ -207,7 +211,7 @@ class RolloutWorker:
                     self._oldest = message.oldest
                     self._sampler("train").changed.notify()
                 case Stop():
-                    self._end(message.reason)
+                    self.end(message.reason)
 
     async def _listen_bulk(self) -> None:
         while True:

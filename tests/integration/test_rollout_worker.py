@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -216,7 +218,9 @@ CHILD = """
 import sys, msgspec
 from asyncrl.config import RunConfig
 from asyncrl.rollout.worker import run
+from asyncrl.runtime.signals import ignore_endings
 from asyncrl.wire.sockets import Endpoints
+ignore_endings()
 config = msgspec.json.decode(sys.argv[1], type=RunConfig)
 sys.exit(run(config, Endpoints(sys.argv[2], sys.argv[3]), 0, "process"))
 """
@@ -236,8 +240,21 @@ def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[subprocess.Pope
         child.wait()
 
 
+REWARD = """
+import pathlib, time
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "hang":
+        pathlib.Path(__file__).with_suffix(".called").touch()
+        time.sleep(1000)
+    return 1.0
+"""
+
+
 def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: str, tmp_path: Path) -> None:
-    rollout = {"max_new_tokens": 24, "max_tokens": 200}
+    """It leaves at a signal to all processes of the job, by which rewards and tools die, too: no episode ends
+    by that."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    rollout = {"max_new_tokens": 24, "max_tokens": 200, "reward": f"{tmp_path}/reward.py:compute_score"}
     config = fake.config(
         model_path, tmp_path, engine={"name": "torch"}, rollout=rollout, launch={"lease": 60.0}
     )
@@ -258,8 +275,15 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.assign("b", sample())
         assert hub.expect(Generated).oldest == 4
         hub.expect(Finished)
-        hub.send(Stop("over"))
-        assert child.wait(60) == 0
+        hub.assign("c", msgspec.structs.replace(sample(), ground_truth='"hang"'))
+        hub.expect(Generated)
+        hub.until((tmp_path / "reward.called").exists, "reward under way")
+        started = psutil.Process(child.pid).children(recursive=True)
+        for one in (*started, child):
+            with suppress(psutil.NoSuchProcess):  # its wrapper was faster
+                one.send_signal(signal.SIGTERM)
+        hub.until(lambda: child.poll() is not None, "end")
+        assert child.returncode == 0 and hub.seen(Failed) == [] and len(hub.seen(Finished)) == 2
     assert '"decode"' in (tmp_path / "t" / "timeline" / "rollout-0.jsonl").read_text()
 
 
