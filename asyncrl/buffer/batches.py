@@ -225,15 +225,11 @@ class Batches:
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
-    def commit(self, step: int) -> bool:
-        """Batch number `step` (1-based) was applied. False when that was known."""
-        batch = self.batches[step - 1]
-        if step <= self.committed:
-            return False
-        for uid in batch.uids:
+    def commit(self, step: int) -> None:
+        """Batch number `step` (1-based) was applied; it is called once for each."""
+        for uid in self.batches[step - 1].uids:
             self.buffer.trained(self.taken[uid])
         self.buffer.committed, self.buffer.refills = step, 0
-        return True
 
     def lose(self, step: int, uid: str) -> None:
         """The payload of a planned trajectory cannot be read: the plan goes on without it."""

@@ -138,7 +138,7 @@ class LaunchConfig(Section, frozen=True):
     """OpenMP threads of each worker (for an embedded engine) and of each trainer rank. More than cores for
     all of them together wait for each other: two each on two cores made 7 s of work 95 s."""
     lease: Seconds = 30.0
-    """A worker silent for this long loses its episodes. An embedded engine silences it for a forward."""
+    """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
     start_timeout: Seconds = 120.0
     """Deadline for a role to report in."""
     stop_timeout: Seconds = 600.0

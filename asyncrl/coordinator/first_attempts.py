@@ -25,9 +25,7 @@ class FirstAttempts:
     def __init__(self, samples: int) -> None:
         self._needed = min(MIN_SAMPLES, samples)
         self._reason: FailReason | None = None
-        self._failed: list[
-            tuple[int, int]
-        ] = []  # (place, sample) of the attempts that failed for it in a row
+        self._failed: list[tuple[int, int]] = []  # (place, sample) of those that failed for it in a row
         self.landed = False
 
     def fail(self, place: int, sample: int, reason: FailReason) -> None:

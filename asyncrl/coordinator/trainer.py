@@ -241,7 +241,7 @@ class TrainerHandler:
     def _answer(self, request: PlanRequest, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
         """The plan asked for, with its payloads. None: the request has to wait."""
         batches, size = self.state.batches, self.ranks.size
-        plan = partial(WorkPlan, request.trainer_epoch, request.step, request.micro)
+        plan = partial(WorkPlan, request.step, request.micro)
         if request.step > batches.committed:
             raise ProtocolError(
                 f"the trainer asks for step {request.step} before committing {request.step - 1}"

@@ -130,13 +130,12 @@ class WorkerHandler:
             worker.eval_version = message.ref.version
 
     def clock(self) -> None:
-        """Send all workers the committed step, and the oldest version a turn may start on."""
+        """Send all workers the oldest version a turn may start on."""
         for worker in self.workers.values():
             self.state.outbox.to_control(worker.peer, self._clock())
 
     def _clock(self) -> Clock:
-        step = self.state.batches.committed
-        return Clock(step, max(0, step - self.state.config.buffer.max_staleness))
+        return Clock(max(0, self.state.batches.committed - self.state.config.buffer.max_staleness))
 
     def stop(self, reason: str) -> None:
         for worker in self.workers.values():

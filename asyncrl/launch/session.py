@@ -61,9 +61,7 @@ class Session:
     ) -> None:
         self._config, self._run_dir = config, run_dir
         self._supervisor, self._view, self._on_step = supervisor, view, on_step
-        name = identity("observer", 0)
-        self._incarnation = name.decode().rpartition("/")[2]
-        self._link = Link(endpoints.control, ToObserver, name)
+        self._link = Link(endpoints.control, ToObserver, identity("observer", 0))
         self._heard_at: float | None = None  # the coordinator's last message; None before the first
         self._began_at = 0.0
         self._signals = 0
@@ -135,7 +133,7 @@ class Session:
 
     def _greet(self) -> None:
         """Hello, and the stop that was asked for: a coordinator that was just restarted knows neither."""
-        self._link.send(ObserverHello(self._incarnation))
+        self._link.send(ObserverHello())
         if self._reason:
             self._link.send(Stop(self._reason, self._save))
 

@@ -109,7 +109,7 @@ class RolloutWorker:
         self.agents = Agents(parts.agent, Gateway(parts.rules.chat.decode)) if parts.agent else None
         self.runner = EpisodeRunner(context, self._player)
         self._episodes: dict[Attempt, asyncio.Task[None]] = {}
-        self._assigned = self._oldest = self._beats = 0
+        self._assigned = self._oldest = 0
         self._epoch = -1
 
     def _player(self, run: EpisodeRun) -> Player:
@@ -262,10 +262,8 @@ class RolloutWorker:
 
     def _heartbeat(self) -> Heartbeat:
         """`held` includes attempts whose records are not acknowledged: no other worker may start them."""
-        self._beats += 1
         busy, idle = self.busy_timer.seconds
         return Heartbeat(
-            seq=self._beats,
             assigned=self._assigned,
             held=tuple(self.outbox.attempts | self._episodes.keys()),
             busy_s=busy,

@@ -12,7 +12,6 @@ the same kind of plan for the same (step, micro), and none starts one before all
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -191,7 +190,7 @@ class TrainerRank:
         return welcome
 
     def _greeting(self) -> TrainerHello:
-        return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, os.getpid())
+        return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed)
 
     def _take(self, micro: int) -> tuple[WorkPlan, list[bytes]]:
         """The next plan; with several ranks, only when all of them hold theirs."""

@@ -127,10 +127,7 @@ class HostShards:
                     data = self._mine(memory, slice(start, stop))
                     if data.numel():
                         _wait(dist.isend(data.view(torch.uint8), 0, group=self._group), self._deadline)
-        except (
-            RuntimeError,
-            Superseded,
-        ) as error:  # one rank cannot go on: the supervisor restarts all
+        except (RuntimeError, Superseded) as error:  # one rank cannot go on: the supervisor restarts all
             log.error("rank %d delivers no more weights: %s", self.rank, error)
 
     # -- both ------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_a_fenced_episode_says_nothing_more(hub: FakeCoordinator, worker: Worker
 
 
 def test_turns_wait_for_fresh_weights_by_name(hub: FakeCoordinator, worker: WorkerThread) -> None:
-    hub.send(Clock(step=3, oldest=2))
+    hub.send(Clock(oldest=2))
     hub.assign("e", sample())
     wait = hub.until(lambda: hub.beat and hub.beat.waiting, "named wait")
     assert wait.startswith("weights v2: engine has v0")
@@ -271,7 +271,7 @@ def test_a_process_with_the_embedded_engine(hub: FakeCoordinator, model_path: st
         hub.send(LoadWeights(ref, "train"))
         loaded = hub.expect(Loaded)
         assert (loaded.error, loaded.ref) == ("", ref)
-        hub.send(Clock(4, 4))
+        hub.send(Clock(4))
         hub.assign("b", sample())
         assert hub.expect(Generated).oldest == 4
         hub.expect(Finished)

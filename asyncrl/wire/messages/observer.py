@@ -8,8 +8,6 @@ from asyncrl.wire.messages.shared import WireMessage
 class ObserverHello(WireMessage, frozen=True):
     """The launcher's console wants status."""
 
-    incarnation: str
-
 
 class Status(WireMessage, frozen=True):
     """The state of the run, a few times a second. `gauges` use the names of metrics.jsonl."""

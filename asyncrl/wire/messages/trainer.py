@@ -18,7 +18,6 @@ class TrainerHello(WireMessage, frozen=True):
     ranks: int
     incarnation: str
     step: int
-    pid: int
 
 
 class TrainerBeat(WireMessage, frozen=True):
@@ -104,7 +103,6 @@ class WorkPlan(WireMessage, frozen=True):
     optimizer step. end: no more batches, write a checkpoint. stop: write a checkpoint now, mid-batch.
     """
 
-    trainer_epoch: int
     step: int
     micro: int
     kind: Literal["work", "step", "end", "stop"]

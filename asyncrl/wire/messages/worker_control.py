@@ -40,7 +40,6 @@ class Heartbeat(WireMessage, frozen=True):
     sampled, of turns under way too. `in_time`: something that it waits for has a deadline of its own (a tool,
     a reward), which is not over."""
 
-    seq: int
     assigned: int
     held: tuple[Attempt, ...]
     busy_s: float
@@ -94,5 +93,4 @@ class Engines(WireMessage, frozen=True):
 class Clock(WireMessage, frozen=True):
     """A batch was committed. A turn may start only on weights with version >= oldest."""
 
-    step: int
     oldest: int

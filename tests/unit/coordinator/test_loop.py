@@ -92,7 +92,7 @@ def setup(tmp_path: Path) -> Iterator[LoopSetup]:
 
 
 def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
-    for peer, parts in ((b"scanner", b"GET / HTTP/1.1"), (b"\xff\xfe", encode(ObserverHello("x"), [])[0])):
+    for peer, parts in ((b"scanner", b"GET / HTTP/1.1"), (b"\xff\xfe", encode(ObserverHello(), [])[0])):
         setup.send(peer, parts)
         setup.turn()
     assert setup.coordinator.lifecycle.phase is Phase.STARTING and not setup.coordinator.lifecycle.error
@@ -102,7 +102,7 @@ def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
 def test_only_a_launcher_that_said_hello_can_stop_the_run(setup: LoopSetup) -> None:
     setup.say(b"observer/0/x", Stop("a stranger's"))
     assert setup.coordinator.lifecycle.phase is Phase.STARTING
-    setup.say(b"observer/0/x", ObserverHello("x"))
+    setup.say(b"observer/0/x", ObserverHello())
     setup.say(b"observer/0/x", Stop("interrupted"))
     assert setup.coordinator.lifecycle.phase in (Phase.STOPPING, Phase.CLOSED)
 
@@ -112,7 +112,7 @@ WORKER, OBSERVER, TRAINER = b"rollout/0/w", b"observer/0/x", b"trainer/0/a"
 
 def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
-    setup.say(OBSERVER, ObserverHello("x"))
+    setup.say(OBSERVER, ObserverHello())
     setup.say(b"rollout/1/v", WorkerHello(1, incarnation_of("launch", 1), slots=8, pid=1))
     for peer in (OBSERVER, b"rollout/1/v"):
         assert setup.received(peer, Welcome) == 1
@@ -136,7 +136,7 @@ def test_nothing_is_taken_in_while_the_store_is_locked(setup: LoopSetup) -> None
 
 def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
     """Its deadline counts from then on, as the launcher's does."""
-    setup.say(OBSERVER, ObserverHello("x"))
+    setup.say(OBSERVER, ObserverHello())
     setup.coordinator.state.store.put_meta("something", "to write")
     with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -155,7 +155,7 @@ def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSet
     worker = coordinator.workers.workers[WORKER]
     given = {uid: seq for uid, (seq, _) in worker.running.items()}
     assert given
-    setup.send(WORKER, *encode(Heartbeat(1, 0, (), 0, 0, 0), []))  # from before the assignments arrived
+    setup.send(WORKER, *encode(Heartbeat(0, (), 0, 0, 0), []))  # from before the assignments arrived
     coordinator.turn(coordinator._turned_at + 60.0)
     assert {uid: seq for uid, (seq, _) in worker.running.items()} == given
 
@@ -200,7 +200,7 @@ def planned(coordinator: Coordinator) -> Commit:
         state.store.put_frame(uid, 0, "generated", turn_payload())
     land_group(state.buffer, group.id, 1.0, 0.0)
     coordinator.trainer.hello(
-        TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0, pid=1), coordinator._turned_at
+        TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._turned_at
     )
     assert state.batches.plan(0, 0, 1) and state.batches.plan(0, 1, 1) == []
     return Commit(state.trainer_epoch, 1, state.batches.batches[0].plan_hash, {})

@@ -141,7 +141,7 @@ class Training:
         self.state, self.sent = state, Sent()
         state.outbox = self.sent  # type: ignore[assignment]
         self.handler = TrainerHandler(state, lambda commit: None)
-        self.handler.hello(PEER, TrainerHello(0, 1, incarnation, step, pid=1), 0.0)
+        self.handler.hello(PEER, TrainerHello(0, 1, incarnation, step), 0.0)
 
     def plan(self, micro: int, step: int = 0) -> WorkPlan:
         self.handler.plan_requested(PEER, PlanRequest(self.state.trainer_epoch, step, micro, 0))

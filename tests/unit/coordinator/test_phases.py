@@ -36,7 +36,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "launch")
     coordinator.lifecycle.phase = Phase.RUNNING
     coordinator.state.outbox = Sent()  # type: ignore[assignment]
-    coordinator._on_control(OBSERVER, ObserverHello("a"), [], now=0.0)
+    coordinator._on_control(OBSERVER, ObserverHello(), [], now=0.0)
     coordinator.state.liveness.progress(0.0)
     yield coordinator
     coordinator.close()
@@ -102,7 +102,7 @@ def beats(coordinator: Coordinator, until: float, **beat: Any) -> None:
     coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
     rate, fields = beat.pop("tokens", 0), {"assigned": 0, "held": (), "busy_s": 0.0, "idle_s": 0.0}
     for now in range(int(until) + 1):
-        message = Heartbeat(now, **fields, tokens=rate * now, **beat)
+        message = Heartbeat(**fields, tokens=rate * now, **beat)
         coordinator._on_control(WORKER, message, [], float(now))
         if now % 10 == 0:
             tick(coordinator, float(now))
@@ -129,7 +129,7 @@ def rank(coordinator: Coordinator, now: float) -> None:
     """The only trainer rank reports in, with what was trained."""
     step = coordinator.state.batches.committed
     coordinator.trainer._check_position = lambda step: None  # type: ignore[method-assign]
-    coordinator._on_control(RANK, TrainerHello(0, 1, "launch.2", step, 1), [], now)
+    coordinator._on_control(RANK, TrainerHello(0, 1, "launch.2", step), [], now)
 
 
 def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: Coordinator) -> None:
@@ -170,7 +170,7 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
     replaced = {}
     for now in range(300):
         for index in range(2 - silent):
-            beat = Heartbeat(now, 0, (), 0.0, 0.0, 0, in_time=True)
+            beat = Heartbeat(0, (), 0.0, 0.0, 0, in_time=True)
             coordinator._on_control(f"rollout/{index}/launch.{index}".encode(), beat, [], float(now))
         tick(coordinator, float(now))
         named = {wait.partition(" ")[0] for wait in coordinator.state.waits if "is silent" in wait}
@@ -199,7 +199,7 @@ def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> Non
     coordinator.state.outbox.unreachable.add(OBSERVER)
     tick(coordinator, 1.0)
     assert coordinator.observers == set() and sent(coordinator, Status) == []
-    coordinator._on_control(OBSERVER, ObserverHello("a"), [], now=2.0)
+    coordinator._on_control(OBSERVER, ObserverHello(), [], now=2.0)
     tick(coordinator, 2.0)
     assert len(sent(coordinator, Status)) == 1
 

@@ -55,7 +55,7 @@ class TrainerSetup:
 
     def hello(self, incarnation: str = "x", step: int = 0) -> None:
         for rank, peer in enumerate(PEERS):
-            self.handler.hello(peer, TrainerHello(rank, 2, incarnation, step, pid=1), 0.0)
+            self.handler.hello(peer, TrainerHello(rank, 2, incarnation, step), 0.0)
         self.state.trainer_epoch = self.sent.take(Welcome)[-1][1].trainer_epoch
 
     def take(self, rank: int, step: int, micro: int) -> WorkPlan | None:
@@ -210,7 +210,7 @@ def test_a_dead_trainers_late_hello_does_not_strand_its_successor(setup: Trainer
     setup.hello("l.10")
     epoch = setup.state.trainer_epoch
     for incarnation in ("l.9", "earlier.11"):
-        hello = TrainerHello(0, 2, incarnation, 0, pid=1)
+        hello = TrainerHello(0, 2, incarnation, 0)
         setup.handler.hello(b"trainer/0/late", hello, 0.0)
         assert [peer for peer, _ in setup.sent.take(Stop)] == [b"trainer/0/late"]
     assert setup.state.trainer_epoch == epoch and setup.handler.ranks.control[0] == PEERS[0]

@@ -145,7 +145,7 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     (_, first), _ = setup.tick()
     setup.turn(A, 1, first)
     setup.join(B, index=1)
-    setup.handler.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=31.0)
+    setup.handler.heartbeat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
     again = dict(setup.tick(now=31.0))
     assert setup.state_of(first.uid) == (State.RUNNING, 1)
     assert again.keys() == {B}
@@ -170,7 +170,7 @@ def test_a_continued_episode_has_what_is_left_of_its_time(setup: WorkerSetup) ->
     (_, first), _ = setup.tick()
     setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0, seconds=7.5), [turn_payload()], 0.0)
     setup.join(B, index=1)
-    setup.handler.heartbeat(B, Heartbeat(1, 0, (), 0, 0, 0), now=31.0)
+    setup.handler.heartbeat(B, Heartbeat(0, (), 0, 0, 0), now=31.0)
     setup.handler.tick(31.0)
     taken = {message.attempt.uid: message.seconds for peer, message in setup.sent.take(Assign) if peer == B}
     assert taken == {first.uid: 7.5, "0.1": 0.0}
@@ -183,14 +183,14 @@ def test_no_lease_expires_while_the_coordinator_did_not_run(setup: WorkerSetup) 
     """Nor is what was assigned just before lost by a heartbeat that was sent earlier and read now."""
     (_, first), _ = setup.tick()
     setup.handler.extend_leases(60.0)
-    setup.handler.heartbeat(A, Heartbeat(1, 0, (), 0, 0, 0), now=60.0)
+    setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0), now=60.0)
     setup.handler.tick(60.0)
     assert A in setup.handler.workers and setup.state_of(first.uid) == (State.RUNNING, 0)
 
 
 def test_an_assignment_that_never_arrived_is_found_by_the_heartbeat(setup: WorkerSetup) -> None:
     (_, first), (_, second) = setup.tick()
-    setup.handler.heartbeat(A, Heartbeat(1, setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
+    setup.handler.heartbeat(A, Heartbeat(setup.handler.assign_seq, (second,), 0, 0, 0), now=1.0)
     assert setup.state_of(first.uid) == (State.PENDING, 1)
     assert setup.state_of(second.uid) == (State.RUNNING, 0)
 
@@ -199,14 +199,14 @@ def test_an_assignment_is_not_lost_while_its_worker_could_not_read_it(setup: Wor
     """Its loop was blocked, by a large forward say, and its first beat was sent before it read."""
     (_, first), _ = setup.tick()
     for beat, state in ((1, (State.RUNNING, 0)), (2, (State.PENDING, 1))):
-        setup.handler.heartbeat(A, Heartbeat(beat, 0, (), 0, 0, 0), now=31.0 + beat)
+        setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0), now=31.0 + beat)
         assert setup.state_of(first.uid) == state
 
 
 def test_a_held_attempt_that_is_not_current_is_cancelled(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     stale = Attempt(first.uid, first.attempt + 7)
-    setup.handler.heartbeat(A, Heartbeat(1, setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
+    setup.handler.heartbeat(A, Heartbeat(setup.handler.assign_seq, (first, stale), 0, 0, 0), now=1.0)
     assert [message.attempt for _, message in setup.sent.take(Cancel) if message.attempt != first] == [stale]
 
 

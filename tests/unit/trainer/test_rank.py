@@ -120,7 +120,7 @@ def test_the_last_checkpoint_is_tried_until_stop_comes(
         clock.now += seconds
 
     rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
-    mail = [(WorkPlan(0, 0, 0, "stop"), [])]
+    mail = [(WorkPlan(0, 0, "stop"), [])]
     rank._hello = lambda: Welcome(1, 0, 1)  # type: ignore[method-assign]
     rank.bulk.receive = lambda timeout: mail.pop() if mail else None  # type: ignore[method-assign]
     stop = (Stop("stopped"), [])
@@ -140,7 +140,7 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
     for link in (rank.control, rank.bulk):
         link.receive = lambda timeout: None  # type: ignore[method-assign]
     with pytest.raises(DeadlineError, match="the commit of step 0"):
-        rank._commit(WorkPlan(0, 0, 1, "step"), {})
+        rank._commit(WorkPlan(0, 1, "step"), {})
     assert any(isinstance(message, Commit) for message in rank.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
 
@@ -148,10 +148,10 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
 def test_only_the_answer_to_this_request_is_taken() -> None:
     """A plan may come again for an earlier take, which was sent twice."""
     take = PlanRequest(1, 7, 2, 0)
-    assert is_answer(WorkPlan(1, 7, 2, "step"), take)
-    assert not is_answer(WorkPlan(1, 7, 1, "work"), take) and not is_answer(WorkPlan(1, 6, 2, "step"), take)
+    assert is_answer(WorkPlan(7, 2, "step"), take)
+    assert not is_answer(WorkPlan(7, 1, "work"), take) and not is_answer(WorkPlan(6, 2, "step"), take)
     assert not is_answer(Committed(7, True), take)
-    assert not is_answer(WorkPlan(1, 7, 2, "step"), TrainerBeat(0, 0.0, 0.0))  # it asks for nothing
+    assert not is_answer(WorkPlan(7, 2, "step"), TrainerBeat(0, 0.0, 0.0))  # it asks for nothing
 
 
 def test_only_what_happened_since_the_last_commit_is_timed() -> None:

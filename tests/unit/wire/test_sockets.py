@@ -16,7 +16,7 @@ from asyncrl.wire.messages.trainer import PlanReceived
 from asyncrl.wire.messages.worker_bulk import Replied
 from asyncrl.wire.sockets import Hub, Link, bound, choose_endpoints, encode, own_address
 
-GOOD = encode(ObserverHello("x"), [])
+GOOD = encode(ObserverHello(), [])
 
 
 class Visitors:
@@ -63,14 +63,14 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
     visitors: Visitors, garbage: list[bytes]
 ) -> None:
     visitors.send(garbage, GOOD)
-    assert visitors.receive() == ObserverHello("x")
+    assert visitors.receive() == ObserverHello()
     assert visitors.hub.refused == 1
 
 
 def test_an_identity_that_is_no_text_is_nobody(visitors: Visitors) -> None:
     visitors.send(GOOD, identity=b"\xff\xfe")
     visitors.send(GOOD)
-    assert visitors.receive() == ObserverHello("x")
+    assert visitors.receive() == ObserverHello()
     assert visitors.hub.refused or visitors.receive() is None
     assert visitors.hub.refused == 1
 
@@ -79,7 +79,7 @@ def test_a_flood_of_garbage_lets_the_owner_go_on(visitors: Visitors, monkeypatch
     monkeypatch.setattr(sockets, "MAX_REFUSALS", 3)
     visitors.send(*[[b"\xc1"]] * 4, GOOD)
     assert visitors.receive() is None and visitors.hub.refused == 3
-    assert visitors.receive() == ObserverHello("x")
+    assert visitors.receive() == ObserverHello()
 
 
 def test_all_frames_of_a_message_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_what_peers_dial_is_an_address_of_this_machine(host: str) -> None:
     assert endpoints.control.startswith(f"tcp://{own_address() if host == '0.0.0.0' else host}:")
     hub = Hub(bound(endpoints.control, host), ToCoordinatorControl)
     link = Link(endpoints.control, ToObserver, b"observer/0/x")
-    link.send(ObserverHello("x"))
-    assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello("x"), [])
+    link.send(ObserverHello())
+    assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello(), [])
     assert (b"0.0.0.0" in hub.socket.getsockopt(zmq.LAST_ENDPOINT)) == (host == "0.0.0.0")
     link.close()
     hub.close()
