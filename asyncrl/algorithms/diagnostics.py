@@ -66,8 +66,8 @@ class TokenState:
     exact: Tensor
     row: Tensor
     lag: Tensor
+    ruled_out: Tensor
     clipped_lower: Tensor | None = None
-    ruled_out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _columns(state: TokenState, log_ratio: Tensor) -> dict[str, Tensor]:
     weight = torch.where(kept, state.correction.weight.double(), 0.0)
     push = torch.where(kept, state.weight.double(), 0.0) * weight * advantage
     k3 = rho - 1 - log_ratio
-    eligible = kept if state.ruled_out is None else fresh & ~state.ruled_out
+    eligible = fresh & ~state.ruled_out
     lower = state.clipped_lower if state.clipped_lower is not None else torch.zeros_like(kept)
     return {
         "loss": torch.where(kept, state.loss, 0.0),

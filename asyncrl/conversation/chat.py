@@ -26,8 +26,6 @@ from asyncrl.conversation.shorten import CHARACTERS, shorten
 from asyncrl.errors import ConfigError
 from asyncrl.types import Message
 
-__all__ = ["Chat", "Tokenizer"]
-
 CACHED = 16_384  # characters of the longest messages whose tokens are cached
 SHOWN = 60  # characters of a text that an error quotes
 

@@ -48,17 +48,8 @@ def make_turn(
     index: int, row: int, context: tuple[int, ...], generation: Generation, agent: str = ""
 ) -> Turn:
     """The turn of a generation; nothing answers it yet."""
-    return Turn(
-        index=index,
-        context=context,
-        ids=generation.ids,
-        logprobs=generation.logprobs,
-        spans=generation.spans,
-        stop=generation.stop,
-        seconds=generation.seconds,
-        row=row,
-        agent=agent,
-    )
+    sampled = (generation.ids, generation.logprobs, generation.spans, generation.stop)
+    return Turn(index, context, *sampled, seconds=generation.seconds, row=row, agent=agent)
 
 
 def opening(rules: Rules, context: tuple[int, ...]) -> str:

@@ -9,9 +9,8 @@ from itertools import takewhile
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.conversation.commands import Fail, Rules
+from asyncrl.conversation.commands import Fail
 from asyncrl.conversation.demonstration import demonstrated
-from asyncrl.conversation.parsers import load_parser
 from asyncrl.conversation.turns import rows_of
 from asyncrl.errors import ConfigError
 from asyncrl.tools import Tool, Toolbox, ToolError
@@ -91,15 +90,14 @@ def _says_nothing(message: Message) -> bool:
 def load_rooms(config: RunConfig, tools: Mapping[str, Tool]) -> dict[bool, Room]:
     """What measures prompts, and (True) demonstrations, as the model reads them. Agents write their own
     prompts."""
-    from asyncrl.rollout.components import load_chat
+    from asyncrl.rollout.components import load_rules
     from asyncrl.rollout.demonstrations import shown_tools
 
-    chat, box, rollout = load_chat(config), Toolbox(tools), config.rollout
-    rules = Rules(chat, load_parser(rollout.parser), rollout)
+    rules, box, rollout = load_rules(config), Toolbox(tools), config.rollout
 
     def tokens(sample: Sample) -> int:
         try:
-            return len(chat.prompt_ids(sample.prompt, box.schemas(sample)))
+            return len(rules.chat.prompt_ids(sample.prompt, box.schemas(sample)))
         except ToolError:  # `check_sample_tools` says what is wrong
             return 0
         except ConfigError:

@@ -13,6 +13,8 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.chat import Chat
+from asyncrl.conversation.commands import Rules
+from asyncrl.conversation.parsers import load_parser
 from asyncrl.conversation.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.observe.files import first_day
@@ -53,6 +55,11 @@ def load_chat(config: RunConfig) -> Chat:
         raise ConfigError(
             f"{'model.template' if config.model.template else config.model.path}: {error}"
         ) from error
+
+
+def load_rules(config: RunConfig) -> Rules:
+    """The chat template, the parser and the limits."""
+    return Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)
 
 
 def _ends(path: Path) -> list[int]:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.conversation.commands import Done, Fail, Rules
+from asyncrl.conversation.commands import Done, Fail
 from asyncrl.conversation.demonstration import demonstrated, too_long
-from asyncrl.conversation.parsers import load_parser
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.errors import ConfigError, EngineError, ProtocolError
-from asyncrl.rollout.components import load_chat
+from asyncrl.rollout.components import load_rules
 from asyncrl.rollout.context import EpisodeRun, Outcome
 from asyncrl.tools import Tool, Toolbox
 from asyncrl.types import EpisodeResult, Generation, Sample, Turn
@@ -94,8 +93,7 @@ def check_demonstrations(
 ) -> None:
     """Write up to CHECKED conversations, spread over the data, as the run will. ConfigError for one that
     cannot be learned. Prompts are passed over."""
-    rules = Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)
-    box, every = Toolbox(tools), -(-len(samples) // CHECKED)
+    rules, box, every = load_rules(config), Toolbox(tools), -(-len(samples) // CHECKED)
     for sample in filter(lambda sample: sample.demonstration, samples[::every]):
         found = demonstrated(rules, sample, shown_tools(box, sample))
         if isinstance(found, Fail):

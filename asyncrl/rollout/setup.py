@@ -9,11 +9,10 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.commands import Rules
-from asyncrl.conversation.parsers import load_parser
 from asyncrl.engines.base import Engine, engines
 from asyncrl.environments import Environment, load_environment
 from asyncrl.gateway import Agent, load_agent
-from asyncrl.rollout.components import load_chat, load_scorer, load_toolbox
+from asyncrl.rollout.components import load_rules, load_scorer, load_toolbox
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.rollout.server_pool import Client, Connect
 from asyncrl.runtime.imports import quick_imports
@@ -77,8 +76,3 @@ def connector(config: RunConfig) -> Connect:
         return SGLangClient(ServerApi(entry.url, *secrets), config, vocabulary, use, salt=entry.incarnation)
 
     return connect
-
-
-def load_rules(config: RunConfig) -> Rules:
-    """The chat template, the parser and the limits."""
-    return Rules(load_chat(config), load_parser(config.rollout.parser), config.rollout)

@@ -20,7 +20,7 @@ from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
-from asyncrl.trainer.model import Selected
+from asyncrl.trainer.scores import Selected
 from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
+from contextlib import suppress
 
 
 def trim() -> None:
@@ -21,10 +20,5 @@ def trim() -> None:
 
     A lower threshold saves more at the peak, but maps and clears every tensor anew: a third of the time.
     """
-    if (give_back := _malloc_trim()) is not None:
-        give_back(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

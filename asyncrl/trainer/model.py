@@ -25,8 +25,6 @@ from asyncrl.trainer.scores import Scores, Selected, score_chunks
 from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.world import World
 
-__all__ = ["Policy", "Scores", "Selected", "load_policy", "score", "shards", "whole_tensors"]
-
 logger = logging.getLogger(__name__)
 AGREE = 1e-3  # log-probs of one model computed in two ways differ by less
 
@@ -56,10 +54,6 @@ class Policy(nn.Module):
         scores = score_chunks(logits_of, features, tokens, entropy_grad=entropy_grad, collision=collision)
         value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
         return scores._replace(value=value)
-
-    def head_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of the value head; none without one."""
-        return (p for name, p in self.lm.named_parameters() if name.startswith("value_head."))
 
     def base(self) -> AbstractContextManager[None]:
         """Inside, the policy scores as if it had no adapters."""

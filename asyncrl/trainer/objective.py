@@ -18,7 +18,7 @@ from asyncrl.algorithms.recipe import Recipe
 from asyncrl.algorithms.value import value_loss
 from asyncrl.config import RunConfig
 from asyncrl.trainer.batch import MicroBatch
-from asyncrl.trainer.model import Scores
+from asyncrl.trainer.scores import Scores
 
 KL_CAP = 2.0  # of rho before a KL term that no correction weighs
 Terms = dict[str, tuple[Tensor, Tensor | None]]  # metric → (sum, count); no count: per D

@@ -22,10 +22,9 @@ from asyncrl.trainer.world import World
 
 @dataclass(frozen=True)
 class Reference:
-    """`policy`: one of its own, or the policy in training, of which the base is scored."""
+    """`policy`: one of its own, or the policy in training, of which the base is scored, without adapters."""
 
     policy: Policy
-    own: bool
 
     @torch.no_grad()
     def logp(self, tokens: Selected) -> Tensor:
@@ -33,7 +32,7 @@ class Reference:
         freed."""
         with self.policy.base():
             found = self.policy(tokens).logp
-        if self.own:  # those of the policy in training are about to be used
+        if self.policy.adapters is None:  # those of the policy in training are about to be used
             cast(FSDPModule, self.policy).reshard()
         return found
 
@@ -42,10 +41,10 @@ def load_reference(config: RunConfig, world: World, policy: Policy) -> Reference
     """The reference of a run: `kl.reference`, else the base of the policy's adapters, else the initial
     policy, read once more. A collective. Raises ConfigError when its directory holds no causal LM."""
     if config.model.lora_rank and not config.kl.reference:
-        return Reference(policy, own=False)
+        return Reference(policy)
     path, key = (
         (config.kl.reference, "kl.reference") if config.kl.reference else (config.model.path, "model.path")
     )
     model = msgspec.structs.replace(config.model, path=path, lora_rank=0)
     frozen = load_policy(model, world, offload=config.kl.offload, key=key)
-    return Reference(frozen.requires_grad_(False), own=True)
+    return Reference(frozen.requires_grad_(False))

@@ -266,7 +266,9 @@ class Learner:
         config, recipe = self.config, self.recipe
         warming = recipe.critic and self.step < config.critic.warmup_steps
         if warming:
-            self._keep_head_only()
+            for name, parameter in self.policy.lm.named_parameters():
+                if not name.startswith("value_head."):
+                    parameter.grad = None
         # Terms beside the policy loss also count tokens that the correction, or the loss, drops.
         kl = config.kl.in_loss and recipe.loss.ratio == "mu"
         beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
@@ -312,9 +314,3 @@ class Learner:
             return 1.0
         share = totals["_episode_w"] ** 2 / (totals["_episode_w2"] * totals["_episodes"])
         return max(LEAST_ESS_FACTOR, math.sqrt(share))
-
-    def _keep_head_only(self) -> None:
-        head = {id(p) for p in self.policy.head_parameters()}
-        for parameter in self.policy.parameters():
-            if id(parameter) not in head:
-                parameter.grad = None

@@ -14,7 +14,8 @@ import pytest
 from asyncrl import cli
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
-from asyncrl.rollout.setup import engine_factory, load_rules
+from asyncrl.rollout.components import load_rules
+from asyncrl.rollout.setup import engine_factory
 from asyncrl.types import EpisodeEnd, FailReason, Sample, StopReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
 from tests.fakes.agents import AgentBench

@@ -54,6 +54,7 @@ def state(keep: list[int] | None = None) -> TokenState:
     fresh, no = torch.tensor([FRESH[i] for i in keep]), torch.zeros(len(keep), dtype=torch.bool)
     log_ratio = torch.where(fresh, prox - mu, 0.0)
     given = CorrectionInput(log_ratio, log_ratio, advantage, row, torch.zeros_like(row), fresh)
+    corrected = correct(RULES, given)
     return TokenState(
         prox=prox,
         mu=mu,
@@ -63,7 +64,8 @@ def state(keep: list[int] | None = None) -> TokenState:
         weight=torch.tensor([1.0 / (1 + ROW[i]) for i in keep], dtype=torch.float64),
         loss=torch.full_like(prox, 2.0),
         clipped=~no,
-        correction=correct(RULES, given),
+        correction=corrected,
+        ruled_out=corrected.masked,
         counted=~no,
         in_bound=fresh | torch.tensor([i == 7 for i in keep]),
         fresh=fresh,
@@ -231,7 +233,7 @@ def test_where_prox_is_mu_nothing_is_off() -> None:
 def test_a_fully_masked_batch_has_ratios_but_no_share_of_kept_tokens() -> None:
     given = state()
     nothing = replace(given.correction, weight=torch.zeros(N), masked=torch.ones(N, dtype=torch.bool))
-    seen = token_sums(replace(given, correction=nothing))
+    seen = token_sums(replace(given, correction=nothing, ruled_out=nothing.masked))
     metrics = metrics_of(seen.sums)
     assert seen.kept_lags == {} and seen.sums["loss"] == 0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1

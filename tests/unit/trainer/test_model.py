@@ -205,7 +205,7 @@ def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
 def test_a_value_head_reads_what_predicts_the_token(world: World, path: str) -> None:
     t = tokens()
     policy = load_policy(ModelConfig(path=path, dtype="float64"), world, value_head=True)
-    weight, bias = policy.head_parameters()
+    weight, bias = policy.lm.value_head.parameters()
     assert torch.equal(policy(t).value, torch.zeros(4))  # it starts at zero
     with torch.no_grad():
         cast(FSDPModule, policy).reshard()
