@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from asyncrl.engines.base import Engine, Request
+from asyncrl.engines.base import Engine, EngineRefused, Request
 from asyncrl.errors import EngineError
 from asyncrl.runtime.busy_timer import BusyTimer, Recorder
 from asyncrl.runtime.waits import Notifier, Waits
@@ -38,7 +38,7 @@ class LocalSampler:
     pinned: bool = False
     engine: Engine | None = None
     running: int = 0  # episodes
-    failures: int = 0  # turns in a row that the engine refused or broke
+    failures: int = 0  # turns in a row that the engine broke
     loads: WeightLoader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ class LocalSampler:
         try:
             with self.meter.turn():
                 generation = await self.engine.generate(request)
-        except EngineError:
-            self.failures += 1
+        except EngineError as error:
+            self.failures += not isinstance(error, EngineRefused)
             if self.failures >= BROKEN:
                 self.changed.notify()
             raise

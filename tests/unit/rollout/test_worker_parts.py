@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.engines.base import Request, Sampling
+from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
 from asyncrl.rollout.samplers import BROKEN, LocalSampler
 from asyncrl.runtime.busy_timer import BusyTimer
@@ -277,12 +277,15 @@ def test_an_engine_that_only_fails_ends_the_lane() -> None:
         f = Fixture()
 
         def broken(request: Request) -> str:
-            raise EngineError("the engine broke")
+            raise errors.pop()
 
         f.engine.script = broken
-        for _ in range(BROKEN):
-            with pytest.raises(EngineError):
-                await f.lane.generate(REQUEST)
+        errors = [*[EngineError("the engine broke")] * BROKEN, *[EngineRefused("no ids")] * BROKEN]
+        for refused in (True, False):
+            for _ in range(BROKEN):
+                with pytest.raises(EngineError):
+                    await f.lane.generate(REQUEST)
+            assert f.lane.failures == (0 if refused else BROKEN)  # a wrong request is not the engine's fault
         with pytest.raises(EngineError, match="in a row"):
             await asyncio.wait_for(f.task, 60)
 
