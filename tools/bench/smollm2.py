@@ -17,7 +17,7 @@ from typing import Any
 
 from common import ROOT, rows, summary, table, train, wilson
 
-from asyncrl.observe.summary import GREEDY, SAMPLED
+from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED
 
 CONTROL = "control"
 OTHERS = f"algorithm.advantage={ROOT / 'tools' / 'bench' / 'others_reward.py'}:of_a_sibling"
@@ -81,7 +81,8 @@ def share(value: float | None, episodes: int) -> str:
 
 
 def draw(path: Path, runs: Mapping[str, list[dict[str, float]]]) -> None:
-    """Held-out success by step: sampled episodes whole lines, greedy ones dashed; the control grey."""
+    """Held-out success by step: sampled episodes whole lines, greedy ones dashed; the reward of the episodes
+    trained on dotted; the control grey. (A validation that is due while one runs is left out.)"""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -90,9 +91,13 @@ def draw(path: Path, runs: Mapping[str, list[dict[str, float]]]) -> None:
     axes = figure.subplots()
     for index, (name, metrics) in enumerate(runs.items()):
         colour = "0.6" if name == CONTROL else f"C{index}"
-        for metric, style in ((SAMPLED, "o-"), (GREEDY, "s--")):
+        for metric, style, kind in (
+            (SAMPLED, "o-", "sampled"),
+            (GREEDY, "s--", "greedy"),
+            (REWARD, ":", "reward in training"),
+        ):
             points = [(row["training/step"], 100 * row[metric]) for row in metrics if metric in row]
-            label = f"{name}, {'sampled' if metric == SAMPLED else 'greedy'}"
+            label = f"{name}, {kind}"
             axes.plot(
                 *zip(*points, strict=True), style, color=colour, label=label, markersize=4, linewidth=1.2
             )
