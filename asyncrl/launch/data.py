@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,6 +18,7 @@ from asyncrl.data.sources import paths
 from asyncrl.errors import ConfigError
 from asyncrl.launch.room import Room, load_rooms
 from asyncrl.launch.run_directory import changes, run_directory
+from asyncrl.rewards.answers import is_number
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, check_sample_tools
@@ -113,10 +115,10 @@ def prepare(
 
 
 def _no_numbers(config: RunConfig, samples: Samples) -> str:
-    """A warning where the reward compares numbers, as the default does, and ground truths are words."""
+    """A warning where the reward compares numbers, as the default does, and ground truths are texts."""
     named = [name for name in NUMBERS if name in _rewards(config)]
     looked_at = [sample for sample in samples[:LOOKED_AT] if not sample.demonstration]
-    words = [s.ground_truth for s in looked_at if not any(map(str.isdigit, s.ground_truth))]
+    words = [s.ground_truth for s in looked_at if not is_number(json.loads(s.ground_truth))]
     if not named or not words:
         return ""
     return (

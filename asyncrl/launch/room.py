@@ -43,7 +43,7 @@ class Room:
     _fixed: int | None = field(default=None, init=False)
 
     def fits(self, sample: Sample) -> bool:
-        """Counted, too. A token is a byte of text at least, so most samples need not be rendered."""
+        """Also counts it. A token is a byte of text at least, so most samples need not be rendered."""
         if self._fixed is None:
             self._fixed = self.fixed(sample)
         text = len(msgspec.msgpack.encode((sample.prompt, sample.extra_info if sample.demonstration else "")))
@@ -57,8 +57,8 @@ class Room:
         return fits
 
     def keeps(self, sample: Sample, everything: bool) -> bool:
-        """It fits; or `everything` does, and not all of it is measured. An answer without content teaches the
-        model to end its turn at once: it is left out in any case."""
+        """True if it fits, or if `everything` is kept, of which at most MEASURED are measured. An answer
+        without content teaches the model to end its turn at once: it is left out in any case."""
         if sample.demonstration and any(map(_says_nothing, sample.prompt[sample.given :])):
             self.empty += 1
             return False
@@ -78,7 +78,11 @@ class Room:
             advice = f"{over}; raise rollout.max_tokens" if self.over else f"{empty}, and there are no others"
             raise ConfigError(advice)
         left_out = "; they were left out (data.filter_overlong)"
-        fate = left_out if filtered else f"; {self.fate}: set data.filter_overlong=true, or raise it"
+        fate = (
+            left_out
+            if filtered
+            else f"; {self.fate}: set data.filter_overlong=true, or raise rollout.max_tokens"
+        )
         return [f"{over}{fate}"] * bool(self.over) + [f"{empty}; they were left out"] * bool(self.empty)
 
 
@@ -115,7 +119,7 @@ def load_rooms(config: RunConfig, tools: Mapping[str, Tool]) -> dict[bool, Room]
         return tokens(msgspec.structs.replace(sample, prompt=asked or sample.prompt, extra_info="{}"))
 
     turn = min(rollout.max_new_tokens, rollout.max_tokens // 2)
-    short = f", which leaves a turn less than {turn}: rollout.max_new_tokens, of rollout.max_tokens"
+    short = f", which leaves a turn less than {turn} tokens (rollout.max_new_tokens)"
     fate = "their episodes are cut short or fail"
     prompts = Room("prompts", rollout.max_tokens - turn, tokens, shown, short, fate)
     conversations = Room("conversations", rollout.max_tokens, whole, shown)

@@ -22,6 +22,11 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 TAIL = 300  # characters of an answer that gsm8k looks at, as verl does
 
 
+def is_number(ground_truth: Any) -> bool:
+    """Whether it is one number and nothing else, as a reward that compares numbers needs it."""
+    return _NUMBER.fullmatch(str(ground_truth).strip()) is not None
+
+
 @rewards.register("final_number")
 @runs("loop")
 def final_number(

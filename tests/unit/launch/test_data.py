@@ -75,7 +75,7 @@ def test_a_supervised_run_measures_whole_conversations(tmp_path: Path) -> None:
 
 
 def test_words_where_the_reward_compares_numbers_get_a_warning(tmp_path: Path) -> None:
-    rows = questions(5) + questions(2, ground_truth="rain")
+    rows = questions(5) + questions(1, ground_truth="rain") + questions(1, ground_truth="2 + 3 = 5\n#### 5")
     (line,) = check_data(config(tmp_path, rows), {}).warnings
     assert "rollout.reward final_number compares numbers, and 2 of the first 7 ground" in line
     assert 'such as "rain"' in line
