@@ -97,6 +97,7 @@ class Coordinator:
         self._status_at, self._turned_at = 0.0, now
         self.writer = TurnWriter(self.state, self._keep_contact)
         self._absent: dict[tuple[str, int], float] = {}  # workers and keepers, and since when
+        self._heard: set[tuple[str, int]] = set()  # those of which the present process has said hello
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
         self._resume(incarnation)
 
@@ -224,7 +225,7 @@ class Coordinator:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now)
             self.engines.extend_leases(now)
-            self._absent.clear()
+            self._absent = {one: since + gap for one, since in self._absent.items()}
 
     def _tick(self, now: float) -> None:
         state = self.state
@@ -308,18 +309,20 @@ class Coordinator:
             self.state.outbox.to_control(peer, message)
 
     def _look_for_absent(self, now: float) -> None:
-        """A worker or a keeper that is silent, or does not start, is named, and replaced in the end."""
+        """A worker or a keeper that is silent, or starts, is named. One that was heard of hangs: it is
+        replaced in the end. How long a start may take is not known here."""
         here = {("rollout", worker.hello.index) for worker in self.workers.workers.values()}
         here |= {("engine", keeper.hello.index) for keeper in self.engines.keepers.values()}
         planned = {("rollout", index) for index in range(self.config.rollout.workers)}
         planned |= {("engine", index) for index in range(self.config.engine.keepers)}
+        self._heard |= here
         self._absent = {one: self._absent.get(one, now) for one in sorted(planned - here)}
         limit = self.config.launch.start_timeout
         for (role, index), since in self._absent.items():
             self.state.waits.append(f"{role}-{index} is silent, or starts: it is not used")
-            if now - since > limit:
+            if now - since > limit and (role, index) in self._heard:
                 self._replace(Replace(role, f"{role}-{index} has been silent for {limit:g} s", index))
-                self._absent[role, index] = now  # the next one is given the same time
+                self._heard.remove((role, index))
 
     def _replace(self, message: Replace) -> None:
         log.error("%s: replaced", message.reason)

@@ -295,15 +295,21 @@ class Validation:
         }
 
     def _losses(self, session: ValidationSession) -> dict[str, float]:
-        """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens."""
+        """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens.
+        None of a source of which one failed: that of the others is not comparable."""
         sums: dict[str, tuple[float, int]] = {}
+        failed = {self._source(uid) for uid in session.failed if _mode(uid) == SCORED}
+        failed |= {"all"} if failed else set()
         for uid, result in (
             (uid, done.result) for uid, done in session.scores.items() if _mode(uid) == SCORED
         ):
-            for source in (self.samples[int(uid.split("/")[2])].data_source, "all"):
+            for source in {self._source(uid), "all"} - failed:
                 total, tokens = sums.get(source, (0.0, 0))
                 sums[source] = total + result.components["nll"] * result.tokens, tokens + result.tokens
         return {f"val-core/{source}/nll": total / tokens for source, (total, tokens) in sums.items()}
+
+    def _source(self, uid: str) -> str:
+        return self.samples[int(uid.split("/")[2])].data_source
 
     def _succeeds(self, result: EpisodeResult) -> bool:
         return result.judged >= self.state.config.validation.success - ROUNDING

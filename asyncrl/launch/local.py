@@ -37,8 +37,8 @@ class LocalSpawner:
 
     def __call__(self, order: ProcessSpec) -> LocalProcess:
         """Start one. Its output is appended to its log. It has a session of its own, so that a Ctrl-C in
-        the terminal reaches only the launcher, which stops everything in order; signals to all processes of a
-        job (Slurm's) it ignores (`role.main`)."""
+        the terminal reaches only the launcher, which stops everything in order; at a signal to all processes
+        of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
         path = log_path(self._run_dir, order.place.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:

@@ -38,10 +38,11 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
     nothing is started."""
     named = config.model.template
     try:
+        check_run_directory(config)  # before a model is fetched
         with quick_imports():
-            check_run_directory(config)  # before a model is fetched
-            config = resolve_models(config)
-            data = preflight.check(config)
+            import asyncrl.rollout.components  # noqa: F401 (torch and transformers, which the checks need)
+        config = resolve_models(config)
+        data = preflight.check(config)
         run_dir, units = run_directory(config), placement.plan(config)
         check_schema(run_dir)
     except OSError as error:  # of a path that no check has foreseen

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.errors import disk_full
 from asyncrl.weights import codec, disk, tensorfile
 from asyncrl.weights.manifest import ITEM_BYTES, Delta, Manifest, WeightsError, WeightsRef, describe, entry
 
@@ -49,7 +50,13 @@ class DeltaWriter:
     def _whole(self, snapshot: Snapshot) -> WeightsRef:
         ref = disk.write(snapshot, self.directory, self.bucket_bytes)
         self._base = None
-        shutil.copyfile(Path(ref.path) / disk.PAYLOAD, self.directory / BASE)
+        try:
+            shutil.copyfile(Path(ref.path) / disk.PAYLOAD, self.directory / BASE)
+        except OSError as error:
+            if not disk_full(error):
+                raise
+            (self.directory / BASE).unlink(missing_ok=True)  # the next version is whole, too
+            return ref
         self._base = disk.read_manifest(ref)
         self._deltas = self._bytes = 0
         return ref

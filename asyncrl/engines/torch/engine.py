@@ -79,6 +79,10 @@ class TorchEngine:
         return manifest
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
+        async with self._loading:  # all of it under the same weights
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, ids)
+
+    def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         with torch.inference_mode():
             tokens = torch.tensor([ids], device=self._model.device)
             logits = self._model(tokens, use_cache=False).logits[0, :-1]
@@ -91,7 +95,7 @@ class TorchEngine:
         self._wake.set()
         if self._task is not None:
             await self._task  # ends with the step under way
-        self._thread.shutdown()
+        self._thread.shutdown(cancel_futures=True)
 
     # -- between two steps -----------------------------------------------------------------------------
 
@@ -124,9 +128,11 @@ class TorchEngine:
         self._batcher.slots.release(session)
 
     def _swap(self, tensors: Mapping[str, torch.Tensor], version: int, swapped: asyncio.Future[None]) -> None:
+        if swapped.done():  # its caller did not wait
+            return
         try:
             replace_weights(self._model, tensors)
-        except WeightsError as error:
+        except Exception as error:
             swapped.set_exception(error)
         else:
             self._batcher.mark(version)

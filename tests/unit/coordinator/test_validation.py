@@ -112,7 +112,7 @@ def test_success_is_what_the_threshold_says_and_the_score_stays_a_number(
 
 
 def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path: Path) -> None:
-    """Beside prompts, which are sampled as ever; what could not be scored is no loss."""
+    """Beside prompts, which are sampled as ever. Where one could not be scored there is no loss."""
     shown = [msgspec.structs.replace(SAMPLE, given=0, data_source=source) for source in "xxyy"]
     setup, worker, validation = validating(tmp_path, *shown, SAMPLE)
     losses = {"0": (1.0, 30), "1": (4.0, 10), "2": (2.0, 10)}
@@ -130,7 +130,7 @@ def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path
     ((_, metrics),) = validation.results
     assert sorted(set(modes)) == ["greedy", "sampled", "scored"] and modes.count("greedy") == 1
     assert metrics["val-core/x/nll"] == pytest.approx((30 + 40) / 40)
-    assert (metrics["val-core/y/nll"], metrics["val-core/all/nll"]) == (2.0, pytest.approx(90 / 50))
+    assert not metrics.keys() & {"val-core/y/nll", "val-core/all/nll"}
     assert metrics["val-core/all/greedy/success"] == 0.0 and metrics["val-aux/failed"] == 1.0
     assert not [name for name in metrics if "scored" in name]
     saved = (setup.state.run_dir / "transcripts/validation/step-1.jsonl").read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -135,7 +137,7 @@ def test_a_writer_that_starts_anew_starts_whole(training: Training):
 
 def test_after_a_delta_that_failed_comes_a_whole_version(training: Training, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> bytes:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     training.publish(2)
     with monkeypatch.context() as patch:
@@ -145,6 +147,17 @@ def test_after_a_delta_that_failed_comes_a_whole_version(training: Training, mon
     assert disk.published(training.directory)[-1] == training.ref(1)
     assert files(training.publish()) == {disk.PAYLOAD}
     training.check(training.publish())
+
+
+def test_without_room_for_a_base_versions_are_whole(training: Training, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        training.check(training.publish())
+    assert files(training.publish()) == {disk.PAYLOAD}
+    assert files(training.publish()) == {disk.DELTA}
 
 
 def test_a_version_that_was_never_read_breaks_no_lineage(training: Training):
