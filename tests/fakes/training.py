@@ -163,7 +163,9 @@ def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) 
 def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[list[list[Episode]]]:
     """[micro][rank] → episodes of like length, `budget` tokens a rank, as in a run."""
     cut = []
-    for micro in bucket([row.tokens for row, _ in episodes], budget * ranks):
+    for micro in bucket(
+        [sum(len(t.context) + len(t.ids) for t in turns) for _, turns in episodes], budget * ranks
+    ):
         part = [episodes[i] for i in micro]
         cut.append([part[rank::ranks] for rank in range(ranks)])
     return cut

@@ -60,6 +60,7 @@ class Batcher:
 
     def __init__(self, model: PreTrainedModel, slots: int, max_len: int, budget: int, version: int) -> None:
         self.version = version
+        self._swaps = 0  # of weights: two may have one version number
         self.budget = budget
         self.generated = 0  # tokens, in all
         self.runs: dict[str, Run] = {}  # by session: all that have not ended
@@ -83,6 +84,7 @@ class Batcher:
     def mark(self, version: int) -> None:
         """From the next step on, tokens are sampled by other weights."""
         self.version = version
+        self._swaps += 1
         for run in self.runs.values():
             run.marks.append((self._sampled(run), version))
 
@@ -178,9 +180,9 @@ class Batcher:
         prefix = run.request.ids[:length]
         assert own is not None
         if slot.held[:length] == prefix:
-            if slot.born == self.version:
+            if slot.swap == self._swaps:
                 self.cache.copy(slot.index, own.index, length)
-                run.filled, own.held, own.born = length, prefix, slot.born
+                run.filled, own.held, own.born, own.swap = length, prefix, slot.born, slot.swap
         else:
             ahead = takewhile(lambda other: other is not run, self._filling)
             if any(other.slot is slot and other.request.ids[:length] == prefix for other in ahead):
@@ -207,7 +209,7 @@ class Batcher:
         """The chunk's KV is in the cache; after the last one the slot decodes."""
         assert run.slot is not None
         if chunk.start == 0:
-            run.slot.born = self.version
+            run.slot.born, run.slot.swap = self.version, self._swaps
         run.filled, run.slot.held = chunk.end, run.request.ids[: chunk.end]
         if chunk.last:
             self._filling.remove(run)

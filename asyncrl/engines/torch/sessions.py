@@ -8,13 +8,14 @@ from collections.abc import Sequence
 class Slot:
     """One slot of the KV cache, as the host sees it."""
 
-    __slots__ = ("born", "busy", "held", "index", "session", "used")
+    __slots__ = ("born", "busy", "held", "index", "session", "swap", "used")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.session: str | None = None
         self.held: tuple[int, ...] = ()  # ids whose KV the slot holds
         self.born = 0  # policy version that wrote position 0: KV is written in order, so the oldest of all
+        self.swap = 0  # how often weights had been swapped then
         self.busy = False
         self.used = 0
 

@@ -38,7 +38,8 @@ def test_a_groups_prompt_is_computed_once(family: str):
     asyncio.run(main())
 
 
-def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path):
+@pytest.mark.parametrize("version", [3, 0], ids=["newer", "of the same number"])
+def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path, version: int):
     async def main() -> None:
         engine, same = serve(tiny()), prompt(40)
         first = asyncio.create_task(engine.generate(ask(same, 30, "first")))
@@ -46,13 +47,13 @@ def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path):
         await engine.load(ref)
         second = ask(same, 6, "second")
         generation = await engine.generate(second)
-        assert generation.spans == (VersionSpan(0, 6, 3, 3),)
+        assert generation.spans == (VersionSpan(0, 6, version, version),)
         assert_logprobs(new, second, generation)
         assert {span.kv_version for span in (await first).spans} == {0}
         await engine.close()
 
     new = tiny(seed=1)
-    ref = fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(0, 3))
+    ref = fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(1, version))
     asyncio.run(main())
 
 
