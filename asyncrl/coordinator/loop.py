@@ -13,7 +13,9 @@ commits: a turn that an error interrupts has not happened.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,14 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     return 1 if coordinator.lifecycle.error else 0
 
 
+@dataclass
+class Presence:
+    """Of a planned worker or keeper."""
+
+    silent_since: float = 0.0  # of one that has been heard
+    heard: bool = False  # the present process has said hello
+
+
 class Coordinator:
     """Owner of the sockets, the phase and the loop; the handlers do the rest."""
 
@@ -96,8 +106,7 @@ class Coordinator:
         self.observers: set[bytes] = set()
         self._status_at, self._turned_at = 0.0, now
         self.writer = TurnWriter(self.state, self._keep_contact)
-        self._absent: dict[tuple[str, int], float] = {}  # workers and keepers, and since when
-        self._heard: set[tuple[str, int]] = set()  # those of which the present process has said hello
+        self._presence: dict[tuple[str, int], Presence] = defaultdict(Presence)  # of workers and keepers
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
         self._resume(incarnation)
 
@@ -225,7 +234,8 @@ class Coordinator:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now)
             self.engines.extend_leases(now)
-            self._absent = {one: since + gap for one, since in self._absent.items()}
+            for presence in self._presence.values():
+                presence.silent_since += gap
 
     def _tick(self, now: float) -> None:
         state = self.state
@@ -313,16 +323,18 @@ class Coordinator:
         replaced in the end. How long a start may take is not known here."""
         here = {("rollout", worker.hello.index) for worker in self.workers.workers.values()}
         here |= {("engine", keeper.hello.index) for keeper in self.engines.keepers.values()}
-        planned = {("rollout", index) for index in range(self.config.rollout.workers)}
-        planned |= {("engine", index) for index in range(self.config.engine.keepers)}
-        self._heard |= here
-        self._absent = {one: self._absent.get(one, now) for one in sorted(planned - here)}
         limit = self.config.launch.start_timeout
-        for (role, index), since in self._absent.items():
+        planned = [("engine", index) for index in range(self.config.engine.keepers)]
+        planned += [("rollout", index) for index in range(self.config.rollout.workers)]
+        for role, index in planned:
+            presence = self._presence[role, index]
+            if (role, index) in here:
+                presence.silent_since, presence.heard = now, True
+                continue
             self.state.waits.append(f"{role}-{index} is silent, or starts: it is not used")
-            if now - since > limit and (role, index) in self._heard:
+            if presence.heard and now - presence.silent_since > limit:
                 self._replace(Replace(role, f"{role}-{index} has been silent for {limit:g} s", index))
-                self._heard.remove((role, index))
+                presence.heard = False
 
     def _replace(self, message: Replace) -> None:
         log.error("%s: replaced", message.reason)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,27 @@ SCORED = "scored"  # of demonstrations: nothing is sampled
 MID_RUN_SHARE = 0.5  # of a worker's slots
 ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
 NOTHING = "null"  # is under way, but something has been
+
+
+class HeldOut(NamedTuple):
+    """An episode of a validation: `valSTEP/MODE/ROW` is its uid."""
+
+    step: int
+    mode: str
+    row: int
+
+    @classmethod
+    def of(cls, uid: str) -> HeldOut:
+        step, mode, row = uid.removeprefix(EVAL).split("/")
+        return cls(int(step), mode, int(row))
+
+    @property
+    def uid(self) -> str:
+        return f"{EVAL}{self.step}/{self.mode}/{self.row}"
+
+    @property
+    def scored(self) -> bool:
+        return self.mode == SCORED
 
 
 class SessionStart(msgspec.Struct, frozen=True):
@@ -106,7 +127,7 @@ class Validation:
 
     def _episodes(self, step: int, row: int) -> list[str]:
         modes = (SCORED,) if self.samples[row].demonstration else MODES
-        return [f"{EVAL}{step}/{mode}/{row}" for mode in modes]
+        return [HeldOut(step, mode, row).uid for mode in modes]
 
     def _start(self, start: SessionStart, now: float) -> bool:
         try:
@@ -206,7 +227,7 @@ class Validation:
 
     def _assign(self, session: ValidationSession, worker: WorkerRecord) -> None:
         uid = session.queue.pop()
-        _, mode, row = uid.split("/")
+        _, mode, row = HeldOut.of(uid)
         attempt = session.attempts[uid]
         worker.eval_running += 1
         self.workers.assign_seq += 1
@@ -217,11 +238,11 @@ class Validation:
             Assign(
                 seq=self.workers.assign_seq,
                 attempt=Attempt(uid, attempt),
-                sample=self.samples[int(row)],
+                sample=self.samples[row],
                 lane="eval",
                 temperature=temperature,
                 key=sampling_key(self.state.config.seed, uid, attempt),
-                transcript=int(row) in self._transcribed,
+                transcript=row in self._transcribed,
             ),
         )
 
@@ -264,13 +285,13 @@ class Validation:
         that failed at every attempt is no success and has the lowest score of all, at most 0, so that a
         policy which makes its episodes fail gains nothing."""
         numbers: dict[str, list[float]] = defaultdict(list)
-        played = {uid: done for uid, done in session.scores.items() if _mode(uid) != SCORED}
-        failed = [uid for uid in session.failed if _mode(uid) != SCORED]
+        played = {uid: done for uid, done in session.scores.items() if not HeldOut.of(uid).scored}
+        failed = [uid for uid in session.failed if not HeldOut.of(uid).scored]
         earned = {uid: finished.result for uid, finished in played.items()}
         nothing = EpisodeResult(min([0.0, *(result.score for result in earned.values())]))
         for uid, result in (earned | dict.fromkeys(failed, nothing)).items():
-            _, mode, row = uid.split("/")
-            for source in (self.samples[int(row)].data_source, "all"):
+            mode = HeldOut.of(uid).mode
+            for source in (self._source(uid), "all"):
                 numbers[f"val-core/{source}/{mode}/mean@1"].append(result.score)
                 numbers[f"val-core/{source}/{mode}/success"].append(uid in earned and self._succeeds(result))
                 for name, value in result.components.items():
@@ -278,7 +299,7 @@ class Validation:
                 for name, part in result.parts.items():
                     numbers[f"val-aux/{source}/{mode}/agent/{name}/mean@1"].append(part.score)
         for uid, finished in played.items():
-            mode = _mode(uid)
+            mode = HeldOut.of(uid).mode
             numbers[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
             numbers[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
         means = {name: sum(values) / len(values) for name, values in numbers.items()} | self._losses(session)
@@ -298,10 +319,10 @@ class Validation:
         """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens.
         None of a source of which one failed: that of the others is not comparable."""
         sums: dict[str, tuple[float, int]] = {}
-        failed = {self._source(uid) for uid in session.failed if _mode(uid) == SCORED}
+        failed = {self._source(uid) for uid in session.failed if HeldOut.of(uid).scored}
         failed |= {"all"} if failed else set()
         for uid, result in (
-            (uid, done.result) for uid, done in session.scores.items() if _mode(uid) == SCORED
+            (uid, done.result) for uid, done in session.scores.items() if HeldOut.of(uid).scored
         ):
             for source in {self._source(uid), "all"} - failed:
                 total, tokens = sums.get(source, (0.0, 0))
@@ -309,7 +330,7 @@ class Validation:
         return {f"val-core/{source}/nll": total / tokens for source, (total, tokens) in sums.items()}
 
     def _source(self, uid: str) -> str:
-        return self.samples[int(uid.split("/")[2])].data_source
+        return self.samples[HeldOut.of(uid).row].data_source
 
     def _succeeds(self, result: EpisodeResult) -> bool:
         return result.judged >= self.state.config.validation.success - ROUNDING
@@ -320,7 +341,7 @@ class Validation:
         for row in sorted(self._transcribed):
             for uid in self._episodes(session.step, row):
                 became = self._became(session, uid)
-                entries.append(transcripts.entry(uid, self.samples[row], mode=_mode(uid), **became))
+                entries.append(transcripts.entry(uid, self.samples[row], mode=HeldOut.of(uid).mode, **became))
         transcripts.save(self.state.run_dir, "validation", session.step, entries, anew=True)
 
     def _became(self, session: ValidationSession, uid: str) -> dict[str, Any]:
@@ -328,10 +349,6 @@ class Validation:
         if done is None:
             return {"failed": session.failures[uid][-1] if uid in session.failed else "not over in time"}
         judged: dict[str, Any] = {"components": done.result.components}
-        if _mode(uid) != SCORED:
+        if not HeldOut.of(uid).scored:
             judged = {"success": self._succeeds(done.result), **transcripts.earned(done.result)}
         return judged | {"turns": done.stats.turns, "notes": done.notes, "text": done.text}
-
-
-def _mode(uid: str) -> str:
-    return uid.split("/")[1]

@@ -22,6 +22,7 @@ from asyncrl.rewards.answers import is_number
 from asyncrl.store.reader import RunReader
 from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool, check_sample_tools
+from asyncrl.types import Sample
 
 # Rewards that can do without a ground truth. Those of users, whose names have a colon, say so themselves.
 NO_TRUTH = frozenset({"agent", "classifier", "format", "llm_judge", "none", "reward_model"})
@@ -93,15 +94,13 @@ def prepare(
     """The samples of `train` or `test`, in a file without a name, and warnings. ConfigError for whatever is
     wrong with them. `rooms`: of prompts, and (True) of demonstrations; what has none is not measured."""
     key, everything, asked = f"data.{split}", not config.data.filter_overlong, Asked()
+
+    def fits(sample: Sample) -> bool:
+        room = rooms.get(sample.demonstration)
+        return room is None or room.keeps(sample, everything)
+
     read = (read_samples(config.data, path, split, layout, asked.see) for path in paths(config.data, split))
-    fitting = (
-        (
-            one
-            for one in samples
-            if (room := rooms.get(one.demonstration)) is None or room.keeps(one, everything)
-        )
-        for samples in read
-    )
+    fitting = (filter(fits, samples) for samples in read)
     try:
         with tempfile.TemporaryFile() as file:
             samples = Samples.write(file, fitting)

@@ -154,7 +154,7 @@ class TorchEngine:
                 try:
                     await self._step()
                 except Exception as error:
-                    self._break(EngineError(f"the engine broke: {one_line(error)}"))
+                    self._break(_broke(error))
             else:
                 self._wake.clear()
                 await self._wake.wait()
@@ -172,7 +172,10 @@ class TorchEngine:
             self._stepping = False
             changes, self._changes = self._changes, []
             for change in changes:
-                change()
+                try:
+                    change()
+                except Exception as error:  # those after it are made: their callers wait for them
+                    self._break(_broke(error))
 
     def _end(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request; its log-probs may make that an error."""
@@ -193,6 +196,10 @@ class TorchEngine:
         for future in futures.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _broke(error: Exception) -> EngineError:
+    return EngineError(f"the engine broke: {one_line(error)}")
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

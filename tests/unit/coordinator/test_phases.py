@@ -177,7 +177,7 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
         assert len(named) == (silent if now > 30 else 0)  # launch.lease
         replaced |= {(order.role, order.index, now): named for order in sent(coordinator, Replace)}
     gone = [1] if silent == 1 else [0, 1]
-    assert list(replaced) == [("rollout", index, now) for now in (152,) for index in gone]
+    assert list(replaced) == [("rollout", index, now) for now in (151,) for index in gone]
     assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
