@@ -109,13 +109,14 @@ class TorchEngine:
     def _enter(self, request: Request, future: asyncio.Future[Generation]) -> None:
         if future.done():  # its caller did not wait
             return
-        if self._broken is not None:
-            future.set_exception(self._broken)
-        elif request.session in self._batcher.runs:
-            problem = f"session {request.session!r}: its previous turn is still running"
-            future.set_exception(EngineError(problem))
-        else:
+        try:
+            if self._broken is not None:
+                raise self._broken
+            if request.session in self._batcher.runs:
+                raise EngineError(f"session {request.session!r}: its previous turn is still running")
             self._futures[self._batcher.add(request)] = future
+        except Exception as error:
+            future.set_exception(error)
 
     def _leave(self, future: asyncio.Future[Generation]) -> None:
         for run in [run for run, other in self._futures.items() if other is future]:

@@ -208,6 +208,34 @@ def test_a_broken_engine_fails_everything_and_hangs_nothing():
     asyncio.run(main())
 
 
+def test_a_change_between_steps_that_fails_is_answered_and_drops_none_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def main() -> None:
+        engine = serve(slots=3)
+        add = engine._batcher.add
+        monkeypatch.setattr(engine._batcher, "add", lambda one: 1 / 0 if one.session == "b" else add(one))
+        asked = [asyncio.create_task(engine.generate(ask(prompt(4), 8, name))) for name in "abc"]
+        a, b, c = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        assert isinstance(b, ZeroDivisionError) and len(a.ids) == len(c.ids) == 8
+
+        monkeypatch.setattr(engine._batcher.slots, "release", lambda _: 1 / 0)
+        made: list[str] = []
+
+        def watch(ids: object) -> bool:  # called in the midst of a step
+            engine.release("d")
+            engine._between_steps(lambda: made.append("after"))
+            return False
+
+        await asyncio.wait_for(engine.generate(replace(ask(prompt(4), 80, "d"), watch=watch)), 60)
+        assert made == ["after"]
+        with pytest.raises(EngineError, match="the engine broke: ZeroDivisionError"):
+            await engine.generate(ask(prompt(4), 8, "e"))
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_close_fails_what_is_pending():
     async def main() -> None:
         engine = serve()
