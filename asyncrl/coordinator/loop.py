@@ -75,8 +75,8 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
 class Presence:
     """Of a planned worker or keeper."""
 
-    silent_since: float = 0.0  # of one that has been heard
-    heard: bool = False  # the present process has said hello
+    incarnation: str = ""  # of the process that was heard last
+    silent_since: float = 0.0
 
 
 class Coordinator:
@@ -321,20 +321,23 @@ class Coordinator:
     def _look_for_absent(self, now: float) -> None:
         """A worker or a keeper that is silent, or starts, is named. One that was heard of hangs: it is
         replaced in the end. How long a start may take is not known here."""
-        here = {("rollout", worker.hello.index) for worker in self.workers.workers.values()}
-        here |= {("engine", keeper.hello.index) for keeper in self.engines.keepers.values()}
-        limit = self.config.launch.start_timeout
+        workers = [worker.hello for worker in self.workers.workers.values()]
+        keepers = [keeper.hello for keeper in self.engines.keepers.values()]
+        here = {("rollout", hello.index): hello.incarnation for hello in workers}
+        here |= {("engine", hello.index): hello.incarnation for hello in keepers}
         planned = [("engine", index) for index in range(self.config.engine.keepers)]
         planned += [("rollout", index) for index in range(self.config.rollout.workers)]
+        limit = self.config.launch.start_timeout
         for role, index in planned:
             presence = self._presence[role, index]
             if (role, index) in here:
-                presence.silent_since, presence.heard = now, True
+                presence.incarnation, presence.silent_since = here[role, index], now
                 continue
             self.state.waits.append(f"{role}-{index} is silent, or starts: it is not used")
-            if presence.heard and now - presence.silent_since > limit:
-                self._replace(Replace(role, f"{role}-{index} has been silent for {limit:g} s", index))
-                presence.heard = False
+            if presence.incarnation and now - presence.silent_since > limit:
+                why = f"{role}-{index} has been silent for {limit:g} s"
+                self._replace(Replace(role, why, presence.incarnation))
+                presence.silent_since = now
 
     def _replace(self, message: Replace) -> None:
         log.error("%s: replaced", message.reason)

@@ -152,7 +152,7 @@ class Session:
                 self._on_step(message.step, message.metrics)
             case Replace():
                 self._view.note(f"{message.reason}: replacing it")
-                self._supervisor.kill_role(message.role, message.index)
+                self._supervisor.kill_role(message.role, message.incarnation)
             case RunEnd():
                 self._end = message
             case Welcome() | Stop():

@@ -52,6 +52,7 @@ class SupervisedUnit:
 
     plan: Unit
     handles: list[ProcessHandle] = field(default_factory=list)
+    incarnation: str = ""
     restarts: int = 0
     died: tuple[float, int] = (-math.inf, -1)  # when it died last, and at which step of the run
     retry_at: float | None = None
@@ -120,10 +121,10 @@ class Supervisor:
         for handle in self.alive:
             handle.kill()
 
-    def kill_role(self, role: str, index: int | None = None) -> None:
-        """End a role that does not answer, or one of its units; the next tick restarts it."""
+    def kill_role(self, role: str, incarnation: str = "") -> None:
+        """End a role that does not answer, or one of its processes; the next tick restarts it."""
         for unit in self.units:
-            if unit.plan.role == role and index in (None, unit.plan.places[0].index):
+            if unit.plan.role == role and incarnation in ("", unit.incarnation):
                 for handle in unit.alive:
                     handle.kill()
 
@@ -138,10 +139,10 @@ class Supervisor:
     def _start(self, unit: SupervisedUnit) -> None:
         """New processes for a unit; ranks of one start share incarnation and rendezvous."""
         started = incarnation_of(self._launch, next(self._starts))
-        incarnation = self._launch if unit.plan.role == COORDINATOR else started
-        rendezvous = self._rendezvous(unit.plan, incarnation)
+        unit.incarnation = self._launch if unit.plan.role == COORDINATOR else started
+        rendezvous = self._rendezvous(unit.plan, unit.incarnation)
         unit.handles = [
-            self._spawn(ProcessSpec(place, incarnation, rendezvous)) for place in unit.plan.places
+            self._spawn(ProcessSpec(place, unit.incarnation, rendezvous)) for place in unit.plan.places
         ]
         unit.retry_at = unit.left_at = None
 

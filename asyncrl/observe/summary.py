@@ -35,7 +35,7 @@ UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it t
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
     steps = _latest(row for row in rows if "timing_s/step" in row)
-    validations = [row for row in rows if not row.keys().isdisjoint(BEFORE_AND_AFTER.values())]
+    validations = [row for row in rows if any(name.startswith("val-") for name in row)]
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
     learned = [row for row in steps if NLL in row]
@@ -140,9 +140,8 @@ def _first(rows: Sequence[Row], name: str) -> float | None:
 
 
 def _after(rows: Sequence[Row], name: str) -> float | None:
-    """The value of the last of several validations."""
-    values = _values(rows, name)
-    return values[-1] if len(values) > 1 else None
+    """The value of the last of several validations; none, if that one has none."""
+    return rows[-1].get(name) if len(rows) > 1 else None
 
 
 def _mean(rows: Sequence[Row], name: str, weight: str = "") -> float | None:

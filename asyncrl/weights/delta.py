@@ -55,7 +55,8 @@ class DeltaWriter:
         except OSError as error:
             if not disk_full(error):
                 raise
-            (self.directory / BASE).unlink(missing_ok=True)  # the next version is whole, too
+            log.warning("no room to make deltas of v%d: the next version is whole, too", ref.version.step)
+            (self.directory / BASE).unlink(missing_ok=True)
             return ref
         self._base = disk.read_manifest(ref)
         self._deltas = self._bytes = 0

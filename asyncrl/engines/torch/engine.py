@@ -1,8 +1,8 @@
 """The embedded engine: the trainer's own Hugging Face module, served from the caller's event loop.
 
 One task steps the batcher in a thread: a step of a large model takes seconds, and tools, rewards and
-heartbeats of the loop go on meanwhile. Between two steps nothing runs in the thread; requests, aborts and
-weight swaps are done then, in the loop and in order.
+heartbeats of the loop go on meanwhile. Between two steps no step runs; requests, aborts and weight swaps are
+done then, in the loop and in order.
 """
 
 from __future__ import annotations
@@ -109,14 +109,13 @@ class TorchEngine:
     def _enter(self, request: Request, future: asyncio.Future[Generation]) -> None:
         if future.done():  # its caller did not wait
             return
-        try:
-            if self._broken is not None:
-                raise self._broken
-            if request.session in self._batcher.runs:
-                raise EngineError(f"session {request.session!r}: its previous turn is still running")
+        if self._broken is not None:
+            future.set_exception(self._broken)
+        elif request.session in self._batcher.runs:
+            problem = f"session {request.session!r}: its previous turn is still running"
+            future.set_exception(EngineError(problem))
+        else:
             self._futures[self._batcher.add(request)] = future
-        except Exception as error:
-            future.set_exception(error)
 
     def _leave(self, future: asyncio.Future[Generation]) -> None:
         for run in [run for run, other in self._futures.items() if other is future]:
@@ -133,8 +132,11 @@ class TorchEngine:
             return
         try:
             replace_weights(self._model, tensors)
-        except Exception as error:
+        except WeightsError as error:  # nothing was changed
             swapped.set_exception(error)
+        except Exception as error:
+            self._break(_broke(error))
+            swapped.set_exception(_broke(error))
         else:
             self._batcher.mark(version)
             swapped.set_result(None)
@@ -180,13 +182,14 @@ class TorchEngine:
 
     def _end(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request; its log-probs may make that an error."""
-        future = self._futures.pop(run)
         try:
             generation = self._batcher.end(run, stop)
         except EngineError as error:
+            future = self._futures.pop(run)
             if not future.done():
                 future.set_exception(error)
         else:
+            future = self._futures.pop(run)
             if not future.done():
                 future.set_result(generation)
 

@@ -28,11 +28,11 @@ class StepReport(WireMessage, frozen=True):
 
 
 class Replace(WireMessage, frozen=True):
-    """The processes of a role hang, or one of them does: end them, and start others."""
+    """The processes of a role hang, or that of one `incarnation`: end them, and start others."""
 
     role: str
     reason: str
-    index: int | None = None
+    incarnation: str = ""
 
 
 class RunEnd(WireMessage, frozen=True):

@@ -208,17 +208,9 @@ def test_a_broken_engine_fails_everything_and_hangs_nothing():
     asyncio.run(main())
 
 
-def test_a_change_between_steps_that_fails_is_answered_and_drops_none_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_change_between_steps_that_fails_drops_none_after_it(monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        engine = serve(slots=3)
-        add = engine._batcher.add
-        monkeypatch.setattr(engine._batcher, "add", lambda one: 1 / 0 if one.session == "b" else add(one))
-        asked = [asyncio.create_task(engine.generate(ask(prompt(4), 8, name))) for name in "abc"]
-        a, b, c = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
-        assert isinstance(b, ZeroDivisionError) and len(a.ids) == len(c.ids) == 8
-
+        engine = serve(slots=2)
         monkeypatch.setattr(engine._batcher.slots, "release", lambda _: 1 / 0)
         made: list[str] = []
 
@@ -231,6 +223,18 @@ def test_a_change_between_steps_that_fails_is_answered_and_drops_none_after_it(
         assert made == ["after"]
         with pytest.raises(EngineError, match="the engine broke: ZeroDivisionError"):
             await engine.generate(ask(prompt(4), 8, "e"))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_turn_that_cannot_be_ended_breaks_the_engine_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        engine = serve(slots=2)
+        monkeypatch.setattr(engine._batcher, "end", lambda *_: 1 / 0)
+        asked = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(n)))) for n in (3, 9)]
+        for outcome in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60):
+            assert isinstance(outcome, EngineError) and "ZeroDivisionError" in str(outcome)
         await engine.close()
 
     asyncio.run(main())

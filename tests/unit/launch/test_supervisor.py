@@ -72,9 +72,13 @@ def test_a_worker_is_restarted_after_its_back_off_as_a_new_peer(world: World) ->
     assert world.notes == ["rollout-0 was killed by SIGKILL; rollout-0 is restarted in 0.5 s (1 of 2)"]
 
 
-@pytest.mark.parametrize(("index", "killed"), [(None, ["rollout-0", "rollout-1"]), (1, ["rollout-1"])])
-def test_what_hangs_is_ended_and_nothing_else(world: World, index: int | None, killed: list[str]) -> None:
-    world.supervisor.kill_role("rollout", index)
+@pytest.mark.parametrize(
+    ("who", "killed"),
+    [("", ["rollout-0", "rollout-1"]), ("rollout-1", ["rollout-1"]), ("its predecessor", [])],
+)
+def test_what_hangs_is_ended_and_nothing_else(world: World, who: str, killed: list[str]) -> None:
+    incarnation = world.newest(who).order.incarnation if who == "rollout-1" else who
+    world.supervisor.kill_role("rollout", incarnation)
     assert [process.name for process in world.started if process.killed] == killed
 
 

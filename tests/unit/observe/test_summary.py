@@ -119,3 +119,13 @@ def test_a_step_in_which_no_episode_landed_is_left_out_of_the_rewards() -> None:
     rows = [{"training/step": k, "timing_s/step": 1.0, "rollout/score/mean": k / 4} for k in (1, 2)]
     found = summarize([*rows, {"training/step": 3, "timing_s/step": 1.0}], {}, True)
     assert (found["reward_first"], found["reward_last"]) == (0.25, 0.5)
+
+
+def test_a_last_validation_that_was_abandoned_has_no_success_of_an_earlier_one() -> None:
+    rows = [
+        {"training/step": 0.0, SAMPLED: 0.5},
+        {"training/step": 5.0, SAMPLED: 0.6},
+        {"training/step": 9.0, "val-aux/failed": 40.0},
+    ]
+    summary = summarize(rows, FLOW, True)
+    assert summary["success_before"] == 0.5 and summary["success_after"] is None
