@@ -5,7 +5,7 @@
 
 Each run validates on all held-out questions every second step. A run that is complete is not repeated, one
 that was cut off goes on from its last checkpoint: the whole may take more than one sitting. The curve goes to
-`--plot`, the table to standard output.
+`--plot`, the table to standard output; they show runs that were stopped, too. Overrides stand behind `--`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
             overrides = [*OVERRIDES, *own, *args.overrides]
             found = train(name, folder, overrides, deadline=4 * 3600.0, experiment=args.experiment)
             print(f"{name}: {found.get('outcome')} after {found['wall_s'] / 60:.1f} minutes", flush=True)
-    done = {name: found for name in runs if (found := summary(folder / name)).get("outcome") == "completed"}
+    done = {name: found for name in runs if (found := summary(folder / name)).get("steps")}
     print(table(HEADER, [line(name, found) for name, found in done.items()]))
     plot = args.plot or ROOT / "docs" / f"{args.experiment}.png"
     draw(plot, {name: rows(folder / name) for name in done})
