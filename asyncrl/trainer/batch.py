@@ -20,6 +20,8 @@ from asyncrl.algorithms.aggregation import Aggregation
 from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
+from asyncrl.config import Packing
+from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
 from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -96,20 +98,16 @@ class Example:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded ids [B, T] and the model tokens of all rows, flattened to [N].
+    """The model tokens of all rows, flattened to [N]; token i is of episode[i], which may have several rows.
 
-    Token i is ids[row[i], position[i]], predicted from position - 1, of episode[i]: an episode may have
-    several rows. `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
+    `counted` is False only on the dummy token of a rank without rows. `fresh` tokens may
     contribute: not stale, not excluded. The optional fields are those of ADDED that the recipe asks for;
     `prox` is None where the policy does not change between now and the optimizer step.
     """
 
-    ids: Tensor
-    row: Tensor
+    selected: Selected
     episode: Tensor
-    position: Tensor
     turn: Tensor
-    temperature: Tensor
     mu: Tensor
     weight: Tensor
     lag: Tensor
@@ -122,10 +120,6 @@ class MicroBatch:
     reference: Tensor | None = None
     value: Tensor | None = None
     prepared: Tensor | None = None
-
-    @property
-    def selected(self) -> Selected:
-        return Selected(self.ids, self.row, self.position, self.temperature)
 
     def updated(self, examples: Sequence[Example]) -> MicroBatch:
         """With the fields added to the examples since they were collated; no others are copied again."""
@@ -205,18 +199,14 @@ def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
     return rewards
 
 
-def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
-    """Pad on the right and flatten. `dtype`: of real numbers.
+def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = "padded") -> MicroBatch:
+    """Lay out the rows and flatten. `dtype`: of real numbers.
 
     Without a model token (an idle rank), one dummy token of weight zero keeps forward and backward valid.
     """
     counts = [e.tokens for e in examples]
     if not sum(counts):
         return _dummy(dtype)
-    rows = [row for e in examples for row in e.rows]
-    ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = row
     first = np.cumsum([0, *(len(e.rows) for e in examples[:-1])])  # row of each example
 
     def spread(values: Sequence[float]) -> Tensor:
@@ -226,12 +216,15 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
         return _join(examples, name)
 
     return MicroBatch(
-        ids=torch.from_numpy(ids),
-        row=torch.from_numpy(np.repeat(first, counts)) + join("row_of"),
+        selected=_selected(
+            [row for e in examples for row in e.rows],
+            np.repeat(first, counts) + join("row_of").numpy(),
+            join("position").numpy(),
+            spread([e.planned.temperature for e in examples]),
+            packing,
+        ),
         episode=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
-        position=join("position"),
         turn=join("turn"),
-        temperature=spread([e.planned.temperature for e in examples]),
         mu=join("mu").to(dtype),
         weight=spread([e.weight for e in examples]),
         lag=join("lag"),
@@ -240,6 +233,18 @@ def collate(examples: Sequence[Example], dtype: torch.dtype) -> MicroBatch:
         counted=torch.ones(sum(counts), dtype=torch.bool),
         **_added(examples, dtype, torch.device("cpu")),
     )
+
+
+def _selected(
+    rows: Sequence[np.ndarray], row: np.ndarray, position: np.ndarray, temperature: Tensor, packing: Packing
+) -> Selected:
+    """The tokens at these positions of these rows, laid out as `packing` says."""
+    if packing != "padded":
+        return Selected.of_forest(plant(rows, shared=packing == "tree"), row, position, temperature)
+    ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for i, one in enumerate(rows):
+        ids[i, : len(one)] = one
+    return Selected.of_rows(*map(torch.from_numpy, (ids, row, position)), temperature)
 
 
 def _added(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -263,13 +268,11 @@ def with_values(examples: Sequence[Example], name: str, values: Tensor) -> list[
 def _dummy(dtype: torch.dtype) -> MicroBatch:
     zero, no = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.bool)
     index = torch.zeros(1, dtype=torch.int64)
+    ids = torch.zeros(1, 2, dtype=torch.int64)
     return MicroBatch(
-        ids=torch.zeros(1, 2, dtype=torch.int64),
-        row=index,
+        selected=Selected.of_rows(ids, index, index + 1, zero + 1),
         episode=index,
-        position=index + 1,
         turn=index,
-        temperature=zero + 1,
         mu=zero,
         weight=zero,
         lag=index,

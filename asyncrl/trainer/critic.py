@@ -28,7 +28,7 @@ class Critic(nn.Module):
 
     def forward(self, tokens: Selected) -> Tensor:
         """Values [N] with gradient, float32 at least."""
-        hidden = self.backbone(input_ids=tokens.ids, use_cache=False).last_hidden_state
+        hidden = self.backbone(**tokens.inputs).last_hidden_state
         return values(self.backbone, tokens.predictors(hidden))
 
 

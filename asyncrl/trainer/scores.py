@@ -7,12 +7,16 @@ checkpointing, arXiv 1604.06174, of the output layer), so at any time there are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from asyncrl.trainer.attention import ForestAttention
+from asyncrl.trainer.prefix_tree import Forest
 
 CHUNK = 512  # tokens whose logits exist at once
 LOWEST = -1e30  # in place of log 0: zero times it is zero
@@ -34,21 +38,61 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """Which tokens to score. `ids` [B, T], right-padded; token i of N is ids[row[i], position[i]],
-    predicted at position - 1 by logits divided by temperature[i]."""
+    """Which tokens to score. `ids` [B, T]; token i of N is ids[token[i]] of the flattened ids, predicted by the
+    hidden state of ids[predictor[i]] and logits divided by temperature[i].
+
+    `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
+    `ids` is a sequence by itself, padded on the right.
+    """
 
     ids: Tensor
-    row: Tensor
-    position: Tensor
+    token: Tensor
+    predictor: Tensor
     temperature: Tensor
+    positions: Tensor | None = None
+    forest: ForestAttention | None = None
+
+    @classmethod
+    def of_rows(cls, ids: Tensor, row: Tensor, position: Tensor, temperature: Tensor) -> Selected:
+        """The tokens ids[row[i], position[i]] of padded rows [B, T]."""
+        token = row * ids.shape[1] + position
+        return cls(ids, token, token - 1, temperature)
+
+    @classmethod
+    def of_forest(cls, forest: Forest, row: np.ndarray, position: np.ndarray, temperature: Tensor) -> Selected:
+        """The tokens at these positions [N] of the rows that a forest was planted from."""
+        starts = np.cumsum([0, *map(len, forest.rows[:-1])])
+        places = np.concatenate(forest.rows)
+        token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))
+        ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
+        return cls(ids, token, predictor, temperature, positions, ForestAttention.of(forest))
+
+    def to(self, device: torch.device) -> Selected:
+        """All of it on `device`."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Selected(**{name: None if value is None else value.to(device) for name, value in named.items()})
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the model's forward is given."""
+        if self.forest is None:
+            return {"input_ids": self.ids, "use_cache": False}
+        no_mask = self.ids.new_zeros(1, 1, 1, 1)  # of four dimensions: transformers builds none of T x T
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "attention_mask": no_mask,
+            "use_cache": False,
+            "forest": self.forest,
+        }
 
     @property
     def labels(self) -> Tensor:
-        return self.ids[self.row, self.position]
+        return self.ids.flatten()[self.token]
 
     def predictors(self, hidden: Tensor) -> Tensor:
         """Of hidden states [B, T, H] those that predict the tokens, [N, H]."""
-        return hidden[self.row, self.position - 1]
+        return hidden.flatten(0, 1)[self.predictor]
 
 
 def score_chunks(

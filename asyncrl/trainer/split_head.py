@@ -54,7 +54,7 @@ class SplitModel:
 
     def split(self, tokens: Selected) -> HeadInput:
         """The backbone's forward; the function runs the rest of the model on hidden states of n tokens."""
-        output = self._backbone(input_ids=tokens.ids, use_cache=False)
+        output = self._backbone(**tokens.inputs)
         hidden = tokens.predictors(output.last_hidden_state)
         product = self._make_product()  # once: what it widens sums up the gradients of all chunks
 
@@ -71,7 +71,7 @@ class SplitModel:
         """The model's forward as it is; logits of all tokens."""
         self._wanted, self._product = tokens, self._make_product()
         try:
-            logits = self._lm(input_ids=tokens.ids, use_cache=False).logits[0]
+            logits = self._lm(**tokens.inputs).logits[0]
             assert self._seen is not None, "the model did not call its output layer"
             return self._seen, logits, lambda part: part
         finally:

@@ -1,0 +1,169 @@
+"""Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
+
+It is registered with transformers under NAME. A forward that is given a `forest` uses it; any other is SDPA's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.prefix_tree import Forest
+
+NAME = "asyncrl_forest"
+WASTE = 1.3  # nodes of different sizes are padded to each other, up to so many times their own work
+WITHOUT_EFFECT = {"position_ids", "use_cache", "cache_position", "is_causal"}
+
+
+class Bucket(NamedTuple):
+    """n nodes of similar size. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded at the end;
+    `positions` [n, q] are those of the queries; key j of a node has position j."""
+
+    queries: Tensor
+    keys: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class ForestAttention:
+    """How the tokens of a forest attend, in all layers of a forward. `order` [T]: where each token is among the
+    queries of all buckets."""
+
+    buckets: tuple[Bucket, ...]
+    order: Tensor
+    _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)  # by window
+
+    @classmethod
+    def of(cls, forest: Forest) -> ForestAttention:
+        buckets = tuple(_bucket(forest, nodes) for nodes in _similar(forest))
+        queries = torch.cat([bucket.queries.flatten() for bucket in buckets]).numpy()
+        _, order = np.unique(queries, return_index=True)  # the first: a token's padding is behind it
+        return cls(buckets, torch.from_numpy(order))
+
+    def to(self, device: torch.device) -> ForestAttention:
+        buckets = (Bucket(*(tensor.to(device) for tensor in bucket)) for bucket in self.buckets)
+        return ForestAttention(tuple(buckets), self.order.to(device))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""
+        parts = [
+            _attend(query, key, value, bucket, mask, scale, softcap)
+            for bucket, mask in zip(self.buckets, self._hidden(window), strict=True)
+        ]
+        return torch.cat(parts)[self.order]
+
+    def _hidden(self, window: int | None) -> list[Tensor]:
+        """Of each bucket, where a query may not look, [n, q, k]: ahead, or `window` and more back."""
+        if window not in self._masks:
+            self._masks[window] = [_mask(bucket, window) for bucket in self.buckets]
+        return self._masks[window]
+
+
+def _similar(forest: Forest) -> list[list[int]]:
+    """The nodes in lists of similar sizes."""
+    lists: list[list[int]] = []
+    work = queries = keys = 0
+    for node in sorted(range(len(forest.sizes)), key=lambda n: (-len(forest.paths[n]), -forest.sizes[n])):
+        own, reach = forest.sizes[node], len(forest.paths[node])
+        longest = max(queries, own)
+        if lists and (len(lists[-1]) + 1) * longest * keys <= WASTE * (work + own * reach):
+            lists[-1].append(node)
+            work, queries = work + own * reach, longest
+        else:
+            lists.append([node])
+            work, queries, keys = own * reach, own, reach
+    return lists
+
+
+def _bucket(forest: Forest, nodes: list[int]) -> Bucket:
+    paths = [forest.paths[node] for node in nodes]
+    own = [path[-forest.sizes[node] :] for node, path in zip(nodes, paths, strict=True)]
+    queries = _padded(own)
+    found = (queries, _padded(paths), forest.positions[queries])
+    return Bucket(*map(torch.from_numpy, found))
+
+
+def _padded(arrays: list[np.ndarray]) -> np.ndarray:
+    """Each filled up with its last element."""
+    longest = max(map(len, arrays))
+    return np.stack([np.pad(array, (0, longest - len(array)), mode="edge") for array in arrays])
+
+
+def _mask(bucket: Bucket, window: int | None) -> Tensor:
+    at = bucket.positions[:, :, None]
+    keys = torch.arange(bucket.keys.shape[1], device=at.device)
+    ahead = keys > at
+    return ahead if window is None else ahead | (keys <= at - window)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bucket: Bucket,
+    hidden: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Of one bucket, [n * q, heads, d]. Query heads that share a KV head are folded into the query's length, so
+    that keys and values are not repeated."""
+    (heads, _, dim), kv_heads = query.shape, key.shape[0]
+    (count, width), share = bucket.queries.shape, heads // kv_heads
+    q = query[:, bucket.queries].view(kv_heads, share, count, width, dim).permute(0, 2, 1, 3, 4)
+    q = q.reshape(kv_heads, count, share * width, dim)
+    k, v = key[:, bucket.keys], value[:, bucket.keys]
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.view(kv_heads, count, share, width, -1).masked_fill(hidden[:, None], -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    out = weights.flatten(2, 3) @ v
+    out = out.view(kv_heads, count, share, width, -1).permute(1, 3, 0, 2, 4)
+    return out.reshape(count * width, heads, -1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    forest: ForestAttention | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The registered function. ConfigError for an argument it does not know: ignoring one would change the
+    gradients by little enough to be missed."""
+    if forest is None:
+        window = {} if sliding_window is None else {"sliding_window": sliding_window}
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **window, **others
+        )
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT)
+    if unknown or dropout:
+        raise ConfigError(f"attention over packed rows has no {', '.join(unknown) or 'dropout'}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return forest.attend(query[0], key[0], value[0], scale, sliding_window, softcap)[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
