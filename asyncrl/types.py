@@ -305,13 +305,14 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 
 class EpisodeStats(msgspec.Struct, frozen=True):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
-    `longest_row`: tokens. Of the `answered` tool calls, `failed` raised or ran out of time, and `refused`
+    `longest_row`: tokens; `prompt`: of the first row, before what was sampled. Of the `answered` tool calls, `failed` raised or ran out of time, and `refused`
     were wrong themselves. Of the `hints`, turns of which an agent asked a form, some are `followed`."""
 
     turns: int
     tool_calls: int = 0
     rows: int = 1
     longest_row: int = 0
+    prompt: int = 0
     seconds: float = 0.0
     tool_s: float = 0.0
     answered: int = 0

@@ -68,12 +68,14 @@ class Batches:
 
     Args:
         buffer: where trajectories are taken from.
-        micro_tokens: padded tokens of one micro-batch on one rank.
+        micro_tokens: tokens of one micro-batch on one rank, padding included.
+        packing: padded: rows as long as the longest. tree: members of a group stay together, and share their
+            prompt.
         flush: train a short batch when the data has run out, rather than drop it.
     """
 
-    def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool) -> None:
-        self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
+    def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool, packing: str = "padded") -> None:
+        self.buffer, self.micro_tokens, self.flush, self.packing = buffer, micro_tokens, flush, packing
         self.batches: dict[int, Batch] = {}
         self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
@@ -115,7 +117,7 @@ class Batches:
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
         if not pool:
             return self._close(batch) if full else None
-        enough = sum(episode.tokens for episode in pool) >= self.micro_tokens * ranks
+        enough = sum(map(self._tokens, self._units(pool))) >= self.micro_tokens * ranks
         if not (enough or full):
             return None
         micro = self._bucket(pool, ranks)
@@ -204,24 +206,47 @@ class Batches:
         return ready
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
-        """The episodes of a plan by rank, dealt back and forth from the longest (`_rank`): all ranks get
-        about the same tokens, and none more rows than its padded budget allows."""
+        """The episodes of a plan by rank. What stays together is dealt back and forth from the largest
+        (`_rank`): all ranks get about the same tokens."""
         parts: list[list[str]] = [[] for _ in range(ranks)]
-        for index, uid in enumerate(uids):
-            parts[_rank(index, ranks)].append(uid)
+        for index, unit in enumerate(self._units([self.taken[uid] for uid in uids])):
+            parts[_rank(index, ranks)] += [episode.uid for episode in unit]
         return parts
 
     def _bucket(self, pool: list[EpisodeRecord], ranks: int) -> list[EpisodeRecord]:
-        """The episodes with the longest rows that fit a padded micro-batch per rank, as they are dealt:
+        """The largest that fit a micro-batch per rank, as they are dealt. Padded rows: the longest ones, as
         similar lengths pad least."""
         ordered = sorted(pool, key=lambda episode: (-episode.width, episode.group, episode.member))
-        most, held = self.micro_tokens // max(1, ordered[0].width), [0] * ranks
-        for index, episode in enumerate(ordered):
-            rank = _rank(index, ranks)
-            if held[rank] and held[rank] + episode.stats.rows > most:
-                return ordered[:index]
-            held[rank] += episode.stats.rows
-        return ordered
+        units = self._units(ordered)
+        if self.packing != "padded":
+            units.sort(key=self._tokens, reverse=True)
+        held, taken = [0] * ranks, list[EpisodeRecord]()
+        for index, unit in enumerate(units):
+            rank, cost = _rank(index, ranks), self._cost(unit, ordered[0].width)
+            if held[rank] and held[rank] + cost > self.micro_tokens:
+                break
+            held[rank] += cost
+            taken += unit
+        return taken
+
+    def _units(self, episodes: Iterable[EpisodeRecord]) -> list[list[EpisodeRecord]]:
+        """What goes to one rank together: the members of a group, where they share their prompt."""
+        units: dict[int | str, list[EpisodeRecord]] = {}
+        for episode in episodes:
+            key = episode.group if self.packing == "tree" else episode.uid
+            units.setdefault(key, []).append(episode)
+        return list(units.values())
+
+    def _cost(self, unit: list[EpisodeRecord], widest: int) -> int:
+        """Tokens that it takes in a micro-batch whose longest row has `widest`."""
+        if self.packing == "padded":
+            return widest * sum(episode.stats.rows for episode in unit)
+        return self._tokens(unit)
+
+    def _tokens(self, unit: list[EpisodeRecord]) -> int:
+        """Those that are computed, without padding."""
+        shared = min(episode.stats.prompt for episode in unit) if self.packing == "tree" else 0
+        return sum(episode.tokens for episode in unit) - shared * (len(unit) - 1)
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 

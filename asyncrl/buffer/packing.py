@@ -1,8 +1,8 @@
-"""Packing: rows to micro-batches of bounded padded size."""
+"""Packing: rows to micro-batches of bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 
 def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> list[list[int]]:
@@ -19,4 +19,23 @@ def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> lis
         else:
             batches.append([index])
             longest, held = max(lengths[index], 1), more
+    return batches
+
+
+def fill(keys: Sequence[Hashable], tokens: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches of at most `budget` tokens in all, or of one larger unit; what has one key is a unit. They are
+    lists of indices. fill("aab", [3, 3, 5], 8) is [[0, 1], [2]]."""
+    units: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        units.setdefault(key, []).append(index)
+    sized = sorted(((sum(tokens[i] for i in unit), unit) for unit in units.values()), reverse=True)
+    batches: list[list[int]] = []
+    held = 0
+    for size, unit in sized:
+        if batches and held + size <= budget:
+            batches[-1] += unit
+            held += size
+        else:
+            batches.append(list(unit))
+            held = size
     return batches

@@ -22,6 +22,7 @@ from asyncrl.config.training import (
     BufferConfig,
     CriticConfig,
     KLConfig,
+    Packing,
     TrainerConfig,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "ModelConfig",
     "ObserveConfig",
     "Options",
+    "Packing",
     "Plugin",
     "RolloutConfig",
     "RunConfig",

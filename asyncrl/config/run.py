@@ -253,10 +253,6 @@ def _check_combinations(config: RunConfig) -> None:
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
         ),
-        f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
-        f"({config.rollout.max_tokens}): a long episode would not fit; raise it": (
-            config.trainer.micro_batch_tokens < config.rollout.max_tokens
-        ),
     }
     for message, refused in refusals.items():
         if refused:

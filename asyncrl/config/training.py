@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
 
+Packing = Literal["padded", "packed", "tree"]
+
 
 class BufferConfig(Section, frozen=True):
     """The replay buffer: batches, groups, staleness."""
@@ -155,7 +157,11 @@ class TrainerConfig(Section, frozen=True):
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Gradient norm limit; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Padded tokens of one forward/backward on one rank."""
+    """Tokens of one forward/backward on one rank, padding included; a longer row is one by itself."""
+    packing: Packing = "tree"
+    """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what rows
+    share at their beginning is computed once, and members of a group go to one rank. Where the model gives other
+    gradients than padded, it is padded."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: Positive = 2

@@ -193,7 +193,8 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
     store.put_meta("data", samples.fingerprint)
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
     buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
-    batches = Batches(buffer, config.trainer.micro_batch_tokens, config.data.at_end == "flush")
+    trainer = config.trainer
+    batches = Batches(buffer, trainer.micro_batch_tokens, config.data.at_end == "flush", trainer.packing)
     restore(config, store, buffer, batches)
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None

@@ -234,6 +234,7 @@ class EpisodeRun:
                 tool_calls=outcome.tool_calls,
                 rows=len(rows),
                 longest_row=max(map(len, rows)),
+                prompt=len(outcome.turns[0].context),
                 seconds=self.seconds,
                 tool_s=outcome.tool_s,
                 answered=len(replies),

@@ -19,10 +19,10 @@ from asyncrl.algorithms.diagnostics import token_sums
 from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
-from asyncrl.buffer.packing import bucket
+from asyncrl.buffer.packing import bucket, fill
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
-from asyncrl.trainer.batch import Example, collate, example, with_values
+from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
 from asyncrl.trainer.metric_sums import MetricSums, merged
@@ -64,6 +64,7 @@ class Learner:
         self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
+        self.packing = agreed_packing(self.policy, config.trainer.packing, world)
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.averaging: float = world.size  # what FSDP2 divides gradients by
@@ -157,7 +158,7 @@ class Learner:
         if not (of_policy or recipe.critic or recipe.reference):
             return list(held)
         for part in self._micro_batches(held):
-            tokens = collate(part, self.dtype).to(self.world.device).selected
+            tokens = self._collate(part).selected
             found: dict[str, Tensor | None] = {}
             with torch.no_grad():
                 if of_policy:
@@ -179,10 +180,17 @@ class Learner:
     def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
         budget = self.config.trainer.micro_batch_tokens
-        packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
+        if self.packing == "padded":
+            packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
+        else:
+            keys = [e.group if self.packing == "tree" else e.planned.uid for e in examples]
+            packed = fill(keys, [e.length for e in examples], budget)
         count = max(self.world.gather(len(packed), int))
         cut = [[examples[i] for i in part] for part in packed]
         return cut + [[] for _ in range(count - len(cut))]
+
+    def _collate(self, examples: Sequence[Example]) -> MicroBatch:
+        return collate(examples, self.dtype, self.packing).to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
@@ -195,7 +203,7 @@ class Learner:
         """
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
-                tokens = collate(examples, self.dtype).to(self.world.device).selected
+                tokens = self._collate(examples).selected
                 examples = with_values(examples, "reference", self.reference.logp(tokens))
         if not self.waits and not self.recipe.critic:
             examples = self._credited(examples, tally)
@@ -211,7 +219,7 @@ class Learner:
 
     def _evaluate(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> Tensor:
         """The loss of some episodes, undivided; what it is made of goes to `tally`."""
-        micro = collate(examples, self.dtype).to(self.world.device)
+        micro = self._collate(examples)
         scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
         value = scores.value
         if self.critic is not None:
