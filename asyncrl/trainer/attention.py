@@ -1,6 +1,6 @@
 """Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
 
-It is registered with transformers under NAME. A forward that is given a `forest` uses it; any other is SDPA's.
+It is registered with transformers under NAME; a forward must be given a `forest`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.errors import ConfigError
 from asyncrl.trainer.prefix_tree import Forest
 
 NAME = "asyncrl_forest"
 WASTE = 1.3  # nodes of different sizes are padded to each other, up to so many times their own work
-WITHOUT_EFFECT = {"position_ids", "use_cache", "cache_position", "is_causal"}
+HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 
 
 class Bucket(NamedTuple):
@@ -39,6 +37,7 @@ class ForestAttention:
 
     buckets: tuple[Bucket, ...]
     order: Tensor
+    unknown: set[str] = field(default_factory=set)  # arguments of a layer's attention that were ignored
     _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)  # by window
 
     @classmethod
@@ -146,21 +145,19 @@ def _attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    forest: ForestAttention | None = None,
+    *,
+    forest: ForestAttention,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function. ConfigError for an argument it does not know: ignoring one would change the
-    gradients by little enough to be missed."""
-    if forest is None:
-        window = {} if sliding_window is None else {"sliding_window": sliding_window}
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **window, **others
-        )
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT)
-    if unknown or dropout:
-        raise ConfigError(f"attention over packed rows has no {', '.join(unknown) or 'dropout'}")
+    """The registered function. What it does not know it notes: ignoring it would change gradients by little
+    enough to be missed."""
+    forest.unknown.update(
+        name for name, given in others.items() if given is not None and name not in HARMLESS
+    )
+    if dropout:
+        forest.unknown.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return forest.attend(query[0], key[0], value[0], scale, sliding_window, softcap)[None], None
 

@@ -21,7 +21,6 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
-from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
 from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -206,7 +205,7 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
     """
     counts = [e.tokens for e in examples]
     if not sum(counts):
-        return _dummy(dtype)
+        return _dummy(dtype, packing)
     first = np.cumsum([0, *(len(e.rows) for e in examples[:-1])])  # row of each example
 
     def spread(values: Sequence[float]) -> Tensor:
@@ -216,7 +215,7 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
         return _join(examples, name)
 
     return MicroBatch(
-        selected=_selected(
+        selected=Selected.of(
             [row for e in examples for row in e.rows],
             np.repeat(first, counts) + join("row_of").numpy(),
             join("position").numpy(),
@@ -233,18 +232,6 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
         counted=torch.ones(sum(counts), dtype=torch.bool),
         **_added(examples, dtype, torch.device("cpu")),
     )
-
-
-def _selected(
-    rows: Sequence[np.ndarray], row: np.ndarray, position: np.ndarray, temperature: Tensor, packing: Packing
-) -> Selected:
-    """The tokens at these positions of these rows, laid out as `packing` says."""
-    if packing != "padded":
-        return Selected.of_forest(plant(rows, shared=packing == "tree"), row, position, temperature)
-    ids = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-    for i, one in enumerate(rows):
-        ids[i, : len(one)] = one
-    return Selected.of_rows(*map(torch.from_numpy, (ids, row, position)), temperature)
 
 
 def _added(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -265,12 +252,12 @@ def with_values(examples: Sequence[Example], name: str, values: Tensor) -> list[
     return [replace(e, **one) for e, one in zip(examples, added, strict=True)]
 
 
-def _dummy(dtype: torch.dtype) -> MicroBatch:
+def _dummy(dtype: torch.dtype, packing: Packing) -> MicroBatch:
     zero, no = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.bool)
     index = torch.zeros(1, dtype=torch.int64)
-    ids = torch.zeros(1, 2, dtype=torch.int64)
+    ids, first, second = np.zeros(2, dtype=np.int64), np.array([0]), np.array([1])
     return MicroBatch(
-        selected=Selected.of_rows(ids, index, index + 1, zero + 1),
+        selected=Selected.of([ids], first, second, zero + 1, packing),
         episode=index,
         turn=index,
         mu=zero,

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.config import ModelConfig
+from asyncrl.config import ModelConfig, Packing
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
@@ -41,6 +42,7 @@ class Policy(nn.Module):
         self.lm = lm
         self.export_dtype = getattr(torch, config.dtype)
         self.published = tuple(name for name, _ in lm.named_parameters())
+        self.packing: Packing = "padded"  # how rows must be laid out for it
         self.adapters: Adapters | None = None
         if config.lora_rank:
             self.adapters = Adapters(lm, config.lora_rank, config.lora_alpha)
@@ -98,10 +100,9 @@ def _check_cut(policy: Policy, world: World) -> None:
 @torch.no_grad()
 def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: int = 1) -> tuple[float, ...]:
     """Log-probs of ids[1:] at temperature 1, as the last of `rows` equal rows of a batch. A collective."""
-    position = torch.arange(1, len(ids), device=device)
-    row = torch.full_like(position, rows - 1)
-    batch = torch.tensor([ids] * rows, device=device)
-    scores = policy(Selected(batch, row, position, torch.ones(len(position), device=device)))
+    position, one = np.arange(1, len(ids)), np.array(ids)
+    row, temperature = np.full_like(position, rows - 1), torch.ones(len(position))
+    scores = policy(Selected.of([one] * rows, row, position, temperature, policy.packing).to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     return tuple(scores.logp.tolist())
 

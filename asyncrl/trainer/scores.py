@@ -6,7 +6,7 @@ checkpointing, arXiv 1604.06174, of the output layer), so at any time there are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.config import Packing
 from asyncrl.trainer.attention import ForestAttention
-from asyncrl.trainer.prefix_tree import Forest
+from asyncrl.trainer.prefix_tree import plant
 
 CHUNK = 512  # tokens whose logits exist at once
 LOWEST = -1e30  # in place of log 0: zero times it is zero
@@ -53,16 +54,22 @@ class Selected:
     forest: ForestAttention | None = None
 
     @classmethod
-    def of_rows(cls, ids: Tensor, row: Tensor, position: Tensor, temperature: Tensor) -> Selected:
-        """The tokens ids[row[i], position[i]] of padded rows [B, T]."""
-        token = row * ids.shape[1] + position
-        return cls(ids, token, token - 1, temperature)
-
-    @classmethod
-    def of_forest(cls, forest: Forest, row: np.ndarray, position: np.ndarray, temperature: Tensor) -> Selected:
-        """The tokens at these positions [N] of the rows that a forest was planted from."""
-        starts = np.cumsum([0, *map(len, forest.rows[:-1])])
-        places = np.concatenate(forest.rows)
+    def of(
+        cls,
+        rows: Sequence[np.ndarray],
+        row: np.ndarray,
+        position: np.ndarray,
+        temperature: Tensor,
+        packing: Packing = "padded",
+    ) -> Selected:
+        """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says."""
+        if packing == "padded":
+            width = max(map(len, rows))
+            ids = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
+            token = torch.from_numpy(row * width + position)
+            return cls(torch.from_numpy(ids), token, token - 1, temperature)
+        forest = plant(rows, shared=packing == "tree")
+        places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
         return cls(ids, token, predictor, temperature, positions, ForestAttention.of(forest))
@@ -70,7 +77,9 @@ class Selected:
     def to(self, device: torch.device) -> Selected:
         """All of it on `device`."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Selected(**{name: None if value is None else value.to(device) for name, value in named.items()})
+        return Selected(
+            **{name: None if value is None else value.to(device) for name, value in named.items()}
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:

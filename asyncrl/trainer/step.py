@@ -29,6 +29,7 @@ from asyncrl.trainer.metric_sums import MetricSums, merged
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_adamw, take_step
+from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import (
     advantage_factor,
@@ -64,7 +65,12 @@ class Learner:
         self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
-        self.packing = agreed_packing(self.policy, config.trainer.packing, world)
+        reference = self.reference.policy if self.reference and self.reference.own else None
+        models = [model for model in (self.policy, self.critic, reference) if model is not None]
+        self.packing = packing_for(models, config.trainer.packing, config.model.dtype, world)
+        for model in (self.policy, reference):
+            if model is not None:
+                model.packing = self.packing
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.averaging: float = world.size  # what FSDP2 divides gradients by

@@ -1,0 +1,108 @@
+"""Whether the rows of a micro-batch may be packed: a loaded model is asked, gradients included."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from asyncrl.config import Packing
+from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.scores import Scores, Selected
+from asyncrl.trainer.world import World
+
+logger = logging.getLogger(__name__)
+AGREE = {"float64": 1e-5, "float32": 1e-3, "bfloat16": 0.1}  # distance / norm of gradients
+LAYERS = {"full_attention", "sliding_attention"}
+GROWING = {"dynamic", "longrope"}  # kinds of RoPE in which a token's angle depends on the longest sequence
+
+
+def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World) -> Packing:
+    """`wanted`, if each of these FSDP roots gives the same gradients with packed rows as with padded ones; else
+    padded, and a warning. Sets their attention accordingly. `dtype`: of their forward. A collective."""
+    for model in models if wanted != "padded" else ():
+        problem = _unfit(_transformer(model)) or _differs(model, wanted, AGREE[dtype], world)
+        if problem:
+            logger.warning("trainer.packing: padded instead of %s: %s", wanted, problem)
+            for other in models:
+                _transformer(other).set_attn_implementation("sdpa")
+            return "padded"
+    return wanted
+
+
+def _transformer(root: nn.Module) -> PreTrainedModel:
+    return cast(PreTrainedModel, next(m for m in root.modules() if isinstance(m, PreTrainedModel)))
+
+
+def _unfit(model: PreTrainedModel) -> str:
+    """Why rows cannot be packed, as far as it can be seen without a forward."""
+    kind, config = type(model).__name__, model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    if not takes_more or not model._can_set_attn_implementation():
+        return f"{kind} has an attention of its own"
+    if others := set(getattr(config, "layer_types", None) or ()) - LAYERS:
+        return f"{kind} has layers of {', '.join(sorted(others))}"
+    if kinds & GROWING:
+        return f"{kind} has a RoPE that depends on the longest row"
+    return ""
+
+
+def _differs(root: nn.Module, packing: Packing, limit: float, world: World) -> str:
+    """What is wrong with the gradients of packed rows; nothing, if they are those of padded ones."""
+    model, rng = _transformer(root), np.random.default_rng(0)
+    own = model.config._attn_implementation
+    start, *ends = (rng.integers(0, model.config.get_text_config().vocab_size, n) for n in (24, 9, 14, 30))
+    rows = [np.concatenate([start, ends[0]]), np.concatenate([start, ends[1]]), ends[2]]
+    expected = _gradients(root, Selected.of(rows, *_all_tokens(rows), packing="padded"), world)
+    model.set_attn_implementation(NAME)
+    packed = Selected.of(rows, *_all_tokens(rows), packing=packing)
+    found = _gradients(root, packed, world)
+    assert packed.forest is not None
+    if packed.forest.unknown:
+        problem = f"{type(model).__name__} has attention with {', '.join(sorted(packed.forest.unknown))}"
+    else:
+        distance = _norm([a - b for a, b in zip(found, expected, strict=True)], world)
+        share = distance / max(_norm(expected, world), 1e-30)
+        problem = "" if share < limit else f"{type(model).__name__}'s gradients differ by {share:.1e}"
+    if problem:
+        model.set_attn_implementation(own)
+    return problem
+
+
+def _all_tokens(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    """Row, position and temperature of all tokens but the first of each row."""
+    row = np.repeat(np.arange(len(rows)), [len(one) - 1 for one in rows])
+    position = np.concatenate([np.arange(1, len(one)) for one in rows])
+    return row, position, torch.ones(len(row))
+
+
+def _gradients(root: nn.Module, tokens: Selected, world: World) -> list[Tensor]:
+    """Of this rank's shards, for a loss in which every token has a weight of its own. Of a frozen model the
+    values that the loss is made of."""
+    learns = any(p.requires_grad for p in root.parameters())
+    with torch.set_grad_enabled(learns):
+        found = root(tokens.to(world.device))
+        values = found.logp if isinstance(found, Scores) else found
+    if not learns:
+        cast(FSDPModule, root).reshard()
+        return [values / math.sqrt(world.size)]  # all ranks have all of them
+    (values * torch.linspace(0.5, 1.5, len(values), device=values.device)).sum().backward()
+    gradients = [cast(DTensor, p.grad).to_local() for p in root.parameters() if p.grad is not None]
+    root.zero_grad()
+    return gradients
+
+
+def _norm(tensors: Sequence[Tensor], world: World) -> float:
+    """Over all ranks."""
+    return math.sqrt(sum(world.gather(sum(float(t.double().square().sum()) for t in tensors), float)))
