@@ -32,8 +32,8 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class ForestAttention:
-    """How the tokens of a forest attend, in all layers of a forward. `order` [T]: where each token is among the
-    queries of all buckets."""
+    """How the tokens of a forest attend, in all layers of a forward. `order` [T]: where each token is among
+    the queries of all buckets."""
 
     buckets: tuple[Bucket, ...]
     order: Tensor
@@ -120,8 +120,8 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Of one bucket, [n * q, heads, d]. Query heads that share a KV head are folded into the query's length, so
-    that keys and values are not repeated."""
+    """Of one bucket, [n * q, heads, d]. Query heads that share a KV head are folded into the query's length:
+    keys and values are not repeated."""
     (heads, _, dim), kv_heads = query.shape, key.shape[0]
     (count, width), share = bucket.queries.shape, heads // kv_heads
     q = query[:, bucket.queries].view(kv_heads, share, count, width, dim).permute(0, 2, 1, 3, 4)

@@ -124,7 +124,8 @@ class MicroBatch:
         """With the fields added to the examples since they were collated; no others are copied again."""
         if not self.counted.any():
             return self
-        return replace(self, **_added(examples, self.mu.dtype, self.mu.device))
+        added: dict[str, Any] = _added(examples, self.mu.dtype, self.mu.device)
+        return replace(self, **added)
 
     def to(self, device: torch.device) -> MicroBatch:
         """All tensors on `device`."""

@@ -102,7 +102,8 @@ def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: i
     """Log-probs of ids[1:] at temperature 1, as the last of `rows` equal rows of a batch. A collective."""
     position, one = np.arange(1, len(ids)), np.array(ids)
     row, temperature = np.full_like(position, rows - 1), torch.ones(len(position))
-    scores = policy(Selected.of([one] * rows, row, position, temperature, policy.packing).to(device))
+    packing: Packing = "padded" if policy.packing == "padded" else "packed"  # equal rows stay apart
+    scores = policy(Selected.of([one] * rows, row, position, temperature, packing).to(device))
     cast(FSDPModule, policy).reshard()  # a forward without a backward leaves the root's parameters whole
     return tuple(scores.logp.tolist())
 

@@ -27,8 +27,8 @@ GROWING = {"dynamic", "longrope"}  # kinds of RoPE in which a token's angle depe
 
 
 def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World) -> Packing:
-    """`wanted`, if each of these FSDP roots gives the same gradients with packed rows as with padded ones; else
-    padded, and a warning. Sets their attention accordingly. `dtype`: of their forward. A collective."""
+    """`wanted`, if each of these FSDP roots gives the same gradients with packed rows as with padded ones;
+    else padded, and a warning. Sets their attention accordingly. `dtype`: of a forward. A collective."""
     for model in models if wanted != "padded" else ():
         problem = _unfit(_transformer(model)) or _differs(model, wanted, AGREE[dtype], world)
         if problem:
@@ -40,7 +40,7 @@ def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world:
 
 
 def _transformer(root: nn.Module) -> PreTrainedModel:
-    return cast(PreTrainedModel, next(m for m in root.modules() if isinstance(m, PreTrainedModel)))
+    return next(module for module in root.modules() if isinstance(module, PreTrainedModel))
 
 
 def _unfit(model: PreTrainedModel) -> str:

@@ -20,8 +20,8 @@ class Forest(NamedTuple):
     """T tokens, node after node, a parent before its children.
 
     `ids` and `positions` [T]: positions are those within a row. `paths`: of each node the indices of the
-    tokens that its last token sees, in order: its ancestors', then its own `sizes` ones. `rows`: of each row the
-    index of each of its tokens.
+    tokens that its last token sees, in order: its ancestors', then its own `sizes` ones. `rows`: of each row
+    the index of each of its tokens.
     """
 
     ids: np.ndarray

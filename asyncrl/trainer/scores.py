@@ -7,7 +7,7 @@ checkpointing, arXiv 1604.06174, of the output layer), so at any time there are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +39,8 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """Which tokens to score. `ids` [B, T]; token i of N is ids[token[i]] of the flattened ids, predicted by the
-    hidden state of ids[predictor[i]] and logits divided by temperature[i].
+    """Which tokens to score. `ids` [B, T]; token i of N is ids[token[i]] of the flattened ids, predicted by
+    the hidden state of ids[predictor[i]] and logits divided by temperature[i].
 
     `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
     `ids` is a sequence by itself, padded on the right.
@@ -66,8 +66,8 @@ class Selected:
         if packing == "padded":
             width = max(map(len, rows))
             ids = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
-            token = torch.from_numpy(row * width + position)
-            return cls(torch.from_numpy(ids), token, token - 1, temperature)
+            flat = torch.from_numpy(row * width + position)
+            return cls(torch.from_numpy(ids), flat, flat - 1, temperature)
         forest = plant(rows, shared=packing == "tree")
         places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))
@@ -76,10 +76,8 @@ class Selected:
 
     def to(self, device: torch.device) -> Selected:
         """All of it on `device`."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Selected(
-            **{name: None if value is None else value.to(device) for name, value in named.items()}
-        )
+        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(self, **{name: value.to(device) for name, value in given.items()})
 
     @property
     def inputs(self) -> dict[str, Any]:
