@@ -118,9 +118,9 @@ def warnings(config: RunConfig) -> list[str]:
         f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay empty": (
             slots > live
         ),
-        f"an episode of {rows} rows (rollout.max_rows) of rollout.max_tokens is more than "
+        f"an episode may have {rows * config.rollout.max_tokens} tokens (rollout.max_tokens, times max_rows), more than "
         f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory": (
-            rows > 1 and rows * config.rollout.max_tokens > budget
+            rows * config.rollout.max_tokens > budget
         ),
         "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
         "then engine=sglang_cpu": (

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,16 +77,16 @@ class Versions:
         """What the trainer computes, teacher-forced, for the sampled ids at the temperature of the request
         (greedy: 1)."""
         ids = request.ids + generation.ids
-        position = torch.arange(len(request.ids), len(ids))
+        position = np.arange(len(request.ids), len(ids))
         temperature = torch.full(position.shape, request.sampling.temperature or 1.0)
-        selected = Selected(torch.tensor([ids]), torch.zeros_like(position), position, temperature)
+        selected = Selected.of([np.array(ids)], np.zeros_like(position), position, temperature)
         return _forward(self.policies[version], selected)
 
     def next_logprobs(self, version: int, ids: tuple[int, ...]) -> Tensor:
         """Of every id of the vocabulary, as the one that follows `ids`."""
-        texts = torch.tensor([(*ids, following) for following in range(VOCABULARY)])
-        position = torch.full((VOCABULARY,), len(ids))
-        selected = Selected(texts, torch.arange(VOCABULARY), position, torch.ones(VOCABULARY))
+        texts = [np.array([*ids, following]) for following in range(VOCABULARY)]
+        position = np.full(VOCABULARY, len(ids))
+        selected = Selected.of(texts, np.arange(VOCABULARY), position, torch.ones(VOCABULARY))
         return _forward(self.policies[version], selected)
 
     def check(self, request: Request, generation: Generation) -> int:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import table
 from torch import Tensor
@@ -84,8 +85,8 @@ def measure(case: Case) -> Measured:
         policy.forward = naive.__get__(policy)  # in the FSDP root's forward, where weights are whole
     torch.manual_seed(0)
     ids = torch.randint(0, policy.lm.config.vocab_size, (1, case.tokens + 1))
-    position = torch.arange(1, case.tokens + 1)
-    tokens = Selected(ids, torch.zeros_like(position), position, torch.ones(case.tokens))
+    position = np.arange(1, case.tokens + 1)
+    tokens = Selected.of(list(ids.numpy()), np.zeros_like(position), position, torch.ones(case.tokens))
     before, start = resident(), time.perf_counter()
     total: Tensor = policy(tokens).logp.sum()
     total.backward()

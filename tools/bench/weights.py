@@ -77,7 +77,7 @@ def random_text(tokens: int, step: int) -> Selected:
     """Four rows, of which every token but the first is trained."""
     ids = torch.randint(VOCABULARY, (4, tokens // 4), generator=torch.Generator().manual_seed(step))
     row, position = torch.ones(4, ids.shape[1] - 1).nonzero(as_tuple=True)
-    return Selected(ids, row, position + 1, torch.ones(len(row)))
+    return Selected.of(list(ids.numpy()), row.numpy(), position.numpy() + 1, torch.ones(len(row)))
 
 
 def train_step(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int, step: int) -> None:

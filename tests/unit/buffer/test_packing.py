@@ -5,7 +5,7 @@ from itertools import chain, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.packing import bucket
+from asyncrl.buffer.packing import bucket, fill
 
 lengths = st.lists(st.integers(1, 300), max_size=40)
 
@@ -41,3 +41,15 @@ def test_rows_of_like_length_share_a_bucket(values: list[int]) -> None:
     batches = bucket(values, 600)
     for longer, shorter in pairwise(batches):
         assert min(at(values, longer)) >= max(at(values, shorter))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 300)), max_size=40), st.integers(50, 1000))
+def test_what_has_one_key_stays_together(values: list[tuple[int, int]], budget: int) -> None:
+    keys, tokens = [key for key, _ in values], [count for _, count in values]
+    batches = fill(keys, tokens, budget)
+    assert sorted(chain(*batches)) == list(range(len(values)))
+    held = [{keys[index] for index in part} for part in batches]
+    assert sum(map(len, held)) == len(set(keys))
+    for part, own in zip(batches, held, strict=True):
+        assert sum(at(tokens, part)) <= budget or len(own) == 1

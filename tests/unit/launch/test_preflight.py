@@ -170,7 +170,7 @@ def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
     rollout = {"slots": 1, "max_tokens": 1024, "history": "fork", "max_rows": 8}
     assert not preflight.warnings(config(tmp_path, rollout=rollout))
     (line,) = preflight.warnings(config(tmp_path, rollout=rollout | {"max_rows": 9}))
-    assert "an episode of 9 rows" in line and "micro_batch_tokens (8192)" in line
+    assert "an episode may have 9216 tokens" in line and "micro_batch_tokens (8192)" in line
 
 
 def test_where_sglang_is_missing_the_way_on_a_cpu_is_named(

@@ -60,10 +60,11 @@ def test_rows_of_an_episode_stay_one_episode() -> None:
     branched, plain = example(ROW, BRANCHED, 5, 1, TOKEN_MEAN), example(ROW, TURNS[:1], 5, 1, TOKEN_MEAN)
     assert (branched.tokens, branched.length, branched.longest) == (8, 14, 11)
     micro = collate([branched, plain], torch.float64)
-    assert micro.ids.shape == (3, 11)
-    assert micro.row.tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
+    chosen = micro.selected
+    assert chosen.ids.shape == (3, 11)
+    assert (chosen.token // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
     assert micro.episode.tolist() == [0] * 8 + [1] * 2
-    assert micro.ids[micro.row, micro.position].tolist() == [3, 4, 6, 7, 8, 10, 12, 13, 3, 4]
+    assert chosen.labels.tolist() == [3, 4, 6, 7, 8, 10, 12, 13, 3, 4]
     assert micro.turn.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 0, 0]
 
 
@@ -104,18 +105,17 @@ def test_collate_pads_right_and_flattens_rows() -> None:
     micro = collate(filled, torch.float32)
     assert micro.prox is not None and micro.prox.tolist() == [0, -1, -2, -3, -4, -5, -6]
     assert filled[1].prox is not None and filled[1].prox.tolist() == [-5, -6] and micro.value is None
-    assert micro.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
-    assert micro.row.tolist() == [0] * 5 + [1] * 2
-    labels = micro.ids[micro.row, micro.position]
-    assert labels.tolist() == [3, 4, 6, 7, 8, 3, 4]
+    assert micro.selected.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 0, 0, 0, 0]]
+    assert micro.selected.labels.tolist() == [3, 4, 6, 7, 8, 3, 4]
+    assert micro.selected.predictor.tolist() == [1, 2, 4, 5, 6, 9, 10]
     assert micro.fresh.tolist() == [False, True, True, True, True, False, True]
-    assert micro.temperature.tolist() == [0.5] * 7
+    assert micro.selected.temperature.tolist() == [0.5] * 7
     assert micro.mu.dtype == torch.float32 and bool(micro.counted.all())
 
 
 def test_no_rows_make_one_token_that_counts_for_nothing() -> None:
     micro = collate([], torch.float64)
-    assert micro.ids.shape == (1, 2) and micro.weight.tolist() == [0.0]
+    assert micro.selected.ids.shape == (1, 2) and micro.weight.tolist() == [0.0]
     assert not micro.counted.any() and not micro.fresh.any()
 
 
@@ -123,7 +123,7 @@ def test_a_row_without_model_tokens_is_legal() -> None:
     empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
     assert empty.tokens == 0 and empty.denominator == 0
     micro = collate([empty, example(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
-    assert np.unique(micro.row.numpy()).tolist() == np.unique(micro.episode.numpy()).tolist() == [1]
+    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.token.min() == 8 + 2
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def tokens() -> Selected:
     """Two rows of different length, four tokens."""
     ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
     row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected(ids, row, position, torch.ones(4))
+    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.ones(4))
 
 
 def set_head(critic: Critic) -> Tensor:
@@ -50,7 +50,7 @@ def test_values_read_the_hidden_state_that_predicts_the_token(world: World, path
     weight = set_head(critic)
     found = critic(t)
     hidden = AutoModel.from_pretrained(path).eval()(t.ids).last_hidden_state
-    wanted = [hidden[r, p - 1] @ weight + 0.5 for r, p in zip(t.row, t.position, strict=True)]
+    wanted = [state @ weight + 0.5 for state in t.predictors(hidden)]
     assert torch.allclose(found, torch.stack(wanted), atol=1e-5)
     found.sum().backward()
     assert all(p.grad is not None for p in critic.parameters() if p.numel())

@@ -47,13 +47,13 @@ def adapted(path: str, world: World, dtype: Any = "float64") -> Policy:
 def tokens() -> Selected:
     ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
     row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected(ids, row, position, torch.ones(4))
+    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.ones(4))
 
 
 def plain_logp(model: Any) -> torch.Tensor:
     t = tokens()
     with torch.no_grad():
-        table = model(t.ids).logits[t.row, t.position - 1].log_softmax(-1)
+        table = model(t.ids).logits.flatten(0, 1)[t.predictor].log_softmax(-1)
     return table.gather(1, t.labels[:, None])[:, 0]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,15 +31,15 @@ def tokens() -> Selected:
     """Two rows of different length, four tokens, two temperatures."""
     ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
     row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected(ids, row, position, torch.tensor([1.0, 1.0, 0.7, 0.7]))
+    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
 
 
 def test_scores_are_log_softmax_at_the_temperature(world: World, path: str) -> None:
     t = tokens()
     scores = load_policy(ModelConfig(path=path, dtype="float64"), world)(t)
-    logits = plain_model(path)(t.ids).logits[t.row, t.position - 1] / t.temperature[:, None]
+    logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
     table = logits.log_softmax(-1)
-    assert torch.allclose(scores.logp, table.gather(1, t.ids[t.row, t.position][:, None])[:, 0])
+    assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0])
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1))
     assert scores.logp.requires_grad and not scores.entropy.requires_grad
     assert scores.collision is None and scores.value is None
@@ -55,8 +56,8 @@ def test_gradients_are_those_of_the_plain_model(
         plain_model(path),
     )
     policy(t).logp.sum().backward()
-    logits = plain(t.ids).logits[t.row, t.position - 1] / t.temperature[:, None]
-    logits.log_softmax(-1).gather(1, t.ids[t.row, t.position][:, None]).sum().backward()
+    logits = plain(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
+    logits.log_softmax(-1).gather(1, t.labels[:, None]).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     found = {name: p.grad for name, p in policy.lm.named_parameters()}
     assert found.keys() == wanted.keys()
@@ -66,7 +67,8 @@ def test_gradients_are_those_of_the_plain_model(
 
 def test_padding_on_the_right_changes_nothing(world: World, path: str) -> None:
     policy, t = load_policy(ModelConfig(path=path, dtype="float64"), world), tokens()
-    longer = Selected(torch.cat([t.ids, t.ids[:, :3]], dim=1), t.row, t.position, t.temperature)
+    ids, predictor = torch.cat([t.ids, t.ids[:, :3]], dim=1), torch.tensor([0, 5, 16, 23])
+    longer = replace(t, ids=ids, token=predictor + 1, predictor=predictor)
     assert torch.allclose(policy(t).logp, policy(longer).logp, atol=1e-6)
 
 
@@ -160,7 +162,7 @@ def test_what_a_model_does_to_its_logits_is_done(
     assert not policy.whole
     policy.whole = whole
     scores = policy(t, entropy_grad=True, collision=True)
-    logits = plain_model(path)(t.ids).logits[t.row, t.position - 1] / t.temperature[:, None]
+    logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
     table = logits.log_softmax(-1)
     assert torch.allclose(scores.logp, table.gather(1, t.labels[:, None])[:, 0], atol=1e-6)
     assert torch.allclose(scores.entropy, -(table.exp() * table).sum(-1), atol=1e-6)
@@ -189,7 +191,7 @@ def test_fp32_head_multiplies_in_float32(world: World, path: str) -> None:
     t = tokens()
     policy = load_policy(ModelConfig(path=path, dtype="bfloat16", fp32_head=True), world)
     plain = plain_model(path, torch.bfloat16)
-    hidden = plain.base_model(t.ids).last_hidden_state[t.row, t.position - 1]
+    hidden = t.predictors(plain.base_model(t.ids).last_hidden_state)
     logits = hidden.float() @ plain.get_output_embeddings().weight.float().T / t.temperature[:, None]
     wanted = logits.log_softmax(-1).gather(1, t.labels[:, None])[:, 0]
     scores = policy(t)
@@ -212,7 +214,7 @@ def test_a_value_head_reads_what_predicts_the_token(world: World, path: str) -> 
         weight.copy_(distributed(torch.arange(16.0).reshape(1, 16), weight))
         bias.fill_(0.5)
     plain = plain_model(path)
-    hidden = plain.base_model(t.ids).last_hidden_state[t.row, t.position - 1]
+    hidden = t.predictors(plain.base_model(t.ids).last_hidden_state)
     wanted = hidden @ torch.arange(16.0, dtype=torch.float64) + 0.5
     value = policy(t).value
     assert torch.allclose(value, wanted) and value.requires_grad

@@ -32,12 +32,12 @@ def exact(path: str, rank: int = 0, **kl: Any) -> RunConfig:
 def tokens() -> Selected:
     ids = torch.randint(0, 40, (2, 11), generator=torch.Generator().manual_seed(0))
     row, position = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 6, 3, 10])
-    return Selected(ids, row, position, torch.tensor([1.0, 1.0, 0.7, 0.7]))
+    return Selected.of(ids.numpy(), row.numpy(), position.numpy(), torch.tensor([1.0, 1.0, 0.7, 0.7]))
 
 
 def plain_logp(path: str, t: Selected) -> Tensor:
     with torch.no_grad():
-        logits = plain_model(path)(t.ids).logits[t.row, t.position - 1] / t.temperature[:, None]
+        logits = plain_model(path)(t.ids).logits.flatten(0, 1)[t.predictor] / t.temperature[:, None]
     return logits.log_softmax(-1).gather(1, t.labels[:, None])[:, 0]
 
 

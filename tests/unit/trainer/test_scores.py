@@ -3,6 +3,7 @@ from __future__ import annotations
 from math import inf, log
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ TOKENS, HIDDEN, VOCABULARY = 7, 4, 11
 
 def selected(labels: list[int], temperature: list[float]) -> Selected:
     """A row of tokens after one that nothing predicts."""
-    position = torch.arange(1, len(labels) + 1)
+    position = np.arange(1, len(labels) + 1)
     ids = torch.tensor([[0, *labels]])
-    return Selected(ids, torch.zeros_like(position), position, torch.tensor(temperature))
+    return Selected.of(ids.numpy(), np.zeros_like(position), position, torch.tensor(temperature))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def tokens() -> Selected:
     ids = torch.randint(0, VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
-    position = torch.arange(1, TOKENS + 1)
-    return Selected(ids, torch.zeros_like(position), position, torch.ones(TOKENS))
+    position = np.arange(1, TOKENS + 1)
+    return Selected.of(ids.numpy(), np.zeros_like(position), position, torch.ones(TOKENS))
 
 
 def head_gradient(logits_of: Any, features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

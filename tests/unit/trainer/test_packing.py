@@ -1,0 +1,215 @@
+"""Packed rows against the same rows one by one, gradients included."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrl.config import ModelConfig
+from asyncrl.trainer import packing
+from asyncrl.trainer.attention import ForestAttention
+from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.world import World
+from tests.fakes.training import full_state
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 97
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOWS = {"sliding_window": 8, "query_pre_attn_scalar": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 9},
+    "Gemma2": WINDOWS,
+    "Gemma3": WINDOWS,
+    "Qwen3Moe": EXPERTS,
+    "Mixtral": EXPERTS,
+}
+
+
+def make(family: str, **own: Any) -> Any:
+    """A small model of the family with random weights."""
+    torch.manual_seed(0)
+    name = "Gemma3Text" if family == "Gemma3" else family
+    config = getattr(transformers, f"{name}Config")(**SMALL, **FAMILIES.get(family, {}), **own)
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def rows() -> list[np.ndarray]:
+    """A group of three, a fork of one of them, rows of their own, and a row that is another's beginning."""
+    rng = np.random.default_rng(0)
+
+    def draw(count: int) -> np.ndarray:
+        return rng.integers(0, VOCABULARY, count)
+
+    prompt = draw(40)
+    group = [np.concatenate([prompt, draw(count)]) for count in (5, 30, 17)]
+    return [*group, np.concatenate([group[1][:60], draw(9)]), draw(50), draw(3), prompt]
+
+
+def select(given: list[np.ndarray], how: Any) -> Selected:
+    """All tokens but the first of each row, at several temperatures."""
+    row = np.repeat(np.arange(len(given)), [len(one) - 1 for one in given])
+    position = np.concatenate([np.arange(1, len(one)) for one in given])
+    return Selected.of(given, row, position, torch.linspace(0.7, 1.3, len(row)).double(), how)
+
+
+def learned(policy: Any, parts: list[Selected]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs and the gradients of a loss in which every token has a weight of its own."""
+    policy.zero_grad()
+    logp = [policy(part).logp for part in parts]
+    flat = torch.cat(logp)
+    (flat * torch.linspace(0.1, 1, len(flat), dtype=flat.dtype)).sum().backward()
+    return flat.detach(), {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Norm of the difference beside that of what is wanted."""
+    assert found.keys() == wanted.keys()
+
+    def norm(tensors: list[Tensor]) -> float:
+        return float(torch.stack([tensor.double().norm() for tensor in tensors]).norm())
+
+    return norm([found[name] - wanted[name] for name in wanted]) / norm(list(wanted.values()))
+
+
+def one_by_one(given: list[np.ndarray], how: Any) -> list[Selected]:
+    """With the temperatures that the tokens have together."""
+    together, parts, start = select(given, "padded"), [], 0
+    for row in given:
+        part, end = select([row], how), start + len(row) - 1
+        parts.append(Selected(**{**vars(part), "temperature": together.temperature[start:end]}))
+        start = end
+    return parts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_rows_one_by_one(family: str, world: World, tmp_path: Path) -> None:
+    make(family).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
+    logp, wanted = learned(policy, one_by_one(rows(), "padded"))
+    assert packing_for([policy], "tree", "float32", world) == "tree"
+    for how in ("packed", "tree"):
+        found_logp, found = learned(policy, [select(rows(), how)])
+        assert torch.allclose(found_logp, logp, atol=1e-4), how
+        assert distance(found, wanted) < 1e-6, how
+
+
+def test_with_one_kernel_they_agree_to_rounding(world: World, tmp_path: Path) -> None:
+    """GPT-2's norms compute in float64, Llama's in float32 whatever the dtype."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2
+    )
+    transformers.GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float64"), world)  # type: ignore[arg-type]
+    assert packing_for([policy], "tree", "float64", world) == "tree"
+    logp, wanted = learned(policy, one_by_one(rows(), "packed"))
+    for how in ("packed", "tree"):
+        found_logp, found = learned(policy, [select(rows(), how)])
+        assert torch.allclose(found_logp, logp, atol=1e-11), how
+        assert distance(found, wanted) < 1e-10, how
+
+
+def test_what_is_shared_is_computed_once(tmp_path: Path) -> None:
+    given = rows()
+    assert select(given, "packed").ids.shape == (1, sum(map(len, given)))
+    assert select(given, "tree").ids.shape == (1, 40 + 5 + 30 + 17 + 9 + 50 + 3)
+
+
+few_rows = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(few_rows, st.sampled_from([None, 1, 3, 25]), st.sampled_from([None, 2.0]))
+def test_attention_is_that_under_a_dense_mask(
+    given: list[list[int]], window: int | None, softcap: float | None
+) -> None:
+    """Whatever the forest: ancestors and itself, windows by position, buckets of any size."""
+    forest = plant([np.array(row) for row in given], shared=True)
+    size = len(forest.ids)
+    generator = torch.Generator().manual_seed(size)
+    query, key, value = (torch.randn(heads, size, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    seen = torch.zeros(size, size, dtype=torch.bool)
+    for path in forest.paths:
+        for place, token in enumerate(path):
+            first = 0 if window is None else max(0, place + 1 - window)
+            seen[token, path[first : place + 1]] = True
+    scores = 0.4 * query @ key.repeat_interleave(2, 0).transpose(1, 2)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
+    found = ForestAttention.of(forest).attend(query, key, value, 0.4, window, softcap)
+    assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
+
+
+UNFIT = {
+    "sinks": ("GptOss", {"num_local_experts": 4}, "s_aux"),
+    "a rope that grows": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "RoPE",
+    ),
+    "linear layers": (
+        "Qwen3Next",
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        "linear_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(
+    case: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, own, reason = UNFIT[case]
+    make(family, **own).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
+    with caplog.at_level(logging.WARNING):
+        assert packing_for([policy], "tree", "float32", world) == "padded"
+    assert "padded instead of tree" in caplog.text and reason in caplog.text
+
+
+def test_gradients_that_differ_are_found(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that ignores who may attend to whom, as one that bypasses transformers' interface would."""
+    make("Llama").save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
+    attend = ForestAttention.attend
+
+    def wrong(self: Any, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        return attend(self, query, key.roll(1, dims=1), *rest)
+
+    monkeypatch.setattr(ForestAttention, "attend", wrong)
+    before = full_state(policy)
+    with caplog.at_level(logging.WARNING):
+        assert packing_for([policy], "packed", "float32", world) == "padded"
+    assert "gradients differ" in caplog.text
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in full_state(policy).items())
+    assert packing._transformer(policy).config._attn_implementation == "sdpa"
