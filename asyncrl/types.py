@@ -306,7 +306,8 @@ class EpisodeResult(msgspec.Struct, frozen=True):
 class EpisodeStats(msgspec.Struct, frozen=True):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
     `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the `answered` tool
-    calls, `failed` raised or ran out of time, and `refused` were wrong themselves. Of the `hints`, turns of which an agent asked a form, some are `followed`."""
+    calls, `failed` raised or ran out of time, and `refused` were wrong themselves. Of the `hints`, turns of
+    which an agent asked a form, some are `followed`."""
 
     turns: int
     tool_calls: int = 0

@@ -23,8 +23,8 @@ def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> lis
 
 
 def fill(keys: Sequence[Hashable], tokens: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens in all, or of one larger unit; what has one key is a unit. They
-    are lists of indices. fill("aab", [3, 3, 5], 8) is [[0, 1], [2]]."""
+    """Micro-batches of at most `budget` tokens in all, or of one larger unit; what has one key is a unit.
+    They are lists of indices. fill("aab", [3, 3, 5], 8) is [[0, 1], [2]]."""
     units: dict[Hashable, list[int]] = {}
     for index, key in enumerate(keys):
         units.setdefault(key, []).append(index)

@@ -160,8 +160,8 @@ class TrainerConfig(Section, frozen=True):
     """Tokens of one forward/backward on one rank, padding included; a longer row is one by itself."""
     packing: Packing = "tree"
     """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
-    rows share at their beginning is computed once, and members of a group go to one rank. Where the model would
-    give other gradients than padded: padded, and a warning."""
+    rows share at their beginning is computed once, and members of a group go to one rank. Where the model
+    would give other gradients than padded: padded, and a warning."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: Positive = 2

@@ -118,10 +118,9 @@ def warnings(config: RunConfig) -> list[str]:
         f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay empty": (
             slots > live
         ),
-        f"an episode may have {rows * config.rollout.max_tokens} tokens (rollout.max_tokens, times max_rows), more than "
-        f"trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, and needs the memory": (
-            rows * config.rollout.max_tokens > budget
-        ),
+        f"an episode may have {rows * config.rollout.max_tokens} tokens (rollout.max_tokens, times "
+        f"max_rows), more than trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, "
+        "and needs the memory": (rows * config.rollout.max_tokens > budget),
         "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
         "then engine=sglang_cpu": (
             gpu is False and engine.remote and not (engine.urls or engine.server_command)

@@ -49,7 +49,7 @@ class ForestAttention:
 
     def to(self, device: torch.device) -> ForestAttention:
         buckets = (Bucket(*(tensor.to(device) for tensor in bucket)) for bucket in self.buckets)
-        return ForestAttention(tuple(buckets), self.order.to(device))
+        return ForestAttention(tuple(buckets), self.order.to(device), self.unknown)
 
     def attend(
         self,

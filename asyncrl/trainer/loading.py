@@ -43,7 +43,9 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
     try:
         config = AutoConfig.from_pretrained(path)
         with init_empty_weights(include_buffers=False):
-            model = kind.from_config(config, dtype=master)
+            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which SDPA ignores
+            own = {"attn_implementation": "eager"} if capped else {}
+            model = kind.from_config(config, dtype=master, **own)
         filled = kind.from_pretrained(path, dtype=master) if world.rank == 0 else None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error

@@ -29,12 +29,15 @@ GROWING = {"dynamic", "longrope"}  # kinds of RoPE in which a token's angle depe
 def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World) -> Packing:
     """`wanted`, if each of these FSDP roots gives the same gradients with packed rows as with padded ones;
     else padded, and a warning. Sets their attention accordingly. `dtype`: of a forward. A collective."""
-    for model in models if wanted != "padded" else ():
+    if wanted == "padded":
+        return wanted
+    own = [_transformer(model).config._attn_implementation for model in models]
+    for model in models:
         problem = _unfit(_transformer(model)) or _differs(model, wanted, AGREE[dtype], world)
         if problem:
             logger.warning("trainer.packing: padded instead of %s: %s", wanted, problem)
-            for other in models:
-                _transformer(other).set_attn_implementation("sdpa")
+            for other, implementation in zip(models, own, strict=True):
+                _transformer(other).set_attn_implementation(implementation)
             return "padded"
     return wanted
 
@@ -61,7 +64,6 @@ def _unfit(model: PreTrainedModel) -> str:
 def _differs(root: nn.Module, packing: Packing, limit: float, world: World) -> str:
     """What is wrong with the gradients of packed rows; nothing, if they are those of padded ones."""
     model, rng = _transformer(root), np.random.default_rng(0)
-    own = model.config._attn_implementation
     start, *ends = (rng.integers(0, model.config.get_text_config().vocab_size, n) for n in (24, 9, 14, 30))
     rows = [np.concatenate([start, ends[0]]), np.concatenate([start, ends[1]]), ends[2]]
     expected = _gradients(root, Selected.of(rows, *_all_tokens(rows), packing="padded"), world)
@@ -70,14 +72,10 @@ def _differs(root: nn.Module, packing: Packing, limit: float, world: World) -> s
     found = _gradients(root, packed, world)
     assert packed.forest is not None
     if packed.forest.unknown:
-        problem = f"{type(model).__name__} has attention with {', '.join(sorted(packed.forest.unknown))}"
-    else:
-        distance = _norm([a - b for a, b in zip(found, expected, strict=True)], world)
-        share = distance / max(_norm(expected, world), 1e-30)
-        problem = "" if share < limit else f"{type(model).__name__}'s gradients differ by {share:.1e}"
-    if problem:
-        model.set_attn_implementation(own)
-    return problem
+        return f"{type(model).__name__} has attention with {', '.join(sorted(packed.forest.unknown))}"
+    distance = _norm([a - b for a, b in zip(found, expected, strict=True)], world)
+    share = distance / max(_norm(expected, world), 1e-30)
+    return "" if share < limit else f"{type(model).__name__}'s gradients differ by {share:.1e}"
 
 
 def _all_tokens(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, Tensor]:
@@ -98,7 +96,9 @@ def _gradients(root: nn.Module, tokens: Selected, world: World) -> list[Tensor]:
         cast(FSDPModule, root).reshard()
         return [values / math.sqrt(world.size)]  # all ranks have all of them
     (values * torch.linspace(0.5, 1.5, len(values), device=values.device)).sum().backward()
-    gradients = [cast(DTensor, p.grad).to_local() for p in root.parameters() if p.grad is not None]
+    learned = [p for p in root.parameters() if p.requires_grad]
+    missed = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
+    gradients = [cast(DTensor, gradient).to_local() for gradient in missed]
     root.zero_grad()
     return gradients
 

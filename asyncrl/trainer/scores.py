@@ -65,9 +65,9 @@ class Selected:
         """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says."""
         if packing == "padded":
             width = max(map(len, rows))
-            ids = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
+            padded = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
             flat = torch.from_numpy(row * width + position)
-            return cls(torch.from_numpy(ids), flat, flat - 1, temperature)
+            return cls(torch.from_numpy(padded), flat, flat - 1, temperature)
         forest = plant(rows, shared=packing == "tree")
         places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))

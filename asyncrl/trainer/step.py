@@ -65,12 +65,11 @@ class Learner:
         self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
-        reference = self.reference.policy if self.reference and self.reference.own else None
-        models = [model for model in (self.policy, self.critic, reference) if model is not None]
+        policies = {self.policy, self.reference.policy} if self.reference else {self.policy}
+        models = [*policies, *([self.critic] if self.critic else [])]
         self.packing = packing_for(models, config.trainer.packing, config.model.dtype, world)
-        for model in (self.policy, reference):
-            if model is not None:
-                model.packing = self.packing
+        for policy in policies:
+            policy.packing = self.packing
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.averaging: float = world.size  # what FSDP2 divides gradients by

@@ -81,11 +81,12 @@ def select(given: list[np.ndarray], how: Any) -> Selected:
 
 def learned(policy: Any, parts: list[Selected]) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probs and the gradients of a loss in which every token has a weight of its own."""
-    policy.zero_grad()
     logp = [policy(part).logp for part in parts]
     flat = torch.cat(logp)
     (flat * torch.linspace(0.1, 1, len(flat), dtype=flat.dtype)).sum().backward()
-    return flat.detach(), {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    return flat.detach(), gradients
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -114,10 +115,12 @@ def test_gradients_are_those_of_rows_one_by_one(family: str, world: World, tmp_p
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
     logp, wanted = learned(policy, one_by_one(rows(), "padded"))
     assert packing_for([policy], "tree", "float32", world) == "tree"
+    _, alone = learned(policy, one_by_one(rows(), "packed"))
     for how in ("packed", "tree"):
         found_logp, found = learned(policy, [select(rows(), how)])
         assert torch.allclose(found_logp, logp, atol=1e-4), how
-        assert distance(found, wanted) < 1e-6, how
+        assert distance(found, alone) < 1e-6, how
+        assert distance(found, wanted) < 3e-6, how  # another kernel's, as far from float64's as these
 
 
 def test_with_one_kernel_they_agree_to_rounding(world: World, tmp_path: Path) -> None:
@@ -154,7 +157,9 @@ def test_attention_is_that_under_a_dense_mask(
     forest = plant([np.array(row) for row in given], shared=True)
     size = len(forest.ids)
     generator = torch.Generator().manual_seed(size)
-    query, key, value = (torch.randn(heads, size, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(heads, size, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
+    )
     seen = torch.zeros(size, size, dtype=torch.bool)
     for path in forest.paths:
         for place, token in enumerate(path):
@@ -176,7 +181,14 @@ UNFIT = {
     ),
     "linear layers": (
         "Qwen3Next",
-        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+        },
         "linear_attention",
     ),
 }
