@@ -91,7 +91,7 @@ def evaluated(
     at, yes = torch.arange(n), torch.ones(n, dtype=torch.bool)
     micro = dataclasses.replace(
         collate([], torch.float64),
-        **dict.fromkeys(("row", "episode", "position"), at),
+        episode=at,
         **dict.fromkeys(("fresh", "exact", "counted"), yes),
         **dict.fromkeys(("turn", "lag"), 0 * at),
         mu=mu,
