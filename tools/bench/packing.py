@@ -1,0 +1,167 @@
+"""Rows of a micro-batch through the trainer's policy: padded, packed, as a tree, and by a plain torch loop.
+
+    python tools/bench/packing.py [--model .models/smollm2-135m-instruct] [--dtype bfloat16] [--repeats 3]
+
+Forward and backward of the log-probs of all responses, CPU seconds, median of repeats, one thread. Rows of
+ragged lengths that share nothing, then groups of 8 with prompt and response in some ratios. The plain loop is
+the model of transformers as it is, a row at a time without padding. The limit is that of arithmetic: matrix
+products of the layers over the tokens computed, and of the output layer over those scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+from common import ROOT, table
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import ModelConfig, Packing
+from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.model import Policy, load_policy
+from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.world import World, join, leave
+
+MEMBERS = 8
+HEADER = ["rows", "way", "tokens computed", "s", "useful tokens/s", "of the plain loop", "of packed", "limit"]
+
+
+class Rows(NamedTuple):
+    """Rows of ids, and how many of each are its prompt."""
+
+    ids: list[np.ndarray]
+    prompts: list[int]
+
+    def selected(self, packing: Packing) -> Selected:
+        """The responses, which are what is scored."""
+        scored = [len(row) - prompt for row, prompt in zip(self.ids, self.prompts, strict=True)]
+        row = np.repeat(np.arange(len(scored)), scored)
+        spans = zip(self.prompts, self.ids, strict=True)
+        position = np.concatenate([np.arange(prompt, len(ids)) for prompt, ids in spans])
+        return Selected.of(self.ids, row, position, torch.ones(len(row)), packing)
+
+    @property
+    def useful(self) -> int:
+        return sum(map(len, self.ids))
+
+
+def ragged(rng: np.random.Generator, vocabulary: int, count: int, typical: int) -> Rows:
+    """Lengths with a heavy tail, a fifth of each the prompt."""
+    lengths = np.clip(rng.lognormal(np.log(typical), 0.7, count), 20, 8 * typical).astype(int)
+    return Rows([rng.integers(0, vocabulary, n) for n in lengths], [n // 5 for n in lengths])
+
+
+def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int, response: int) -> Rows:
+    """Responses of 0.7 to 1.3 times the typical length."""
+    ids, prompts = [], []
+    for _ in range(groups):
+        start = rng.integers(0, vocabulary, prompt)
+        for _ in range(MEMBERS):
+            length = int(response * rng.uniform(0.7, 1.3))
+            ids.append(np.concatenate([start, rng.integers(0, vocabulary, length)]))
+            prompts.append(prompt)
+    return Rows(ids, prompts)
+
+
+def plain_loop(model: Any, rows: Rows) -> None:
+    for ids, prompt in zip(rows.ids, rows.prompts, strict=True):
+        row = torch.from_numpy(ids)[None]
+        hidden = model.base_model(row, use_cache=False).last_hidden_state[0, prompt - 1 : -1]
+        table = model.lm_head(hidden).float().log_softmax(-1)
+        table.gather(1, row[0, prompt:, None]).sum().backward()
+    model.zero_grad()
+
+
+def in_policy(policy: Policy, chosen: Selected) -> None:
+    policy(chosen).logp.sum().backward()
+    policy.zero_grad()
+
+
+def seconds(work: Callable[[], None], repeats: int) -> float:
+    """Median CPU seconds, after one call that is not counted."""
+    found = []
+    for _ in range(repeats + 1):
+        began = time.process_time()
+        work()
+        found.append(time.process_time() - began)
+    return statistics.median(found[1:])
+
+
+class Bench:
+    """The policy, and the plain model beside it."""
+
+    def __init__(self, path: str, dtype: str, repeats: int, world: World) -> None:
+        self.dtype, self.repeats, self.world = dtype, repeats, world
+        self.policy = load_policy(ModelConfig(path=path, dtype=dtype), world)
+        assert packing_for([self.policy], "tree", dtype, world) == "tree"
+        self.plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        head = self.plain.get_output_embeddings().weight.numel()
+        self.head, self.layers = head, sum(p.numel() for p in self.plain.parameters()) - head
+        self.vocabulary: int = self.plain.config.vocab_size
+
+    def lines(self, name: str, rows: Rows, ways: Sequence[Packing]) -> list[list[str]]:
+        plain = seconds(lambda: plain_loop(self.plain, rows), self.repeats)
+        lines = [self.line(name, "plain loop", rows.useful, plain, rows, plain)]
+        packed_s = packed_work = 0.0
+        for way in ways:
+            self.attend(way)
+            chosen = rows.selected(way)
+            spent = seconds(lambda one=chosen: in_policy(self.policy, one), self.repeats)
+            work = self.layers * chosen.ids.numel() + self.head * len(chosen.token)
+            if way == "packed":
+                packed_s, packed_work = spent, work
+            beside = [f"{packed_s / spent:.2f}", f"{packed_work / work:.2f}"] if way == "tree" else ["", ""]
+            lines.append(self.line(name, way, chosen.ids.numel(), spent, rows, plain, *beside))
+        return lines
+
+    def attend(self, way: Packing) -> None:
+        self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
+
+    def line(
+        self, name: str, way: str, tokens: int, spent: float, rows: Rows, plain: float, *rest: str
+    ) -> list[str]:
+        rate = rows.useful / spent
+        return [
+            name,
+            way,
+            f"{tokens:,}",
+            f"{spent:.2f}",
+            f"{rate:.0f}",
+            f"{plain / spent:.2f}",
+            *(rest or ["", ""]),
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(ROOT / ".models" / "smollm2-135m-instruct"))
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=2, help="of 8, in a micro-batch")
+    parser.add_argument("--tokens", type=int, default=250, help="of a typical row")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device="cpu"))
+    rng, words = np.random.default_rng(0), bench.vocabulary
+    lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
+    for prompt, response in ((4, 1), (1, 1), (1, 4)):
+        part = args.tokens // (prompt + response)
+        rows = grouped(rng, words, args.groups, prompt * part, response * part)
+        lines += bench.lines(f"{prompt}:{response}", rows, ("packed", "tree"))
+    print(table(HEADER, lines))
+    leave()
+
+
+if __name__ == "__main__":
+    main()
