@@ -7,15 +7,18 @@ A retry of a request, and a step that a restarted trainer repeats, are therefore
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from asyncrl.buffer.freshness import floor_of, places_of
 from asyncrl.buffer.hold import Places
+from asyncrl.buffer.packing import units
 from asyncrl.buffer.payloads import lose
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.config import Packing
 from asyncrl.types import DropReason, EpisodeResult
 
 
@@ -63,19 +66,35 @@ class Batch(msgspec.Struct):
         return hashlib.blake2b("\n".join(self.planned).encode(), digest_size=16).hexdigest()
 
 
+class DealtUnit(NamedTuple):
+    """Episodes that go to one rank together, and tokens that they take there."""
+
+    episodes: list[EpisodeRecord]
+    tokens: int
+
+
 class Batches:
     """Plans of all batches that no retained checkpoint covers, and the current one.
 
     Args:
         buffer: where trajectories are taken from.
         micro_tokens: tokens of one micro-batch on one rank, padding included.
+        flush: train a short batch when the data has run out, rather than drop it.
         packing: padded: rows as long as the longest. tree: members of a group stay together, and share their
             prompt.
-        flush: train a short batch when the data has run out, rather than drop it.
+        square: work of a token by the length of its row, beside 1 of its own: that of attention.
     """
 
-    def __init__(self, buffer: ReplayBuffer, micro_tokens: int, flush: bool, packing: str = "padded") -> None:
-        self.buffer, self.micro_tokens, self.flush, self.packing = buffer, micro_tokens, flush, packing
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        micro_tokens: int,
+        flush: bool,
+        packing: Packing = "padded",
+        square: float = 0.0,
+    ) -> None:
+        self.buffer, self.micro_tokens, self.flush = buffer, micro_tokens, flush
+        self.packing, self.square = packing, square
         self.batches: dict[int, Batch] = {}
         self.taken: dict[str, EpisodeRecord] = {}  # by uid: all episodes of the kept plans
         self.baselines: dict[int, Baseline] = {}  # of their groups
@@ -117,7 +136,7 @@ class Batches:
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
         if not pool:
             return self._close(batch) if full else None
-        enough = sum(map(self._tokens, self._units(pool))) >= self.micro_tokens * ranks
+        enough = sum(unit.tokens for unit in self._units(pool)) >= self.micro_tokens * ranks
         if not (enough or full):
             return None
         micro = self._bucket(pool, ranks)
@@ -206,47 +225,45 @@ class Batches:
         return ready
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
-        """The episodes of a plan by rank. What stays together is dealt back and forth from the largest
-        (`_rank`): all ranks get about the same tokens."""
+        """The episodes of a plan by rank, the largest first: all ranks get about the same work."""
         parts: list[list[str]] = [[] for _ in range(ranks)]
-        for index, unit in enumerate(self._units([self.taken[uid] for uid in uids])):
-            parts[_rank(index, ranks)] += [episode.uid for episode in unit]
+        for rank, unit in self._dealt(self._units([self.taken[uid] for uid in uids]), ranks):
+            parts[rank] += [episode.uid for episode in unit.episodes]
         return parts
 
     def _bucket(self, pool: list[EpisodeRecord], ranks: int) -> list[EpisodeRecord]:
         """The largest that fit a micro-batch per rank, as they are dealt. Padded rows: the longest ones, as
         similar lengths pad least."""
         ordered = sorted(pool, key=lambda episode: (-episode.width, episode.group, episode.member))
-        units = self._units(ordered)
-        if self.packing != "padded":
-            units.sort(key=self._tokens, reverse=True)
+        widest = ordered[0].width if self.packing == "padded" else 0
         held, taken = [0] * ranks, list[EpisodeRecord]()
-        for index, unit in enumerate(units):
-            rank, cost = _rank(index, ranks), self._cost(unit, ordered[0].width)
-            if held[rank] and held[rank] + cost > self.micro_tokens:
+        for rank, unit in self._dealt(self._units(ordered), ranks):
+            tokens = widest * sum(episode.stats.rows for episode in unit.episodes) or unit.tokens
+            if held[rank] and held[rank] + tokens > self.micro_tokens:
                 break
-            held[rank] += cost
-            taken += unit
+            held[rank] += tokens
+            taken += unit.episodes
         return taken
 
-    def _units(self, episodes: Iterable[EpisodeRecord]) -> list[list[EpisodeRecord]]:
+    def _units(self, episodes: Sequence[EpisodeRecord]) -> list[DealtUnit]:
         """What goes to one rank together: the members of a group, where they share their prompt."""
-        units: dict[int | str, list[EpisodeRecord]] = {}
-        for episode in episodes:
-            key = episode.group if self.packing == "tree" else episode.uid
-            units.setdefault(key, []).append(episode)
-        return list(units.values())
+        tree = self.packing == "tree"
+        found = units(
+            [episode.group if tree else episode.uid for episode in episodes],
+            [episode.tokens for episode in episodes],
+            [episode.stats.prompt for episode in episodes],
+            self.micro_tokens,
+        )
+        return [DealtUnit([episodes[index] for index in unit.members], unit.tokens) for unit in found]
 
-    def _cost(self, unit: list[EpisodeRecord], widest: int) -> int:
-        """Tokens that it takes in a micro-batch whose longest row has `widest`."""
-        if self.packing == "padded":
-            return widest * sum(episode.stats.rows for episode in unit)
-        return self._tokens(unit)
-
-    def _tokens(self, unit: list[EpisodeRecord]) -> int:
-        """Those that are computed, without padding."""
-        shared = min(episode.stats.prompt for episode in unit) if self.packing == "tree" else 0
-        return sum(episode.tokens for episode in unit) - shared * (len(unit) - 1)
+    def _dealt(self, units: Sequence[DealtUnit], ranks: int) -> Iterator[tuple[int, DealtUnit]]:
+        """Each with its rank: the one with the least work so far."""
+        work = [0.0] * ranks
+        for unit in units:
+            rank = work.index(min(work))
+            attention = sum(episode.tokens * episode.width for episode in unit.episodes)
+            work[rank] += unit.tokens + self.square * attention
+            yield rank, unit
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
@@ -279,9 +296,3 @@ class Batches:
         used = {episode.group for episode in self.taken.values()}
         self.baselines = {group: self.baselines[group] for group in used}
         return [uid for batch in batches for uid in batch.uids]
-
-
-def _rank(index: int, ranks: int) -> int:
-    """Rank of the episode at this place of a plan: 0, 1, 1, 0, 0, 1, 1, 0 … with two ranks."""
-    turn, place = divmod(index, ranks)
-    return place if turn % 2 == 0 else ranks - 1 - place

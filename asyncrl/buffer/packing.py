@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 
 def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> list[list[int]]:
@@ -22,20 +23,38 @@ def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> lis
     return batches
 
 
-def fill(keys: Sequence[Hashable], tokens: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens in all, or of one larger unit; what has one key is a unit.
-    They are lists of indices. fill("aab", [3, 3, 5], 8) is [[0, 1], [2]]."""
-    units: dict[Hashable, list[int]] = {}
+class Unit(NamedTuple):
+    """Rows that lie in one micro-batch: indices of them, and tokens that they take."""
+
+    members: list[int]
+    tokens: int
+
+
+def units(keys: Sequence[Hashable], tokens: Sequence[int], shared: Sequence[int], budget: int) -> list[Unit]:
+    """Who has one key begins with the same tokens, `shared` of them (the least of two decides), which are
+    computed once. Units are of one key, in order, and of at most `budget` tokens or a single member; those of
+    a key come one after another. units("aab", [9, 9, 5], [6, 6, 0], 12) is [([0, 1], 12), ([2], 5)]."""
+    found: dict[Hashable, list[Unit]] = {}
     for index, key in enumerate(keys):
-        units.setdefault(key, []).append(index)
-    sized = sorted(((sum(tokens[i] for i in unit), unit) for unit in units.values()), reverse=True)
+        own = found.setdefault(key, [])
+        begun = own[-1] if own else None
+        more = tokens[index] - (min(shared[index], shared[begun.members[0]]) if begun else 0)
+        if begun and begun.tokens + more <= budget:
+            own[-1] = Unit([*begun.members, index], begun.tokens + more)
+        else:
+            own.append(Unit([index], tokens[index]))
+    return [unit for own in found.values() for unit in own]
+
+
+def fill(units: Sequence[Unit], budget: int) -> list[list[int]]:
+    """Micro-batches of at most `budget` tokens in all, or of one larger unit, the largest units first."""
     batches: list[list[int]] = []
     held = 0
-    for size, unit in sized:
-        if batches and held + size <= budget:
-            batches[-1] += unit
-            held += size
+    for unit in sorted(units, key=lambda unit: -unit.tokens):
+        if batches and held + unit.tokens <= budget:
+            batches[-1] += unit.members
+            held += unit.tokens
         else:
-            batches.append(list(unit))
-            held = size
+            batches.append(list(unit.members))
+            held = unit.tokens
     return batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -186,6 +187,17 @@ class RunState:
             log.error("%s", error)
 
 
+def _attention_work(path: Path) -> float:
+    """Of a token in a row of s, divided by s: 2·d·s beside the 24·d² of a layer's matrix products, where d is
+    the hidden size. 0 where it is not known."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return 0.0
+    size = found.get("hidden_size") or found.get("text_config", {}).get("hidden_size")
+    return 1 / (12 * size) if size else 0.0
+
+
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
     samples, store = Samples.open(samples_path(run_dir, "train")), RunStore(run_dir)
@@ -193,8 +205,9 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
     store.put_meta("data", samples.fingerprint)
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
     buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
-    trainer = config.trainer
-    batches = Batches(buffer, trainer.micro_batch_tokens, config.data.at_end == "flush", trainer.packing)
+    trainer, flush = config.trainer, config.data.at_end == "flush"
+    square = _attention_work(Path(config.model.path) / "config.json")
+    batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing, square)
     restore(config, store, buffer, batches)
     version, path = store.read.newest_version()
     ref = WeightsRef(version, path) if path and Path(path).is_dir() else None

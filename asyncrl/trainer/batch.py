@@ -75,6 +75,11 @@ class Example:
         return sum(map(len, self.rows))
 
     @property
+    def prompt(self) -> int:
+        """Tokens before the first that the model sampled."""
+        return int(self.position[0]) if self.tokens else self.length
+
+    @property
     def longest(self) -> int:
         """Tokens of its longest row."""
         return max(map(len, self.rows))

@@ -30,13 +30,20 @@ def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
         tally.summary("critic/score", [e.planned.own.score])
         tally.summary("critic/rewards", [e.planned.own.reward])
         tally.summary("response_length", [e.tokens])
-        tally.summary("prompt_length", [int(e.position[0]) if e.tokens else e.length])
+        tally.summary("prompt_length", [e.prompt])
         tally.summary("global_seqlen", [e.length])
         tally.ratio("response_length/clip_ratio", float(e.planned.own.end.truncated), 1.0)
         tally.total("perf/total_num_tokens", e.length)
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)
         _tally_staleness(tally, e)
+
+
+def tally_computed(tally: MetricSums, tokens: int) -> None:
+    """Of one rank: tokens that the policy's forwards had, padding included, prefixes that rows share once."""
+    tally.total("perf/computed_tokens", tokens)
+    tally.high("global_seqlen/balanced_max", tokens)
+    tally.low("global_seqlen/balanced_min", tokens)
 
 
 def tally_credit(tally: MetricSums, examples: Sequence[Example]) -> None:

@@ -19,7 +19,7 @@ from asyncrl.algorithms.diagnostics import token_sums
 from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
-from asyncrl.buffer.packing import bucket, fill
+from asyncrl.buffer.packing import bucket, fill, units
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
@@ -35,6 +35,7 @@ from asyncrl.trainer.report import (
     advantage_factor,
     advantage_tokens,
     batch_metrics,
+    tally_computed,
     tally_credit,
     tally_examples,
     tally_terms,
@@ -80,6 +81,7 @@ class Learner:
         self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held: list[Example] = []
         self._tally = MetricSums()
+        self._computed = 0  # tokens, padding included, of its forwards since the last optimizer step
 
     # -- a batch ---------------------------------------------------------------------------------------
 
@@ -103,8 +105,9 @@ class Learner:
         tally_examples(self._tally, examples)
         if self.waits:
             self._held += examples
-        else:
-            self.backward(examples, self._tally)
+            return
+        for part in self._micro_batches(examples):
+            self.backward(part, self._tally)
 
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
@@ -189,7 +192,8 @@ class Learner:
             packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
         else:
             keys = [e.group if self.packing == "tree" else e.planned.uid for e in examples]
-            packed = fill(keys, [e.length for e in examples], budget)
+            found = units(keys, [e.length for e in examples], [e.prompt for e in examples], budget)
+            packed = fill(found, budget)
         count = max(self.world.gather(len(packed), int))
         cut = [[examples[i] for i in part] for part in packed]
         return cut + [[] for _ in range(count - len(cut))]
@@ -225,6 +229,7 @@ class Learner:
     def _evaluate(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> Tensor:
         """The loss of some episodes, undivided; what it is made of goes to `tally`."""
         micro = self._collate(examples)
+        self._computed += micro.selected.ids.numel()
         scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
         value = scores.value
         if self.critic is not None:
@@ -257,6 +262,8 @@ class Learner:
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
+        tally_computed(tally, self._computed)
+        self._computed = 0
         whole = merged(self.world.gather(tally, MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
         if denominator:

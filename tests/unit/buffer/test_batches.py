@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.buffer.records import State
+from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, EpisodeStats
 from tests.unit.buffer.machine import admit, land, make, train
 
@@ -119,6 +120,50 @@ def test_every_episode_is_planned_once_and_all_its_rows_fit(
         seen += plan
         micro += 1
     assert sorted(seen) == sorted(f"{g}.{m}" for g in range(4) for m in range(2))
+
+
+def land_groups(buffer: ReplayBuffer, groups: int, prompt: int, *tokens: int) -> None:
+    admit(buffer, groups)
+    for group in range(groups):
+        for member, count in enumerate(tokens):
+            episode = land(buffer, f"{group}.{member}")
+            episode.tokens, episode.stats = count, EpisodeStats(1, longest_row=count, prompt=prompt)
+
+
+def test_members_of_a_group_share_their_prompt_on_one_rank() -> None:
+    buffer, batches = make(groups_per_batch=4, episodes_per_group=3)
+    batches.packing, batches.micro_tokens = "tree", 100
+    land_groups(buffer, 4, 30, 40, 40, 40)  # 30 + 3 * 10 tokens a group
+    plan = batches.plan(0, 0, 2)
+    assert plan is not None and sorted(plan) == [f"{g}.{m}" for g in (0, 1) for m in range(3)]
+    assert sorted(batches.deal(plan, 2)) == [[f"{g}.{m}" for m in range(3)] for g in (0, 1)]
+    assert len(batches.deal(plan, 1)[0]) == 6
+
+
+def test_a_group_over_the_budget_is_cut_between_its_members() -> None:
+    buffer, batches = make(groups_per_batch=1, episodes_per_group=4)
+    batches.packing, batches.micro_tokens = "tree", 70
+    land_groups(buffer, 1, 30, 50, 50, 50, 120)
+    micros = [batches.plan(0, index, 1) for index in range(4)]
+    assert micros == [["0.3"], ["0.0", "0.1"], ["0.2"], []]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 500), min_size=8, max_size=8), st.sampled_from([2, 4]))
+def test_ranks_get_about_the_same_work(tokens: list[int], ranks: int) -> None:
+    """No rank has more than the mean and one row; work grows with the square of a row's length."""
+    buffer, batches = make(groups_per_batch=4)
+    batches.packing, batches.square = "packed", 1 / 100
+    admit(buffer, 4)
+    for uid, count in zip([f"{g}.{m}" for g in range(4) for m in range(2)], tokens, strict=True):
+        episode = land(buffer, uid)
+        episode.tokens, episode.stats = count, EpisodeStats(1, longest_row=count)
+    plan = batches.plan(0, 0, ranks)
+    assert plan is not None
+    work = [count + count * count / 100 for count in tokens]
+    of = dict(zip([f"{g}.{m}" for g in range(4) for m in range(2)], work, strict=True))
+    loads = [sum(of[uid] for uid in part) for part in batches.deal(plan, ranks)]
+    assert max(loads) <= sum(work) / ranks + max(work)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
