@@ -1,12 +1,13 @@
 """Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
 
-It is registered with transformers under NAME; a forward must be given a `forest`.
+It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU nodes of similar
+size are computed together, by matrix products; on a GPU torch's flex attention is given the mask (flex.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,47 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest
 
 NAME = "asyncrl_forest"
 WASTE = 1.3  # nodes of different sizes are padded to each other, up to so many times their own work
 HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+
+
+class AttentionKernel(Protocol):
+    """Attention of one forest, on one device."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ForestAttention:
+    """How the tokens of a forest attend, in all layers of a forward. `unknown`: arguments of a layer's
+    attention that were ignored."""
+
+    forest: Forest
+    kernel: AttentionKernel
+    unknown: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, forest: Forest) -> ForestAttention:
+        return cls(forest, BucketKernel.of(forest))
+
+    def to(self, device: torch.device) -> ForestAttention:
+        if device.type == "cpu":
+            return self
+        return ForestAttention(self.forest, FlexKernel(self.forest, device), self.unknown)
 
 
 class Bucket(NamedTuple):
@@ -31,25 +68,19 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ForestAttention:
-    """How the tokens of a forest attend, in all layers of a forward. `order` [T]: where each token is among
-    the queries of all buckets."""
+class BucketKernel:
+    """Nodes of similar size together. `order` [T]: where each token is among the queries of all buckets."""
 
     buckets: tuple[Bucket, ...]
     order: Tensor
-    unknown: set[str] = field(default_factory=set)  # arguments of a layer's attention that were ignored
     _masks: dict[int | None, list[Tensor]] = field(default_factory=dict)  # by window
 
     @classmethod
-    def of(cls, forest: Forest) -> ForestAttention:
+    def of(cls, forest: Forest) -> BucketKernel:
         buckets = tuple(_bucket(forest, nodes) for nodes in _similar(forest))
         queries = torch.cat([bucket.queries.flatten() for bucket in buckets]).numpy()
         _, order = np.unique(queries, return_index=True)  # the first: a token's padding is behind it
         return cls(buckets, torch.from_numpy(order))
-
-    def to(self, device: torch.device) -> ForestAttention:
-        buckets = (Bucket(*(tensor.to(device) for tensor in bucket)) for bucket in self.buckets)
-        return ForestAttention(tuple(buckets), self.order.to(device), self.unknown)
 
     def attend(
         self,
@@ -57,13 +88,12 @@ class ForestAttention:
         key: Tensor,
         value: Tensor,
         scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
-        """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""
         parts = [
-            _attend(query, key, value, bucket, mask, scale, softcap)
-            for bucket, mask in zip(self.buckets, self._hidden(window), strict=True)
+            _attend(query, key, value, bucket, mask, scoring)
+            for bucket, mask in zip(self.buckets, self._hidden(scoring.window), strict=True)
         ]
         return torch.cat(parts)[self.order]
 
@@ -117,8 +147,7 @@ def _attend(
     value: Tensor,
     bucket: Bucket,
     hidden: Tensor,
-    scale: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Of one bucket, [n * q, heads, d]. Query heads that share a KV head are folded into the query's length:
     keys and values are not repeated."""
@@ -127,9 +156,9 @@ def _attend(
     q = query[:, bucket.queries].view(kv_heads, share, count, width, dim).permute(0, 2, 1, 3, 4)
     q = q.reshape(kv_heads, count, share * width, dim)
     k, v = key[:, bucket.keys], value[:, bucket.keys]
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
+    scores = (q @ k.transpose(-1, -2)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
     scores = scores.view(kv_heads, count, share, width, -1).masked_fill(hidden[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     out = weights.flatten(2, 3) @ v
@@ -159,7 +188,8 @@ def _attention(
     if dropout:
         forest.unknown.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return forest.attend(query[0], key[0], value[0], scale, sliding_window, softcap)[None], None
+    scoring = Scoring(scale, sliding_window, softcap)
+    return forest.kernel.attend(query[0], key[0], value[0], scoring)[None], None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from asyncrl.config import ModelConfig
 from asyncrl.trainer import packing
-from asyncrl.trainer.attention import ForestAttention
+from asyncrl.trainer.attention import BucketKernel
+from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
@@ -168,8 +169,25 @@ def test_attention_is_that_under_a_dense_mask(
     scores = 0.4 * query @ key.repeat_interleave(2, 0).transpose(1, 2)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
-    found = ForestAttention.of(forest).attend(query, key, value, 0.4, window, softcap)
+    found = BucketKernel.of(forest).attend(query, key, value, Scoring(0.4, window, softcap))
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
+    flex = FlexKernel(forest, torch.device("cpu"))
+    at = torch.arange(size)
+    assert torch.equal(flex.visible(window)(at, at, at[:, None], at), seen)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_with_the_mask_is_that_of_the_buckets() -> None:
+    """Forward only, and not compiled: on a CPU flex attention has no backward."""
+    forest = plant(rows(), shared=True)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(heads, len(forest.ids), 16, generator=generator) for heads in (4, 2, 2))
+    for window, softcap in ((None, None), (25, 2.0)):
+        wanted = BucketKernel.of(forest).attend(query, key, value, Scoring(0.4, window, softcap))
+        found = FlexKernel(forest, torch.device("cpu")).attend(
+            query, key, value, Scoring(0.4, window, softcap)
+        )
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 UNFIT = {
@@ -212,12 +230,12 @@ def test_gradients_that_differ_are_found(
     """A layer that ignores who may attend to whom, as one that bypasses transformers' interface would."""
     make("Llama").save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
-    attend = ForestAttention.attend
+    attend = BucketKernel.attend
 
     def wrong(self: Any, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
         return attend(self, query, key.roll(1, dims=1), *rest)
 
-    monkeypatch.setattr(ForestAttention, "attend", wrong)
+    monkeypatch.setattr(BucketKernel, "attend", wrong)
     before = full_state(policy)
     with caplog.at_level(logging.WARNING):
         assert packing_for([policy], "packed", "float32", world) == "padded"
