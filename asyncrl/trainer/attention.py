@@ -26,15 +26,7 @@ HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 class AttentionKernel(Protocol):
     """Attention of one forest, on one device."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [heads, T, d], key and value [kv_heads, T, d]; returns [T, heads, d]."""
         ...
 
@@ -82,15 +74,7 @@ class BucketKernel:
         _, order = np.unique(queries, return_index=True)  # the first: a token's padding is behind it
         return cls(buckets, torch.from_numpy(order))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         parts = [
             _attend(query, key, value, bucket, mask, scoring)
             for bucket, mask in zip(self.buckets, self._hidden(scoring.window), strict=True)

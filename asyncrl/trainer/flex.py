@@ -51,15 +51,7 @@ class FlexKernel:
 
         return seen
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """As `AttentionKernel`."""
         found = _flex(query.is_cuda)(
             query[None],
