@@ -15,7 +15,7 @@ SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long check docs clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check check docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -48,6 +48,10 @@ long: $(VENV)/dev smollm2  ## what is too long for every change, an hour: learni
 	$(BIN)/python tools/chaos.py --kills 12 --steps 80
 	$(BIN)/python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
 	$(BIN)/python tools/bench/soak.py --minutes 30
+
+gpu-check: $(VENV)/dev smollm2  ## what no machine without a GPU can show; the report: gpu-check.txt
+	{ $(BIN)/python -m torch.utils.collect_env; $(PYTEST) tests/gpu -v; \
+	  $(BIN)/python tools/bench/packing.py --device cuda; } 2>&1 | tee gpu-check.txt
 
 check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff check .

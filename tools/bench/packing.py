@@ -74,7 +74,7 @@ def grouped(rng: np.random.Generator, vocabulary: int, groups: int, prompt: int,
 
 def plain_loop(model: Any, rows: Rows) -> None:
     for ids, prompt in zip(rows.ids, rows.prompts, strict=True):
-        row = torch.from_numpy(ids)[None]
+        row = torch.from_numpy(ids)[None].to(model.device)
         hidden = model.base_model(row, use_cache=False).last_hidden_state[0, prompt - 1 : -1]
         table = model.lm_head(hidden).float().log_softmax(-1)
         table.gather(1, row[0, prompt:, None]).sum().backward()
@@ -86,13 +86,20 @@ def in_policy(policy: Policy, chosen: Selected) -> None:
     policy.zero_grad()
 
 
-def seconds(work: Callable[[], None], repeats: int) -> float:
-    """Median CPU seconds, after one call that is not counted."""
+def seconds(work: Callable[[], None], repeats: int, device: torch.device) -> float:
+    """Median of CPU seconds, or of seconds on a GPU, after one call that is not counted."""
+
+    def now() -> float:
+        if device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
     found = []
     for _ in range(repeats + 1):
-        began = time.process_time()
+        began = now()
         work()
-        found.append(time.process_time() - began)
+        found.append(now() - began)
     return statistics.median(found[1:])
 
 
@@ -100,28 +107,33 @@ class Bench:
     """The policy, and the plain model beside it."""
 
     def __init__(self, path: str, dtype: str, repeats: int, world: World) -> None:
-        self.dtype, self.repeats, self.world = dtype, repeats, world
+        self.repeats, self.world = repeats, world
         self.policy = load_policy(ModelConfig(path=path, dtype=dtype), world)
         assert packing_for([self.policy], "tree", dtype, world) == "tree"
-        self.plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        self.plain = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().to(world.device)
+        )
         head = self.plain.get_output_embeddings().weight.numel()
         self.head, self.layers = head, sum(p.numel() for p in self.plain.parameters()) - head
         self.vocabulary: int = self.plain.config.vocab_size
 
     def lines(self, name: str, rows: Rows, ways: Sequence[Packing]) -> list[list[str]]:
-        plain = seconds(lambda: plain_loop(self.plain, rows), self.repeats)
+        plain = self.seconds(lambda: plain_loop(self.plain, rows))
         lines = [self.line(name, "plain loop", rows.useful, plain, rows, plain)]
         packed_s = packed_work = 0.0
         for way in ways:
             self.attend(way)
-            chosen = rows.selected(way)
-            spent = seconds(lambda one=chosen: in_policy(self.policy, one), self.repeats)
+            chosen = rows.selected(way).to(self.world.device)
+            spent = self.seconds(lambda one=chosen: in_policy(self.policy, one))
             work = self.layers * chosen.ids.numel() + self.head * len(chosen.token)
             if way == "packed":
                 packed_s, packed_work = spent, work
             beside = [f"{packed_s / spent:.2f}", f"{packed_work / work:.2f}"] if way == "tree" else ["", ""]
             lines.append(self.line(name, way, chosen.ids.numel(), spent, rows, plain, *beside))
         return lines
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        return seconds(work, self.repeats, self.world.device)
 
     def attend(self, way: Packing) -> None:
         self.policy.lm.set_attn_implementation("sdpa" if way == "padded" else NAME)
@@ -147,12 +159,13 @@ def main() -> None:
     )
     parser.add_argument("--model", default=str(ROOT / ".models" / "smollm2-135m-instruct"))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--groups", type=int, default=2, help="of 8, in a micro-batch")
     parser.add_argument("--tokens", type=int, default=250, help="of a typical row")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device="cpu"))
+    bench = Bench(args.model, args.dtype, args.repeats, join(0, 1, device=args.device))
     rng, words = np.random.default_rng(0), bench.vocabulary
     lines = bench.lines("ragged", ragged(rng, words, 16, args.tokens), ("padded", "packed"))
     for prompt, response in ((4, 1), (1, 1), (1, 4)):

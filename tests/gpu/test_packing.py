@@ -1,0 +1,53 @@
+"""On a GPU: attention over a forest, forward and backward, compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from asyncrl.trainer.attention import BucketKernel
+from asyncrl.trainer.flex import FlexKernel, Scoring
+from asyncrl.trainer.prefix_tree import Forest, plant
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def forest(seed: int) -> Forest:
+    """Two groups of four, of other lengths for another seed."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(2):
+        prompt = rng.integers(0, 99, rng.integers(100, 300))
+        rows += [np.concatenate([prompt, rng.integers(0, 99, rng.integers(20, 400))]) for _ in range(4)]
+    return plant(rows, shared=True)
+
+
+@pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.125, window=64), Scoring(0.125, softcap=20.0)])
+def test_flex_attention_is_that_of_the_buckets_with_its_gradients(scoring: Scoring) -> None:
+    planted, device = forest(0), torch.device("cuda")
+    size, generator = len(planted.ids), torch.Generator().manual_seed(0)
+    given = [torch.randn(heads, size, 64, generator=generator) for heads in (8, 2, 2)]
+    weight = torch.randn(size, 8, 64, generator=generator)
+
+    def run(kernel: object, place: torch.device) -> list[torch.Tensor]:
+        tensors = [tensor.to(place).detach().requires_grad_() for tensor in given]
+        found = kernel.attend(*tensors, scoring)  # type: ignore[attr-defined]
+        (found * weight.to(place)).sum().backward()
+        return [found.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors if tensor.grad is not None)]
+
+    wanted = run(BucketKernel.of(planted), torch.device("cpu"))
+    for a, b in zip(run(FlexKernel(planted, device), device), wanted, strict=True):
+        assert torch.allclose(a, b, atol=2e-3, rtol=2e-3)
+
+
+def test_other_lengths_do_not_compile_again() -> None:
+    device, scoring = torch.device("cuda"), Scoring(0.125)
+    for seed in range(3):
+        planted = forest(seed)
+        tensors = [torch.randn(heads, len(planted.ids), 64, device=device) for heads in (8, 2, 2)]
+        FlexKernel(planted, device).attend(*tensors, scoring)
+        if seed == 1:
+            compiled = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == compiled
