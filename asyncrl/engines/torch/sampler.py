@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+BLOCK = 256
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -50,15 +52,27 @@ def sample(
     It is NaN where the logits are not finite numbers.
     """
     logprobs = torch.log_softmax(logits.float() / params.temperature[:, None], -1)
-    weights = logprobs.exp()
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # u < 1 in steps of 2^-52 keeps the target below the total, so that the first entry above it has weight.
-    target = uniform(params.seed, positions)[:, None] * cumulative[:, -1:]
-    ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    ids.clamp_(max=logits.shape[-1] - 1)  # NaN compares false with everything
+    ids = _drawn(logprobs.exp(), uniform(params.seed, positions)[:, None])
     if params.any_greedy:
         ids = torch.where(params.greedy, logprobs.argmax(-1), ids)
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
+
+
+def _drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Indices [n] into weights [n, V], the first whose cumulative sum is above u [n, 1] of the total: first
+    the block of BLOCK weights, then the one in it. (A sum in float64 over all V takes longer than a layer.)"""
+    missing = -weights.shape[1] % BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
+    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    # u < 1 in steps of 2^-52 keeps the target below the total, so that the first entry above it has weight.
+    target = u * cumulative[:, -1:]
+    block = torch.searchsorted(cumulative, target, right=True)
+    block.clamp_(max=blocks.shape[1] - 1)  # NaN compares false with everything
+    before = F.pad(cumulative, (1, 0)).gather(1, block)
+    inside = blocks[torch.arange(len(blocks)), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    index = torch.searchsorted(inside, target - before, right=True)
+    last = torch.searchsorted(inside, inside[:, -1:])  # with weight: the two sums may differ by rounding
+    return (block * BLOCK + torch.minimum(index, last)).squeeze(1).clamp(max=weights.shape[1] - 1)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from asyncrl.engines.torch.sampler import Params, mixed, sample, uniform
@@ -59,6 +60,22 @@ def test_greedy_is_argmax_with_raw_logprobs_beside_sampled_rows():
     ids, logprobs = sample(logits, torch.arange(6), mixture)
     assert ids[::2].tolist() == logits[::2].argmax(-1).tolist()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 20, 256, 1000, 4096])
+def test_a_token_is_the_first_whose_cumulative_weight_is_above_the_draw(vocabulary: int):
+    """However the sum is made; tokens without weight are never drawn, and the edges of blocks are no seams."""
+    torch.manual_seed(vocabulary)
+    logits = 3 * torch.randn(500, vocabulary)
+    logits[:, 1::3] = -torch.inf
+    positions, how = torch.arange(500), params(500)
+    ids, logprobs = sample(logits, positions, how)
+    cumulative = logits.log_softmax(-1).exp().double().cumsum(-1)
+    target = uniform(how.seed, positions)[:, None] * cumulative[:, -1:]
+    wanted = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    near = (cumulative.gather(1, wanted[:, None]) - target).abs().squeeze(1) < 1e-12
+    assert torch.equal(ids[~near], wanted[~near]) and near.sum() < 5
+    assert logprobs.isfinite().all()
 
 
 def test_not_finite_logits_give_nan_and_a_valid_id():
