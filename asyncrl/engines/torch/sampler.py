@@ -59,8 +59,8 @@ def sample(
 
 
 def _drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Indices [n] into weights [n, V], the first whose cumulative sum is above u [n, 1] of the total: first
-    the block of BLOCK weights, then the one in it. (A sum in float64 over all V takes longer than a layer.)"""
+    """Indices [n] into weights [n, V], the first whose cumulative sum is above u [n, 1] of the total:
+    first the block of BLOCK weights, then the one in it. (A sum over all V in float64 is slow.)"""
     missing = -weights.shape[1] % BLOCK
     blocks = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)

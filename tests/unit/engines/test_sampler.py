@@ -64,7 +64,7 @@ def test_greedy_is_argmax_with_raw_logprobs_beside_sampled_rows():
 
 @pytest.mark.parametrize("vocabulary", [1, 20, 256, 1000, 4096])
 def test_a_token_is_the_first_whose_cumulative_weight_is_above_the_draw(vocabulary: int):
-    """However the sum is made; tokens without weight are never drawn, and the edges of blocks are no seams."""
+    """However the sum is made; tokens without weight are never drawn; blocks leave no seams."""
     torch.manual_seed(vocabulary)
     logits = 3 * torch.randn(500, vocabulary)
     logits[:, 1::3] = -torch.inf
