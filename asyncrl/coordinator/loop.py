@@ -327,7 +327,7 @@ class Coordinator:
         here |= {("engine", hello.index): hello.incarnation for hello in keepers}
         planned = [("engine", index) for index in range(self.config.engine.keepers)]
         planned += [("rollout", index) for index in range(self.config.rollout.workers)]
-        limit = self.config.launch.start_timeout
+        limit = self.state.liveness.start
         for role, index in planned:
             presence = self._presence[role, index]
             if (role, index) in here:

@@ -13,11 +13,12 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.estimates import cost_warnings
-from asyncrl.launch.model_directory import chat_template, check_model, weight_bytes
+from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.tools import Tool
+from asyncrl.weights.model_files import weight_bytes
 
 
 def check(config: RunConfig) -> RunData:

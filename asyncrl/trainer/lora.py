@@ -75,7 +75,7 @@ def _add(layer: nn.Linear | Conv1D, rank: int) -> None:
     layer.register_parameter(B, nn.Parameter(weight.new_empty(out_size, rank)))
 
 
-def initial(name: str, parameter: nn.Parameter) -> Tensor:
+def initial(name: str, parameter: Tensor) -> Tensor:
     """First values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So an adapted
     model starts as its base does, and a value head at 0."""
     values = torch.zeros(parameter.shape, dtype=parameter.dtype)
