@@ -20,6 +20,7 @@ from asyncrl.config.run import (
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
+    CheckpointConfig,
     CriticConfig,
     KLConfig,
     TrainerConfig,
@@ -28,6 +29,7 @@ from asyncrl.config.training import (
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
     "EngineConfig",

@@ -15,6 +15,7 @@ from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfi
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
+    CheckpointConfig,
     CriticConfig,
     KLConfig,
     TrainerConfig,
@@ -170,6 +171,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     validation: ValidationConfig = ValidationConfig()
     observe: ObserveConfig = ObserveConfig()

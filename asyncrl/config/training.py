@@ -156,7 +156,17 @@ class TrainerConfig(Section, frozen=True):
     """Gradient norm limit; 0: off."""
     micro_batch_tokens: Positive = 8192
     """Padded tokens of one forward/backward on one rank."""
-    checkpoint_every: Count = 50
+
+
+class CheckpointConfig(Section, frozen=True):
+    """Checkpoints, and the exports in them."""
+
+    every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: Positive = 2
+    keep: Positive = 2
     """Newest checkpoints kept."""
+    best: bool = False
+    """Keep the one with the best validation, too, of those whose step was validated."""
+    directory: str = ""
+    """Where the run's directory of checkpoints is made: a path, or a URL that fsspec knows, that all trainer
+    ranks share; empty: in the run directory."""

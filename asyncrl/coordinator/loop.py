@@ -259,7 +259,6 @@ class Coordinator:
         self._watch(now)
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
-            self.trainer.look_at_checkpoint(now)
             self._to_observers(self._status())
 
     def _admit(self, now: float) -> None:

@@ -15,7 +15,6 @@ from functools import partial
 from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.files import bytes_under
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -59,7 +58,6 @@ class TrainerHandler:
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
-        self._written = 0  # bytes of a checkpoint under way
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class TrainerHandler:
         self.checkpoint_step = message.step
         at_end = message.step == state.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None
-        keep = state.config.trainer.keep_checkpoints
+        keep = state.config.checkpoint.keep
         kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
         oldest = kept[0] if len(kept) == keep else 0
         covered = state.batches.retain(oldest)
@@ -167,14 +165,6 @@ class TrainerHandler:
         state.store.forget_plans(range(oldest), len(covered))
         state.store.sync()
         state.liveness.progress(now)
-
-    def look_at_checkpoint(self, now: float) -> None:
-        """One that is being written is a sign of life as long as it grows: its writer sends no beats."""
-        written = sum(map(bytes_under, (self.state.run_dir / "checkpoints").glob("step-*.tmp")))
-        if written > self._written:
-            self.state.liveness.alive(now)
-            self.state.waits.append(f"a checkpoint is being written: {written / 1e6:,.0f} MB so far")
-        self._written = written
 
     def finish(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the

@@ -42,11 +42,11 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     """Model and checkpoints for a person to read. `gpu`: whether there is one; None: unknown."""
-    kept, each = config.trainer.keep_checkpoints + 1, checkpoint_bytes(config)
+    kept, each = config.checkpoint.keep + 1, checkpoint_bytes(config)
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
     slow = config.model.dtype == "float32" and (gpu is False or config.model.device == "cpu")
     note = " (about 2.5 times the time of bfloat16, on a CPU with avx512_bf16)" if slow else ""
-    size, pause = _short(parameter_count(config.model.path)), config.trainer.checkpoint_every
+    size, pause = _short(parameter_count(config.model.path)), config.checkpoint.every
     when = f"every {pause} steps" if pause else "at the end"
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
@@ -67,10 +67,10 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual:.1g} for {of}: less than "
                 f"{low:.1e} or more than {high:.1e} is probably a mistake (docs/models.md)"
             )
-    needed = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config)
+    needed = (config.checkpoint.keep + 1) * checkpoint_bytes(config)
     if needed > _free(config):
         yield (
-            f"checkpoints need {_size(needed)} (trainer.keep_checkpoints and one being written), and "
+            f"checkpoints need {_size(needed)} (checkpoint.keep and one being written), and "
             f"{config.run_dir} has {_size(_free(config))} free; free some, or set run_dir to another disk"
         )
     embedded = 0 if config.engine.remote else config.rollout.workers

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig, parse
-from asyncrl.trainer.model import Policy, whole_tensors
+from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints
+from asyncrl.trainer import checkpoint
+from asyncrl.trainer.model import Policy, shards
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
@@ -148,7 +150,26 @@ def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """The whole weights, copied, on all ranks. A collective."""
-    return {name: tensor.clone() for name, tensor in whole_tensors(policy)}
+    dtype = policy.export_dtype
+    return {name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(policy).items()}
+
+
+def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
+    """Write one as a run does, without waiting beside training. A collective."""
+    to, state = Checkpoints(directory), checkpoint.manifest_of(learner, trainer_epoch=0).state
+    manifest = msgspec.structs.replace(manifest, state=state)
+    checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
+    return directory / f"step-{manifest.step}"
+
+
+def load_checkpoint(path: Path, learner: Learner) -> CheckpointManifest:
+    step = int(path.name.removeprefix("step-"))
+    return checkpoint.load(Checkpoints(path.parent), step, learner)
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    step = checkpoint.newest(Checkpoints(directory))
+    return directory / f"step-{step}" if step >= 0 else None
 
 
 def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from asyncrl.observe.files import read_rows, read_summary
-from asyncrl.store.manifests import CheckpointManifest
+from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.store.reader import RunReader
 from asyncrl.weights.disk import weights_directory
 from tools.bench.common import roles
@@ -29,7 +29,7 @@ SMALL = [
     "buffer.episodes_per_group=4",
     "rollout.slots=32",
     "validation.samples=8",
-    "trainer.checkpoint_every=3",
+    "checkpoint.every=3",
     "launch.lease=4",
     "observe.plot=false",
     "observe.console=plain",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.store.manifests import CheckpointManifest
+from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World

@@ -181,20 +181,6 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
     assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
-def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> None:
-    partial = coordinator.run_dir / "checkpoints" / "step-3.tmp" / "state"
-    partial.mkdir(parents=True)
-    for now in range(0, 1000, 100):
-        coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], float(now))
-        with (partial / "shard").open("ab") as file:
-            file.write(b"x" * 1_000_000)
-        tick(coordinator, float(now))
-        assert "a checkpoint is being written" in str(coordinator.state.waits)
-    assert sent(coordinator, Replace) == [] and coordinator.lifecycle.phase is Phase.RUNNING
-    tick(coordinator, 900.0 + SILENCE + 1)
-    assert [order.role for order in sent(coordinator, Replace)] == ["rollout", "trainer"]
-
-
 def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> None:
     coordinator.state.outbox.unreachable.add(OBSERVER)
     tick(coordinator, 1.0)

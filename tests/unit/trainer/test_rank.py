@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.errors import DeadlineError
-from asyncrl.store.manifests import CheckpointError, CheckpointManifest
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.rank import BEAT_EVERY, SAVE_AGAIN, Stopped, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
