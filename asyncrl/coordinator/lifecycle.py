@@ -83,10 +83,8 @@ class Lifecycle:
                 left = f"for at most {self._deadline - now:.0f} s more"
                 self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
             case Phase.STARTING if now > self._start_deadline:
-                raise ProtocolError(
-                    f"not started within {self.state.liveness.start:.0f} s (launch.start_timeout, and the time to "
-                    f"read the models): {self._missing()}"
-                )
+                limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading the models)"
+                raise ProtocolError(f"not started within {limit}: {self._missing()}")
 
     def stop(self, reason: str, now: float, save: bool = True) -> None:
         """Let the trainer write a checkpoint, then end. `save` False: it cannot, it was lost."""

@@ -85,7 +85,9 @@ class Checkpoints:
         try:
             self._fs, self.root = url_to_fs(os.fspath(place))
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"checkpoint.directory {place}: no place for files ({one_line(error)})") from error
+            raise ConfigError(
+                f"checkpoint.directory {place}: no place for files ({one_line(error)})"
+            ) from error
         self._local = isinstance(self._fs, LocalFileSystem)
         self.written = 0
 

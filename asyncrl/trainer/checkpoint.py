@@ -36,7 +36,9 @@ State = dict[str, Any]
 def snapshot(learner: Learner, *, copy: bool = True) -> State:
     """The state of this rank, copied to main memory, or with `copy` False as it is."""
     state = _state(learner)
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state) if copy else state
+    return (
+        tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state) if copy else state
+    )
 
 
 def size(state: State) -> int:
@@ -49,13 +51,18 @@ def tensors(state: State) -> list[Tensor]:
 
 
 def write(
-    to: Checkpoints, state: State, manifest: CheckpointManifest, learner: Learner, world: World, hf: bool = True
+    to: Checkpoints,
+    state: State,
+    manifest: CheckpointManifest,
+    learner: Learner,
+    world: World,
+    hf: bool = True,
 ) -> None:
     """Write step-N in `to`; it is there when this returns. `state` is that of `snapshot`; of the learner only
     what never changes is read. `world`: the ranks, apart from training if this is in the background.
 
-    `hf` adds an export that `from_pretrained` reads. An incomplete step-N is replaced. Raises CheckpointError,
-    on all ranks alike, when it cannot be written; nothing of it is left then.
+    `hf` adds an export that `from_pretrained` reads. An incomplete step-N is replaced. Raises
+    CheckpointError, on all ranks alike, when it cannot be written; nothing of it is left then.
     """
     step, first, model = manifest.step, world.rank == 0, learner.config.model
     files = StepFiles(to, step)
@@ -69,7 +76,9 @@ def write(
 
     def seal() -> None:
         if first:
-            to.seal(msgspec.structs.replace(manifest, files={n: f for part in found for n, f in part.items()}))
+            to.seal(
+                msgspec.structs.replace(manifest, files={n: f for part in found for n, f in part.items()})
+            )
 
     try:
         _together(world, lambda: to.clear(step) if first else None)

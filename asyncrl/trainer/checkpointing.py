@@ -75,7 +75,7 @@ class Checkpointing:
     def due(self) -> bool:
         """Whether one is to be begun after this step."""
         every = self._config.every
-        self._due = self._due or bool(every) and self._learner.step % every == 0
+        self._due = self._due or (every > 0 and self._learner.step % every == 0)
         return self._due and not self.busy
 
     # -- collectives -----------------------------------------------------------------------------------
@@ -97,7 +97,9 @@ class Checkpointing:
         free = psutil.virtual_memory().available > ROOM * self._bytes * self._neighbours
         copied = all(self._world.gather(free, bool))
         if not copied:
-            log.warning("no memory for a copy of %.1f GB: training waits for the checkpoint", self._bytes / 1e9)
+            log.warning(
+                "no memory for a copy of %.1f GB: training waits for the checkpoint", self._bytes / 1e9
+            )
         manifest = checkpoint.manifest_of(
             self._learner,
             trainer_epoch=trainer_epoch,

@@ -57,7 +57,9 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
         sliced = all(world.gather(bool(places), bool))
         filled = None
         if not sliced and world.rank == 0:
-            logger.warning("%s: its files do not hold the weights as they are: rank 0 reads all of them", path)
+            logger.warning(
+                "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
+            )
             filled = kind.from_pretrained(path, dtype=master)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error

@@ -1,4 +1,4 @@
-"""The files of one checkpoint, in the shape in which torch's distributed checkpointing wants a file system."""
+"""The files of one checkpoint, as the file system that torch's distributed checkpointing wants."""
 
 from __future__ import annotations
 

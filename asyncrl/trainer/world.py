@@ -22,8 +22,8 @@ PART_BYTES = 64 << 20  # of it that travel at once
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `group`: what
-    they talk through; None: the default one."""
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `group`:
+    what they talk through; None: the default one."""
 
     rank: int
     size: int

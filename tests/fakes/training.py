@@ -11,14 +11,17 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig, parse
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint
+from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.model import Policy, shards
 from asyncrl.trainer.step import Learner
+from asyncrl.trainer.step_files import StepFiles
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -160,6 +163,13 @@ def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManif
     manifest = msgspec.structs.replace(manifest, state=state)
     checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
     return directory / f"step-{manifest.step}"
+
+
+def export(folder: Path, policy: Policy, world: World, source: str) -> str:
+    """Write a Hugging Face directory below `folder`. A collective."""
+    weights = get_model_state_dict(policy.lm)
+    export_hf(StepFiles(Checkpoints(folder), 0).create, policy, weights, world, source)
+    return str(folder / "step-0" / "hf")
 
 
 def load_checkpoint(path: Path, learner: Learner) -> CheckpointManifest:

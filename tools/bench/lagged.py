@@ -231,7 +231,9 @@ def _world() -> World:
 
 def _snapshot(learner: Learner) -> Weights:
     dtype = learner.policy.export_dtype
-    return {name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(learner.policy).items()}
+    return {
+        name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(learner.policy).items()
+    }
 
 
 def _mean(history: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -159,7 +159,7 @@ def test_prune_keeps_the_newest_and_sweeps_leftovers(learner: Learner, directory
 def test_a_step_reached_again_is_replaced(learner: Learner, directory: Path) -> None:
     save_checkpoint(directory, learner, manifest(1), hf=False)
     again = CheckpointManifest(step=1, trainer_epoch=3)
-    path = save_checkpoint(directory, learner, again, hf=False)
+    save_checkpoint(directory, learner, again, hf=False)
     assert Checkpoints(directory).manifest(1).trainer_epoch == 3
     assert [p.name for p in directory.iterdir()] == ["step-1"]
 
