@@ -227,7 +227,7 @@ def _plain(complaint: str) -> str:
 def _check_combinations(config: RunConfig) -> None:
     """Refuse values that are valid alone but cannot work together."""
     buffer, algorithm = config.buffer, config.algorithm
-    needed = config.group_bytes * buffer.groups_per_batch
+    needed, where = config.group_bytes * buffer.groups_per_batch, config.checkpoint.directory
     refusals = {
         f"buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
@@ -254,6 +254,12 @@ def _check_combinations(config: RunConfig) -> None:
         "rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
+        ),
+        f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path or a "
+        "URL": bool(where) and "://" not in where and not where.startswith("/"),
+        "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
+            config.checkpoint.best
+            and not (config.data.test and config.validation.samples and config.validation.every)
         ),
         f"trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}) is less than rollout.max_tokens "
         f"({config.rollout.max_tokens}): a long episode would not fit; raise it": (

@@ -168,5 +168,5 @@ class CheckpointConfig(Section, frozen=True):
     best: bool = False
     """Keep the one with the best validation, too, of those whose step was validated."""
     directory: str = ""
-    """Where the run's directory of checkpoints is made: a path, or a URL that fsspec knows, that all trainer
-    ranks share; empty: in the run directory."""
+    """Where the run's directory of checkpoints is made: an absolute path or a URL that fsspec knows, which
+    all trainer ranks share; empty: in the run directory."""

@@ -298,6 +298,7 @@ class Coordinator:
         for step, metrics in self.validation.results:
             row = {"training/step": float(step), "time_s": self.reporter.seconds} | metrics
             self.reporter.write(row)
+            self.trainer.validated(step, metrics)
             self._to_observers(StepReport(step, row))
             self.state.liveness.progress(time.monotonic())
         self.validation.results = []

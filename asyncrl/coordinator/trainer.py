@@ -8,13 +8,16 @@ unblocks: the ranks (plans, go, committed), through the clock the workers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.summary import NLL_HELD_OUT, SAMPLED_SCORE
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -57,6 +60,8 @@ class TrainerHandler:
         self._stopped_at: int | None = None  # the step at which the ranks were asked
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
+        stored = state.store.read.meta("validated", "{}")
+        self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
 
     # -- control -------------------------------------------------------------------------------------
@@ -130,8 +135,23 @@ class TrainerHandler:
         state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
         state.outbox.to_control(
-            peer, Committed(message.step, publish=message.step >= state.batches.committed)
+            peer, Committed(message.step, message.step >= state.batches.committed, self._best())
         )
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The validation of a step is over. Its score is kept with the run."""
+        if SAMPLED_SCORE in metrics or NLL_HELD_OUT in metrics:
+            self._scores[step] = (
+                metrics[SAMPLED_SCORE] if SAMPLED_SCORE in metrics else -metrics[NLL_HELD_OUT]
+            )
+            self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
+
+    def _best(self) -> int:
+        """Of equal ones the first: what was the best once, and is pruned, never is again."""
+        if not self.state.config.checkpoint.best:
+            return -1
+        known = sorted(self._scores.keys() & set(self.state.store.read.checkpoints()))
+        return max(known, key=lambda step: self._scores[step], default=-1)
 
     def publish(self, message: Published, now: float) -> None:
         state = self.state

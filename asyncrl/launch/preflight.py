@@ -34,6 +34,7 @@ def check(config: RunConfig) -> RunData:
         data = check_data(config, tools)
     check_device(config)
     check_weights_directory(config)
+    check_checkpoint_directory(config)
     check_servers(config)
     found = [*warnings(config), *check_template(config, tools, data), *data.warnings]
     return data._replace(warnings=found)
@@ -94,6 +95,15 @@ def check_weights_directory(config: RunConfig) -> None:
     )
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
+
+
+def check_checkpoint_directory(config: RunConfig) -> None:
+    """Checkpoints can be written to a directory; what is elsewhere the trainer finds out."""
+    from asyncrl.store.checkpoints import checkpoints_of
+
+    place = checkpoints_of(config, run_directory(config))
+    if place.local and config.checkpoint.directory:
+        creatable(Path(place.root), "checkpoint.directory")
 
 
 def outside_weights(config: RunConfig) -> list[Path]:

@@ -79,7 +79,7 @@ class HashedFile(io.RawIOBase):
 
 class Checkpoints:
     """`place`: a path, or a URL that fsspec knows (`s3://bucket/run`). ConfigError where it does not.
-    `written`: bytes that this process has written."""
+    `written`: bytes that this process has written; `local`: the place is a directory."""
 
     def __init__(self, place: str | Path) -> None:
         try:
@@ -88,7 +88,7 @@ class Checkpoints:
             raise ConfigError(
                 f"checkpoint.directory {place}: no place for files ({one_line(error)})"
             ) from error
-        self._local = isinstance(self._fs, LocalFileSystem)
+        self.local = isinstance(self._fs, LocalFileSystem)
         self.written = 0
 
     def path(self, step: int, name: str = "") -> str:
@@ -190,6 +190,19 @@ class Checkpoints:
             if step not in kept:
                 self.remove(step)
 
+    # -- whether all see the same place ----------------------------------------------------------------
+
+    def put_token(self, token: str, rank: int) -> None:
+        self._fs.makedirs(self.root, exist_ok=True)
+        self._fs.pipe_file(f"{self.root}/{token}-{rank}", b"")
+
+    def sees_tokens(self, token: str, ranks: int) -> bool:
+        self._fs.invalidate_cache()
+        return all(self._fs.exists(f"{self.root}/{token}-{rank}") for rank in range(ranks))
+
+    def drop_token(self, token: str, rank: int) -> None:
+        self._fs.rm_file(f"{self.root}/{token}-{rank}")
+
     # -- parts -----------------------------------------------------------------------------------------
 
     def _wrote(self, count: int) -> None:
@@ -215,7 +228,7 @@ class Checkpoints:
 
     def _sync(self, step: int, files: Files) -> None:
         """On a local disk: the names of these files are durable, too."""
-        if not self._local:
+        if not self.local:
             return
         folders = {self.path(step, name).rpartition("/")[0] for name in files}
         for folder in sorted({*folders, self.path(step), self.root}, reverse=True):

@@ -11,6 +11,7 @@ manifest is there, a checkpoint counts for nothing: what was trained since the o
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,13 +21,16 @@ from typing import NamedTuple
 import psutil
 
 from asyncrl.config import RunConfig
-from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, checkpoints_of
+from asyncrl.errors import ConfigError, one_line
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
 
 log = logging.getLogger("asyncrl.trainer")
 
 WRITE_RATE = 20e6  # bytes a second of the slowest place for checkpoints
+HOST = socket.gethostname()
 PATIENCE = 600.0  # seconds beyond that in which a rank must have written its part
 ROOM = 1.2  # of a copy's bytes: what must be free in main memory for it
 
@@ -36,15 +40,41 @@ class Job(NamedTuple):
     result: Future[str]  # what went wrong; '' for nothing
 
 
+def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
+    """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what the
+    others write. A place that cannot be written to now may be later, and is not looked at."""
+    place = checkpoints_of(config, run_dir)
+    token = "ranks-" + world.gather(secrets.token_hex(8), str)[0]
+    try:
+        place.put_token(token, world.rank)
+        written = True
+    except OSError as error:
+        log.warning("%s cannot be written to: %s", place.root, one_line(error))
+        written = False
+    if not all(world.gather(written, bool)):
+        return place
+    sees = place.sees_tokens(token, world.size)
+    found = world.gather((sees, HOST), tuple[bool, str])
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(found) if not sees]
+    place.drop_token(token, world.rank)
+    if blind:
+        raise ConfigError(
+            f"checkpoint.directory: {place.root} is not one place for all trainer ranks, {', '.join(blind)} "
+            "does not see what the others write there; set it to one that all nodes share, or to a URL"
+        )
+    return place
+
+
 class Checkpointing:
     """Made by all ranks together; a method without another word is a collective. `newest`: manifest of the
-    newest checkpoint in place. `problem`: why the last one could not be written."""
+    newest checkpoint in place. `problem`: why the last one could not be written. `best`: step of the one to
+    keep for its validation."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, learner: Learner) -> None:
+    def __init__(self, config: RunConfig, place: Checkpoints, learner: Learner) -> None:
         self._config, self._learner, self._world = config.checkpoint, learner, learner.world
-        self.place = checkpoints_of(config, run_dir)
+        self.place = place
         self.newest: CheckpointManifest | None = None
-        self.problem = ""
+        self.problem, self.best = "", -1
         self.trained_total = 0
         self._trained: list[str] = []  # since the newest checkpoint, or the one under way
         self._due = False
@@ -53,7 +83,7 @@ class Checkpointing:
         slowest = max(self._world.gather(self._bytes, int)) * self._world.size / WRITE_RATE
         self._apart = self._world.apart(PATIENCE + slowest)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._neighbours = self._world.gather(socket.gethostname(), str).count(socket.gethostname())
+        self._neighbours = self._world.gather(HOST, str).count(HOST)
 
     # -- not collectives -------------------------------------------------------------------------------
 
@@ -133,5 +163,5 @@ class Checkpointing:
         except CheckpointError as error:
             return str(error)
         if self._world.rank == 0:
-            self.place.prune(self._config.keep)
+            self.place.prune(self._config.keep, self.best)
         return ""

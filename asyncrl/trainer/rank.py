@@ -27,7 +27,7 @@ from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import heap, world
-from asyncrl.trainer.checkpointing import Checkpointing
+from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.step import Learner
 from asyncrl.types import PolicyVersion, Turn
@@ -97,8 +97,9 @@ class TrainerRank:
         self.config, self.mesh, self.incarnation = config, mesh, incarnation
         self.run_dir = Path(config.run_dir) / config.name
         self.rank, self.first = mesh.rank, mesh.rank == 0
+        place = shared_place(config, self.run_dir, mesh)
         self.learner = Learner(config, mesh)
-        self.saving = Checkpointing(config, self.run_dir, self.learner)
+        self.saving = Checkpointing(config, place, self.learner)
         self.saving.resume()
         self.committed = self.learner.step  # acknowledged; the learner is ahead during a commit
         name = identity("trainer", self.rank, incarnation)
@@ -192,6 +193,7 @@ class TrainerRank:
         """Rank 0: True when this version is to be published."""
         commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
         answer, _ = self._ask(self.control, commit, f"the commit of step {commit.step}")
+        self.saving.best = answer.best
         return bool(answer.publish)
 
     def _ask(
