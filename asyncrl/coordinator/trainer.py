@@ -33,6 +33,8 @@ from asyncrl.wire.messages.trainer import (
     WorkPlan,
 )
 
+SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))  # what is best of a validation: the first that it has
+
 
 @dataclass
 class Ranks:
@@ -140,10 +142,9 @@ class TrainerHandler:
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The validation of a step is over. Its score is kept with the run."""
-        if SAMPLED_SCORE in metrics or NLL_HELD_OUT in metrics:
-            self._scores[step] = (
-                metrics[SAMPLED_SCORE] if SAMPLED_SCORE in metrics else -metrics[NLL_HELD_OUT]
-            )
+        found = [metrics[name] * sign for name, sign in SCORES if name in metrics]
+        if found:
+            self._scores[step] = found[0]
             self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
     def _best(self) -> int:
