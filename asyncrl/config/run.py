@@ -255,8 +255,8 @@ def _check_combinations(config: RunConfig) -> None:
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
         ),
-        f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path or "
-        "a URL": bool(where) and "://" not in where and not where.startswith("/"),
+        f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path "
+        "or a URL": bool(where) and "://" not in where and not where.startswith("/"),
         "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
             config.checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)

@@ -68,8 +68,7 @@ def write(
     files = StepFiles(to, step)
 
     def save() -> None:
-        alone = world.size == 1
-        save_shards(state, storage_writer=writer(files), process_group=world.group, no_dist=alone)
+        save_shards(state, storage_writer=writer(files), process_group=world.group)
 
     def export() -> None:
         export_hf(files.create, learner.policy, state["model"], world, model.path, model.template)
