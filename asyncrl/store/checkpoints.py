@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class HashedFile(io.RawIOBase):
             return
         super().close()
         self._file.flush()
-        if hasattr(self._file, "fileno"):  # a local one
+        with suppress(AttributeError, io.UnsupportedOperation):  # of files that are not local
             os.fsync(self._file.fileno())
         self._file.close()
         self._done(self._size, self._digest.hexdigest())
