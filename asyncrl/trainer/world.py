@@ -40,16 +40,17 @@ class World:
         else on the others."""
         mine = shard.to_local().cpu()
         rows = -(-shard.shape[0] // self.size)
+        if self.size == 1:
+            return mine
         if self.rank:
             if mine.numel():
                 dist.send(mine, 0, group=self.group)
             return mine
-        parts = [mine]
+        whole = mine.new_empty(shard.shape)
+        whole[:rows] = mine
         for start in range(rows, shard.shape[0], rows):
-            part = mine.new_empty(min(rows, shard.shape[0] - start), *shard.shape[1:])
-            dist.recv(part, start // rows, group=self.group)
-            parts.append(part)
-        return torch.cat(parts) if len(parts) > 1 else mine
+            dist.recv(whole[start : start + rows], start // rows, group=self.group)
+        return whole
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """The values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.

@@ -6,21 +6,28 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
+from tests.fakes.live_bytes import LiveBytes, save_llama
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     Recorder,
+    export,
     full_state,
     make_learner,
     plain_model,
@@ -170,6 +177,41 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -
     assert to.steps() == [1] and checkpoint.newest(to) == 1
     to.prune(keep=2)
     assert not (tmp_path / "saved" / "step-2").exists()
+
+
+def export_on_ranks(world: World, folder: Path) -> Any:
+    """What each rank held at most beyond its shards while it took part in an export."""
+    path = str(folder.parent / "model")
+    policy = load_policy(ModelConfig(path=path, dtype="bfloat16"), world)
+    with LiveBytes() as counted:
+        export(folder / "out" if world.rank == 0 else folder / "nothing", policy, world, path)
+    return world.gather(counted.peak, int)
+
+
+def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
+    path = save_llama(tmp_path / "model")
+    peaks = run_ranks(2, export_on_ranks, tmp_path / "two")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    largest = max(p.nbytes for p in plain.parameters())
+    assert largest <= peaks[0] <= 1.6 * largest  # in float32 as it comes, and in bfloat16 as it goes
+    assert peaks[1] <= 1.1 * largest
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "step-0" / "hf")
+    assert all(
+        torch.equal(p, q) for p, q in zip(exported.parameters(), plain.bfloat16().parameters(), strict=True)
+    )
+
+
+def test_training_waits_where_there_is_no_memory_for_a_copy(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
+    learner = make_learner(config, world, "float32")
+    saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=saving._bytes))
+    assert not saving.begin(0), "a copy and its room do not fit"
+    while saving.busy:
+        saving.poll()
+    assert saving.place.steps() == [0] and checkpoint.newest(saving.place) == 0
 
 
 @pytest.mark.long
