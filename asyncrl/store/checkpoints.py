@@ -145,10 +145,7 @@ class Checkpoints:
     # -- writing ---------------------------------------------------------------------------------------
 
     def clear(self, step: int) -> None:
-        """Room for a checkpoint of that step: what is there, a damaged one perhaps, goes, its manifest
-        first."""
-        if self._fs.exists(self.path(step, MANIFEST)):
-            self._fs.rm_file(self.path(step, MANIFEST))
+        """Room for a checkpoint of that step, where a damaged one may be."""
         self.remove(step)
         self._fs.makedirs(self.path(step), exist_ok=True)
 
@@ -180,8 +177,11 @@ class Checkpoints:
         self._sync(step, {MANIFEST: (0, "")})
 
     def remove(self, step: int) -> None:
-        if self._fs.exists(self.path(step)):
-            self._fs.rm(self.path(step), recursive=True)
+        """As far as that is possible: without its manifest, what is left is no checkpoint."""
+        with suppress(OSError):
+            for path in (self.path(step, MANIFEST), self.path(step)):
+                if self._fs.exists(path):
+                    self._fs.rm(path, recursive=True)
 
     def prune(self, keep: int, best: int = -1) -> None:
         """Delete all but the `keep` newest checkpoints and the one of step `best`, and what crashes left
