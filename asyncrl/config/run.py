@@ -141,7 +141,7 @@ class LaunchConfig(Section, frozen=True):
     lease: Seconds = 30.0
     """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
     start_timeout: Seconds = 120.0
-    """Deadline for a role to report in, to which a second per 50 MB of its models is added."""
+    """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
     """Deadline of a graceful stop: the micro-batch under way and a checkpoint. A second Ctrl-C ends it."""
     stall_timeout: Seconds = 300.0

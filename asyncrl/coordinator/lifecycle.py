@@ -83,7 +83,7 @@ class Lifecycle:
                 left = f"for at most {self._deadline - now:.0f} s more"
                 self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
             case Phase.STARTING if now > self._start_deadline:
-                limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading the models)"
+                limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
                 raise ProtocolError(f"not started within {limit}: {self._missing()}")
 
     def stop(self, reason: str, now: float, save: bool = True) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from asyncrl.config import RunConfig
 from asyncrl.weights.model_files import weight_bytes
 
-READ_RATE = 50e6  # bytes a second that the slowest disk of a model gives
+READ_RATE = 50e6  # bytes a second that the slowest disk gives
+CHECKPOINT = 12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
 
 
 def start_limit(config: RunConfig) -> float:
-    """Seconds for a role to report in: `launch.start_timeout`, and what its models take to be read."""
+    """Seconds for a role to report in: `launch.start_timeout`, and what models and a checkpoint take to be
+    read."""
     model = config.model.path
     read = sum(map(weight_bytes, (model, config.critic.path or model, config.kl.reference or model)))
-    return config.launch.start_timeout + read / READ_RATE
+    return config.launch.start_timeout + (read + CHECKPOINT * weight_bytes(model)) / READ_RATE
 
 
 def silence_limit(config: RunConfig) -> float:

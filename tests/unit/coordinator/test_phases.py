@@ -16,6 +16,7 @@ from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
@@ -179,6 +180,17 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
     gone = ["launch.1"] if silent == 1 else ["launch.0", "launch.1"]
     assert list(replaced) == [("rollout", one, now) for now in (151, 272) for one in gone]
     assert coordinator.lifecycle.phase is Phase.RUNNING
+
+
+def test_a_large_model_has_more_time_to_start(tmp_path: Path) -> None:
+    """Policy, critic and reference, and a checkpoint of 12 times the policy's bytes, at 50 MB/s."""
+    config = parse({"name": "t", "model": {"path": str(tmp_path)}, "data": {"train": "d"}})
+    assert start_limit(config) == config.launch.start_timeout
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1_000_000_000)
+    assert start_limit(config) == pytest.approx(config.launch.start_timeout + 15 * 20.0)
+    assert Liveness(config, 0.0).stalled(silence_limit(config) - 1) == ""
+    assert silence_limit(config) == start_limit(config) + config.launch.stall_timeout
 
 
 def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> None:
