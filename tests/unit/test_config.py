@@ -72,6 +72,8 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ),
         ({"rollout__max_new_tokens": 5000}, "exceeds max_tokens"),
         ({"trainer__micro_batch_tokens": 100}, "would not fit"),
+        ({"checkpoint__directory": "saved"}, r"checkpoint\.directory \(saved\) is relative"),
+        ({"checkpoint__best": True}, r"checkpoint\.best needs validations"),
         ({"weights__transport": "collective"}, "needs servers"),
         ({"rollout__agent": "a.py:f", "rollout__tools": ["calculator"]}, "leads episodes itself"),
         ({"rollout__agent": "a.py:f", "rollout__environment": {"gymnasium": {}}}, "leads episodes itself"),

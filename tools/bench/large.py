@@ -89,6 +89,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
             "model": {"path": model, "dtype": "bfloat16"},
             "data": {"train": "none"},
             "rollout": {"max_tokens": 512, "max_new_tokens": 128},
+            "algorithm": {"correction": {"truncate": {}}},  # the log-probs are made up
             "trainer": {"micro_batch_tokens": BUDGET, "ranks": ranks},
             "checkpoint": {"directory": str(folder)},
         }
