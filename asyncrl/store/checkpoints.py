@@ -11,6 +11,7 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,8 @@ class Checkpoints:
 
     def prune(self, keep: int, best: int = -1) -> None:
         """Delete all but the `keep` newest checkpoints and the one of step `best`, and what crashes left
-        half-written."""
-        kept = {*self.steps()[:keep], best}
+        half-written, a manifest, too."""
+        kept = {*islice(filter(self._sealed, self._begun()), keep), best}
         for step in self._begun():
             if step not in kept:
                 self.remove(step)
@@ -205,6 +206,11 @@ class Checkpoints:
         self._fs.rm_file(f"{self.root}/{token}-{rank}")
 
     # -- parts -----------------------------------------------------------------------------------------
+
+    def _sealed(self, step: int) -> bool:
+        with suppress(CheckpointError):
+            return bool(self.manifest(step).files)
+        return False
 
     def _wrote(self, count: int) -> None:
         self.written += count
