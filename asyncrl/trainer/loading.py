@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
-from asyncrl.trainer.slices import Place, copy_shard, fill, locate
+from asyncrl.trainer.slices import FileTensor, copy_shard, fill, locate
 from asyncrl.trainer.world import World
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class WeightsSource:
     name; or, if `places` is empty, the model with its weights on rank 0."""
 
     model: PreTrainedModel
-    places: dict[str, Place]
+    places: dict[str, FileTensor]
     filled: PreTrainedModel | None
     dtype: str
 

@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from asyncrl.weights.model_files import weight_files
 
 
-class Place(NamedTuple):
+class FileTensor(NamedTuple):
     """One tensor of a file."""
 
     file: str
@@ -32,18 +32,18 @@ def open_slices(file: str) -> Any:
     return safe_open(file, "pt", backend="pread")
 
 
-def locate(model: PreTrainedModel, path: str) -> dict[str, Place]:
+def locate(model: PreTrainedModel, path: str) -> dict[str, FileTensor]:
     """Where each tensor of `model`, tied and on any device, lies in the files of `path`, by its name. Empty
     where they do not hold it as it is: converted, quantized, of another shape, missing, or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
-    wanted, found = model.state_dict(keep_vars=True), dict[str, Place]()
+    wanted, found = model.state_dict(keep_vars=True), dict[str, FileTensor]()
     for file in map(str, weight_files(path)):
         with open_slices(file) as opened:
             for key, name in _named(model, list(opened.keys()), wanted):
                 if opened.get_slice(key).get_shape() != list(wanted[name].shape):
                     return {}
-                found[name] = Place(file, key)
+                found[name] = FileTensor(file, key)
     there = {id(wanted[name]) for name in found}  # of a shared tensor one name is enough
     return found if all(id(tensor) in there for tensor in wanted.values()) else {}
 
@@ -64,7 +64,7 @@ def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, Tensor]) -
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, places: dict[str, Place]) -> None:
+def fill(model: PreTrainedModel, places: dict[str, FileTensor]) -> None:
     """Read this rank's shards, and whole what is not sharded, into the memory that `model` has."""
     wanted, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[str]](list)
     for name, place in places.items():

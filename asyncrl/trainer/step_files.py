@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 
@@ -55,12 +55,12 @@ class StepFiles(FileSystemBase):
 
 
 def writer(files: StepFiles) -> FileSystemWriter:
-    found = FileSystemWriter(STATE, sync_files=False)  # they are synchronised when they are closed
+    found: Any = FileSystemWriter(STATE, sync_files=False)  # they are synchronised when they are closed
     found.fs, found.path = files, STATE
-    return found
+    return cast(FileSystemWriter, found)
 
 
 def reader(files: StepFiles) -> FileSystemReader:
-    found = FileSystemReader(STATE)
+    found: Any = FileSystemReader(STATE)
     found.fs, found.path = files, STATE
-    return found
+    return cast(FileSystemReader, found)
