@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import psutil
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import ConfigError, DeadlineError, one_line
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.step import Learner
@@ -37,6 +38,7 @@ ROOM = 1.2  # of a copy's bytes: what must be free in main memory for it
 
 class Job(NamedTuple):
     manifest: CheckpointManifest
+    began: float
     result: Future[str]  # what went wrong; '' for nothing
 
 
@@ -80,8 +82,9 @@ class Checkpointing:
         self._due = False
         self._job: Job | None = None
         self._bytes = checkpoint.size(checkpoint.snapshot(learner, copy=False))
-        slowest = max(self._world.gather(self._bytes, int)) * self._world.size / WRITE_RATE
-        self._apart = self._world.apart(PATIENCE + slowest)
+        largest = max(self._world.gather(self._bytes, int))
+        self._limit = PATIENCE + largest * self._world.size / WRITE_RATE
+        self._apart = self._world.apart(self._limit)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._neighbours = self._world.gather(HOST, str).count(HOST)
 
@@ -91,6 +94,12 @@ class Checkpointing:
     def parent(self) -> int:
         """Step of the newest checkpoint; -1: none."""
         return self.newest.step if self.newest else -1
+
+    @property
+    def under_way(self) -> str:
+        """What is being written; '' for nothing."""
+        written = f"{self.place.written / 1e6:,.0f} MB since the start"
+        return f"a checkpoint is being written, {written}" if self.busy else ""
 
     @property
     def busy(self) -> bool:
@@ -138,15 +147,20 @@ class Checkpointing:
             trained_total=self.trained_total,
         )
         state = checkpoint.snapshot(self._learner, copy=copied)
-        self._job = Job(manifest, self._thread.submit(self._write, state, manifest))
+        self._job = Job(manifest, time.monotonic(), self._thread.submit(self._write, state, manifest))
         self._trained, self._due = [], False
         return copied
 
     def poll(self) -> bool:
-        """Whether the checkpoint under way has come to its end, well."""
-        if self._job is None or not all(self._world.gather(self._job.result.done(), bool)):
+        """Whether the checkpoint under way has come to its end, well. DeadlineError when it takes longer than
+        its bytes allow."""
+        if self._job is None:
             return False
-        manifest, result = self._job
+        manifest, began, result = self._job
+        if not all(self._world.gather(result.done(), bool)):
+            if time.monotonic() - began > self._limit:
+                raise DeadlineError(f"the checkpoint of step {manifest.step} took over {self._limit:.0f} s")
+            return False
         self._job, self.problem = None, result.result()
         if self.problem:  # the next one lists what this one did
             log.error("not saved: %s", self.problem)

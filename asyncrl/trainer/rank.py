@@ -314,8 +314,10 @@ class TrainerRank:
     def _await_saved(self) -> None:
         """Send beats, which count what is written, until the checkpoint under way has come to its end."""
         while self.saving.busy:
+            self.waiting = self.saving.under_way
             self._note_saved()
             self._idle(SAVE_POLL)
+        self.waiting = ""
 
     def _note_saved(self) -> None:
         """Once the checkpoint under way is in place, the coordinator is told."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
-from asyncrl.trainer import checkpoint
+from asyncrl.trainer import checkpoint, checkpointing
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
@@ -213,6 +214,26 @@ def test_training_waits_where_there_is_no_memory_for_a_copy(
     while saving.busy:
         saving.poll()
     assert saving.place.steps() == [0] and checkpoint.newest(saving.place) == 0
+
+
+def test_a_write_that_hangs_ends_the_rank(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 10 minutes, and the time for its bytes at 20 MB/s."""
+    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
+    saving = Checkpointing(config, Checkpoints(tmp_path), make_learner(config, world, "float32"))
+    clock, hangs = SimpleNamespace(now=0.0), threading.Event()
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(checkpoint, "write", lambda *about: hangs.wait(60))
+    try:
+        saving.begin(0)
+        assert not saving.poll() and "is being written" in saving.under_way
+        clock.now = saving._limit + 1
+        assert saving._limit == pytest.approx(600.0, rel=0.01)
+        with pytest.raises(DeadlineError, match="step 0 took over 600 s"):
+            saving.poll()
+    finally:
+        hangs.set()
 
 
 @pytest.mark.long
