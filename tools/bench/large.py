@@ -24,7 +24,7 @@ from pathlib import Path
 from common import ROOT, SINGLE_THREAD, table
 from heap import micro_batches
 
-VOCABULARY, BUDGET, EPISODES = 32_000, 2048, 4
+VOCABULARY, BUDGET, EPISODES = 32_000, 512, 2
 
 
 def make_model(path: Path, parameters: float) -> int:
@@ -67,6 +67,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
 
     from asyncrl.config import parse
     from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+    from asyncrl.trainer.heap import trim
     from asyncrl.trainer.step import Learner
     from asyncrl.trainer.world import join, leave
 
@@ -105,6 +106,7 @@ def measure(model: str, folder: Path, rank: int, ranks: int, resume: bool) -> di
         for micro in micro_batches(random.Random(0), BUDGET, learner.step, VOCABULARY, EPISODES):
             learner.accumulate(micro)
         metrics = learner.finish()
+        trim()  # as a rank does
     assert not metrics["actor/skipped_steps"], metrics
     if not resume:
         with phase("stall"):

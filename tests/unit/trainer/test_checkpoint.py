@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -160,12 +161,37 @@ def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: P
         load_checkpoint(path, learner)
 
 
-def test_prune_keeps_the_newest_and_sweeps_leftovers(learner: Learner, directory: Path) -> None:
-    for step in (1, 9, 10):
-        save_checkpoint(directory, learner, manifest(step), hf=False)
-    (directory / "step-11" / "state").mkdir(parents=True)
-    Checkpoints(directory).prune(keep=2)
-    assert sorted(path.name for path in directory.iterdir()) == ["step-10", "step-9"]
+@pytest.mark.parametrize(("best", "kept"), [(-1, [9, 10]), (1, [1, 9, 10]), (9, [9, 10])])
+def test_prune_keeps_the_newest_and_the_best_and_sweeps_leftovers(
+    directory: Path, best: int, kept: list[int]
+) -> None:
+    """Neither files without a manifest nor half a manifest are a checkpoint that counts."""
+    checkpoints = Checkpoints(directory)
+    for step in (1, 5, 9, 10, 12):
+        files: Files = {}
+        with checkpoints.create(step, "state/x", files) as file:
+            file.write(b"12")
+        if step < 12:
+            checkpoints.seal(CheckpointManifest(step=step, trainer_epoch=0, files=files))
+    (directory / "step-11").mkdir()
+    (directory / "step-11" / "manifest.json").write_text('{"step": 1')
+    checkpoints.prune(keep=2, best=best)
+    assert sorted(checkpoints.steps()) == kept
+    assert sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir()) == kept
+
+
+def test_nothing_is_read_back_and_nothing_renamed(
+    learner: Learner, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*about: Any, **more: Any) -> None:
+        raise AssertionError(f"{about}")
+
+    with monkeypatch.context() as during:
+        for place, name in ((os, "rename"), (os, "replace"), (shutil, "move"), (Checkpoints, "open")):
+            during.setattr(place, name, forbidden)
+        path = save_checkpoint(directory, learner, manifest(1))
+    assert newest_checkpoint(directory) == path
+    assert len(Checkpoints(directory).manifest(1).files) > 3
 
 
 def test_a_step_reached_again_is_replaced(learner: Learner, directory: Path) -> None:

@@ -52,33 +52,25 @@ def place_of(world: World, folder: Path, directory: str) -> str:
 
 
 def try_places(world: World, folder: Path) -> Any:
-    """As on two nodes without a shared disk: each rank has a directory of its own; and a shared one."""
-    own = place_of(world, folder, str(folder / f"node-{world.rank}"))
-    shared = place_of(world, folder, str(folder / "shared"))
-    return world.gather((own, shared), tuple[str, str])
+    """As on two nodes without a shared disk, each rank with a directory of its own; and with a shared one. And
+    as if the directories had been parted after the start."""
+    own, shared = (place_of(world, folder, str(folder / name)) for name in (f"node-{world.rank}", "shared"))
+    learner = make_learner(tiny_config(str(folder.parent / "model")), world, "float32")
+    apart, manifest = (
+        Checkpoints(folder / f"node-{world.rank}"),
+        checkpoint.manifest_of(learner, trainer_epoch=0),
+    )
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.write(apart, checkpoint.snapshot(learner), manifest, learner, world, hf=False)
+    return world.gather((own, shared, str(error.value), apart.steps()), tuple[str, str, str, list[int]])
 
 
 def test_ranks_that_do_not_share_their_directory_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    found = run_ranks(2, try_places, tmp_path)
-    for own, shared in found:
+    save_tiny_model(tmp_path / "model")
+    for own, shared, unsealed, steps in run_ranks(2, try_places, tmp_path / "two"):
         assert "checkpoint.directory" in own and "rank 0 on" in own and "rank 1 on" in own
         assert shared == ""
-
-
-def write_apart(world: World, folder: Path) -> Any:
-    """As if the directories had been parted after the start."""
-    learner = make_learner(tiny_config(str(folder.parent / "model")), world, "float32")
-    to = Checkpoints(folder / f"node-{world.rank}")
-    manifest = checkpoint.manifest_of(learner, trainer_epoch=0)
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, world, hf=False)
-    return world.gather((str(error.value), to.steps()), tuple[str, list[int]])
-
-
-def test_what_rank_0_does_not_see_is_no_checkpoint(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model")
-    for problem, steps in run_ranks(2, write_apart, tmp_path / "two"):
-        assert "all ranks share" in problem and steps == []
+        assert "all ranks share" in unsealed and steps == [], "what rank 0 does not see is no checkpoint"
 
 
 def saved_while_training(world: World, folder: Path) -> Any:
