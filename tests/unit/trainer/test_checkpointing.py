@@ -52,7 +52,7 @@ def place_of(world: World, folder: Path, directory: str) -> str:
 
 
 def try_places(world: World, folder: Path) -> Any:
-    """As on two nodes without a shared disk, each rank with a directory of its own; and with a shared one. And
+    """As on two nodes without a shared disk, each rank with a directory of its own; with a shared one; and
     as if the directories had been parted after the start."""
     own, shared = (place_of(world, folder, str(folder / name)) for name in (f"node-{world.rank}", "shared"))
     learner = make_learner(tiny_config(str(folder.parent / "model")), world, "float32")
