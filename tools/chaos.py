@@ -35,7 +35,7 @@ def main() -> int:
     dice = random.Random(options.seed)
     name = f"chaos-{int(time.time())}"
     overrides = [
-        *(f"total_steps={options.steps}", "trainer.checkpoint_every=5", "launch.restarts=20"),
+        *(f"total_steps={options.steps}", "checkpoint.every=5", "launch.restarts=20"),
         *("launch.lease=5", "data.test=''", "observe.plot=false", *options.overrides),
     ]
     process = start(name, options.run_dir, overrides)

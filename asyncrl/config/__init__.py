@@ -20,6 +20,7 @@ from asyncrl.config.run import (
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
+    CheckpointConfig,
     CriticConfig,
     KLConfig,
     Packing,
@@ -29,6 +30,7 @@ from asyncrl.config.training import (
 __all__ = [
     "AlgorithmConfig",
     "BufferConfig",
+    "CheckpointConfig",
     "CriticConfig",
     "DataConfig",
     "EngineConfig",

@@ -15,6 +15,7 @@ from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfi
 from asyncrl.config.training import (
     AlgorithmConfig,
     BufferConfig,
+    CheckpointConfig,
     CriticConfig,
     KLConfig,
     TrainerConfig,
@@ -140,7 +141,7 @@ class LaunchConfig(Section, frozen=True):
     lease: Seconds = 30.0
     """A worker silent for this long loses its episodes. A weight swap of an embedded engine silences it."""
     start_timeout: Seconds = 120.0
-    """Deadline for a role to report in."""
+    """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
     """Deadline of a graceful stop: the micro-batch under way and a checkpoint. A second Ctrl-C ends it."""
     stall_timeout: Seconds = 300.0
@@ -170,6 +171,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     validation: ValidationConfig = ValidationConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -225,7 +227,7 @@ def _plain(complaint: str) -> str:
 def _check_combinations(config: RunConfig) -> None:
     """Refuse values that are valid alone but cannot work together."""
     buffer, algorithm = config.buffer, config.algorithm
-    needed = config.group_bytes * buffer.groups_per_batch
+    needed, where = config.group_bytes * buffer.groups_per_batch, config.checkpoint.directory
     refusals = {
         f"buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
@@ -252,6 +254,12 @@ def _check_combinations(config: RunConfig) -> None:
         "rollout.agent leads episodes itself, with what its requests bring; clear rollout.environment and "
         "rollout.tools, or the agent": bool(
             config.rollout.agent and (config.rollout.environment or config.rollout.tools)
+        ),
+        f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path "
+        "or a URL": bool(where) and "://" not in where and not where.startswith("/"),
+        "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
+            config.checkpoint.best
+            and not (config.data.test and config.validation.samples and config.validation.every)
         ),
     }
     for message, refused in refusals.items():

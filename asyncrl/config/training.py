@@ -162,7 +162,17 @@ class TrainerConfig(Section, frozen=True):
     """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
     rows share at their beginning is computed once, and members of a group go to one rank. Where the model
     would give other gradients than padded: padded, and a warning."""
-    checkpoint_every: Count = 50
+
+
+class CheckpointConfig(Section, frozen=True):
+    """Checkpoints, and the exports in them."""
+
+    every: Count = 50
     """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: Positive = 2
+    keep: Positive = 2
     """Newest checkpoints kept."""
+    best: bool = False
+    """Keep the one with the best validation, too, of those whose step was validated."""
+    directory: str = ""
+    """Where the run's directory of checkpoints is made: an absolute path or a URL that fsspec knows, which
+    all trainer ranks share; empty: in the run directory."""

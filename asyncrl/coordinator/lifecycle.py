@@ -47,7 +47,7 @@ class Lifecycle:
         self.state, self.workers, self.engines = state, workers, engines
         self.trainer, self.validation, self.reporter = trainer, validation, reporter
         self.phase, self.error, self.outcome = Phase.STARTING, "", ""
-        self._deadline = now + state.config.launch.start_timeout
+        self._deadline = now + state.liveness.start
         self._can_save = True  # there are trainer ranks to write a checkpoint
 
     @property
@@ -83,7 +83,8 @@ class Lifecycle:
                 left = f"for at most {self._deadline - now:.0f} s more"
                 self.state.waits.append(f"a checkpoint after the micro-batch under way, {left}")
             case Phase.STARTING if now > self._start_deadline:
-                raise ProtocolError(f"not started within launch.start_timeout: {self._missing()}")
+                limit = f"{self.state.liveness.start:.0f} s (launch.start_timeout, and reading models)"
+                raise ProtocolError(f"not started within {limit}: {self._missing()}")
 
     def stop(self, reason: str, now: float, save: bool = True) -> None:
         """Let the trainer write a checkpoint, then end. `save` False: it cannot, it was lost."""
@@ -118,7 +119,7 @@ class Lifecycle:
     @property
     def _start_deadline(self) -> float:
         """A trainer that repeats steps after a crash is alive."""
-        return max(self._deadline, self.state.liveness.alive_at + self.state.config.launch.start_timeout)
+        return max(self._deadline, self.state.liveness.alive_at + self.state.liveness.start)
 
     def _training_over(self) -> bool:
         """No batch is left to train."""

@@ -259,7 +259,6 @@ class Coordinator:
         self._watch(now)
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
-            self.trainer.look_at_checkpoint(now)
             self._to_observers(self._status())
 
     def _admit(self, now: float) -> None:
@@ -299,6 +298,7 @@ class Coordinator:
         for step, metrics in self.validation.results:
             row = {"training/step": float(step), "time_s": self.reporter.seconds} | metrics
             self.reporter.write(row)
+            self.trainer.validated(step, metrics)
             self._to_observers(StepReport(step, row))
             self.state.liveness.progress(time.monotonic())
         self.validation.results = []
@@ -327,7 +327,7 @@ class Coordinator:
         here |= {("engine", hello.index): hello.incarnation for hello in keepers}
         planned = [("engine", index) for index in range(self.config.engine.keepers)]
         planned += [("rollout", index) for index in range(self.config.rollout.workers)]
-        limit = self.config.launch.start_timeout
+        limit = self.state.liveness.start
         for role, index in planned:
             presence = self._presence[role, index]
             if (role, index) in here:

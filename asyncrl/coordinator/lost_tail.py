@@ -12,20 +12,20 @@ from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.store.manifests import CheckpointError, lineage
+from asyncrl.store.checkpoints import CheckpointError, checkpoints_of
 from asyncrl.types import DropReason
 
 
 def recover(state: RunState, step: int, now: float) -> None:
     """The trainer has resumed from the checkpoint of `step`, beyond what the store has committed.
     ProtocolError when the manifests since then are not there, or do not fit what the store holds."""
-    known, directory = state.batches.committed, state.run_dir / "checkpoints"
+    known, checkpoints = state.batches.committed, checkpoints_of(state.config, state.run_dir)
     refusal = (
         f"the trainer's checkpoint is of step {step}, the run store knows {known} steps: checkpoint and "
         "store are not of one run; restore both from the same copy"
     )
     try:
-        manifests = lineage(directory, step, known)
+        manifests = checkpoints.lineage(step, known)
     except CheckpointError as error:
         raise ProtocolError(f"{refusal} ({error})") from error
     state.buffer.cohorts.exclude(known)
@@ -40,7 +40,7 @@ def recover(state: RunState, step: int, now: float) -> None:
         state.store.forget_frames(uid)
     state.store.forget_plans(range(known, step), rows)
     state.store.put_commit(step, manifests[-1].trainer_epoch, "")
-    state.store.put_checkpoint(step, manifests[-1].trainer_epoch, str(directory / f"step-{step}"))
+    state.store.put_checkpoint(step, manifests[-1].trainer_epoch, checkpoints.path(step))
     state.store.sync()
     log.warning(
         "the run store had lost steps %d to %d: %d trajectories are trained, by the checkpoints' manifests",

@@ -17,6 +17,7 @@ from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
 from asyncrl.observe.files import read_rows, write_summary
 from asyncrl.observe.summary import summarize
+from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
 
 
@@ -249,5 +250,6 @@ class Reporter:
         summary = summarize(read_rows(state.run_dir), msgspec.structs.asdict(flow), conserved)
         ending = {"outcome": outcome, "error": error, "reasons": dict(state.buffer.reasons)}
         ending |= {"attempts_failed": state.failed.counts, "newest_failure": state.failed.newest}
+        ending["checkpoints"] = checkpoints_of(state.config, state.run_dir).root
         threshold = {"success_threshold": state.config.validation.success}
         write_summary(state.run_dir, summary | threshold | ending)

@@ -8,14 +8,16 @@ unblocks: the ranks (plans, go, committed), through the clock the workers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
-from asyncrl.observe.files import bytes_under
+from asyncrl.observe.summary import NLL_HELD_OUT, SAMPLED_SCORE
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -30,6 +32,8 @@ from asyncrl.wire.messages.trainer import (
     TrainerHello,
     WorkPlan,
 )
+
+SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))  # what is best of a validation: the first that it has
 
 
 @dataclass
@@ -58,8 +62,9 @@ class TrainerHandler:
         self._stopped_at: int | None = None  # the step at which the ranks were asked
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
+        stored = state.store.read.meta("validated", "{}")
+        self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
-        self._written = 0  # bytes of a checkpoint under way
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -132,8 +137,22 @@ class TrainerHandler:
         state.liveness.progress(now)
         # While a restarted trainer repeats steps the engines keep the newer weights they have.
         state.outbox.to_control(
-            peer, Committed(message.step, publish=message.step >= state.batches.committed)
+            peer, Committed(message.step, message.step >= state.batches.committed, self._best())
         )
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The validation of a step is over. Its score is kept with the run."""
+        found = [metrics[name] * sign for name, sign in SCORES if name in metrics]
+        if found:
+            self._scores[step] = found[0]
+            self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
+
+    def _best(self) -> int:
+        """Of equal ones the first: what was the best once, and is pruned, never is again."""
+        if not self.state.config.checkpoint.best:
+            return -1
+        known = sorted(self._scores.keys() & set(self.state.store.read.checkpoints()))
+        return max(known, key=lambda step: self._scores[step], default=-1)
 
     def publish(self, message: Published, now: float) -> None:
         state = self.state
@@ -158,7 +177,7 @@ class TrainerHandler:
         self.checkpoint_step = message.step
         at_end = message.step == state.batches.committed
         self.checkpoint_trained = message.trained_total if at_end else None
-        keep = state.config.trainer.keep_checkpoints
+        keep = state.config.checkpoint.keep
         kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
         oldest = kept[0] if len(kept) == keep else 0
         covered = state.batches.retain(oldest)
@@ -167,14 +186,6 @@ class TrainerHandler:
         state.store.forget_plans(range(oldest), len(covered))
         state.store.sync()
         state.liveness.progress(now)
-
-    def look_at_checkpoint(self, now: float) -> None:
-        """One that is being written is a sign of life as long as it grows: its writer sends no beats."""
-        written = sum(map(bytes_under, (self.state.run_dir / "checkpoints").glob("step-*.tmp")))
-        if written > self._written:
-            self.state.liveness.alive(now)
-            self.state.waits.append(f"a checkpoint is being written: {written / 1e6:,.0f} MB so far")
-        self._written = written
 
     def finish(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the

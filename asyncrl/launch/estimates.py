@@ -6,10 +6,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from math import sqrt
+from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.launch.model_directory import parameter_count
-from asyncrl.launch.run_directory import creatable, run_directory
+from asyncrl.launch.run_directory import creatable
 
 # Learning rates of AdamW that worked, by the number of parameters, all weights trained: 4e-4 for 0.16M and
 # 2e-5 for 135M (this repository's demos); 1e-6 to 1e-5 for 0.5B to 32B (verl's and TRL's examples of GRPO,
@@ -42,16 +43,17 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     """Model and checkpoints for a person to read. `gpu`: whether there is one; None: unknown."""
-    kept, each = config.trainer.keep_checkpoints + 1, checkpoint_bytes(config)
+    kept, each = _kept(config), checkpoint_bytes(config)
+    place = _place(config)
+    room = f" of {_size(_free(place))} free in {place}" if place else ""
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
     slow = config.model.dtype == "float32" and (gpu is False or config.model.device == "cpu")
     note = " (about 2.5 times the time of bfloat16, on a CPU with avx512_bf16)" if slow else ""
-    size, pause = _short(parameter_count(config.model.path)), config.trainer.checkpoint_every
+    size, pause = _short(parameter_count(config.model.path)), config.checkpoint.every
     when = f"every {pause} steps" if pause else "at the end"
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
-        f"checkpoints   {_size(each)} each, {when}; at most {kept} at once: {_size(kept * each)} of "
-        f"{_size(_free(config))} free in {config.run_dir}",
+        f"checkpoints   {_size(each)} each, {when}; at most {kept} at once: {_size(kept * each)}{room}",
     ]
 
 
@@ -67,11 +69,11 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
                 f"trainer.lr={config.trainer.lr:g} is far from the usual {usual:.1g} for {of}: less than "
                 f"{low:.1e} or more than {high:.1e} is probably a mistake (docs/models.md)"
             )
-    needed = (config.trainer.keep_checkpoints + 1) * checkpoint_bytes(config)
-    if needed > _free(config):
+    needed, place = _kept(config) * checkpoint_bytes(config), _place(config)
+    if place and needed > _free(place):
         yield (
-            f"checkpoints need {_size(needed)} (trainer.keep_checkpoints and one being written), and "
-            f"{config.run_dir} has {_size(_free(config))} free; free some, or set run_dir to another disk"
+            f"checkpoints need {_size(needed)} (checkpoint.keep and one being written), and "
+            f"{place} has {_size(_free(place))} free; free some, or set checkpoint.directory"
         )
     embedded = 0 if config.engine.remote else config.rollout.workers
     busy, cores = config.launch.threads * (embedded + config.trainer.ranks), len(os.sched_getaffinity(0))
@@ -89,8 +91,19 @@ def _own_critic(config: RunConfig) -> bool:
     return compose(config).own_critic
 
 
-def _free(config: RunConfig) -> int:
-    return shutil.disk_usage(creatable(run_directory(config), "run_dir")).free
+def _kept(config: RunConfig) -> int:
+    """Checkpoints there may be at once, one of them being written."""
+    return config.checkpoint.keep + config.checkpoint.best + 1
+
+
+def _place(config: RunConfig) -> str:
+    """Where checkpoints are; '' if that is at a URL."""
+    directory = config.checkpoint.directory
+    return "" if "://" in directory else directory or config.run_dir
+
+
+def _free(place: str) -> int:
+    return shutil.disk_usage(creatable(Path(place), "checkpoint.directory")).free
 
 
 def _short(count: float) -> str:

@@ -10,14 +10,13 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-
-INDEX = "model.safetensors.index.json"
+from asyncrl.weights.model_files import read_json, weight_files
 
 
 def check_model(config: RunConfig) -> None:
     """config.json, weights, tokenizer and chat template are there; the context is long enough."""
     path = Path(config.model.path)
-    settings = _json(path / "config.json")
+    settings = read_json(path / "config.json")
     files = weight_files(config.model.path)
     if not files:
         raise ConfigError(f"{path}: no model.safetensors; save the weights with save_pretrained(...)")
@@ -51,22 +50,7 @@ def chat_template(config: RunConfig) -> str:
     file, inside = path / "chat_template.jinja", path / "tokenizer_config.json"
     if file.is_file():
         return file.read_text()
-    return str((_json(inside) if inside.is_file() else {}).get("chat_template") or "")
-
-
-def weight_files(path: str) -> list[Path]:
-    """The files that transformers reads, not others beside them, such as a second copy in a publisher's own
-    layout, or adapters. Those of the index are there: `check_model`."""
-    directory = Path(path)
-    if (directory / INDEX).is_file():
-        return [directory / name for name in set(_json(directory / INDEX).get("weight_map", {}).values())]
-    single = directory / "model.safetensors"
-    return [single] if single.is_file() else []
-
-
-def weight_bytes(path: str) -> int:
-    """Bytes of the files of weights; 0 without any."""
-    return sum(file.stat().st_size for file in weight_files(path))
+    return str((read_json(inside) if inside.is_file() else {}).get("chat_template") or "")
 
 
 def parameter_count(path: str) -> int:
@@ -90,15 +74,3 @@ def _header(file: Path) -> dict[str, Any]:
             return found
     except (OSError, ValueError, struct.error) as error:
         raise ConfigError(f"{file}: not readable as safetensors ({error}); fetch or save it anew") from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; a model directory needs it") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error}); write it anew") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: is no JSON object; write it anew")
-    return value

@@ -13,11 +13,12 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.estimates import cost_warnings
-from asyncrl.launch.model_directory import chat_template, check_model, weight_bytes
+from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
 from asyncrl.tools import Tool
+from asyncrl.weights.model_files import weight_bytes
 
 
 def check(config: RunConfig) -> RunData:
@@ -33,6 +34,7 @@ def check(config: RunConfig) -> RunData:
         data = check_data(config, tools)
     check_device(config)
     check_weights_directory(config)
+    check_checkpoint_directory(config)
     check_servers(config)
     found = [*warnings(config), *check_template(config, tools, data), *data.warnings]
     return data._replace(warnings=found)
@@ -93,6 +95,15 @@ def check_weights_directory(config: RunConfig) -> None:
     )
     where = weights_directory(config.weights.directory, run_directory(config), config.name, needed)
     creatable(where, "weights.directory")
+
+
+def check_checkpoint_directory(config: RunConfig) -> None:
+    """Checkpoints can be written to a directory; what is elsewhere the trainer finds out."""
+    from asyncrl.store.checkpoints import checkpoints_of
+
+    place = checkpoints_of(config, run_directory(config))
+    if place.local and config.checkpoint.directory:
+        creatable(Path(place.root), "checkpoint.directory")
 
 
 def outside_weights(config: RunConfig) -> list[Path]:

@@ -27,7 +27,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 NAME_BYTES = 200  # directories elsewhere are named after it, too: a file system allows 255
 EXISTING = ("run.db", "config.yaml")
 # What a resumed run must keep: its data cursor, its plans and its checkpoints were made with these.
-PATHS = ("data.train", "model.path")
+PATHS = ("data.train", "model.path", "checkpoint.directory")
 KEPT = (
     *PATHS,
     *("data.columns", "data.dataset", "data.system_prompt", "data.filter_overlong", "data.order"),

@@ -69,12 +69,3 @@ def mark_start(run_dir: Path) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(f"{datetime.date.today().isoformat()} {secrets.token_hex(ID_BYTES)}")
         temporary.replace(path)
-
-
-def bytes_under(directory: Path) -> int:
-    """Bytes of all files below it; less when some vanish meanwhile."""
-    total = 0
-    with suppress(OSError):
-        for path in directory.rglob("*"):
-            total += path.stat().st_size if path.is_file() else 0
-    return total

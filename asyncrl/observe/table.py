@@ -63,7 +63,8 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, terminal: Terminal 
         if line:
             terminal.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     terminal.print(identity_line(summary["flow"], summary["conserved"]), highlight=False, soft_wrap=True)
-    export = run_dir.absolute() / "checkpoints" / f"step-{summary['steps']}" / "hf"
+    checkpoints = Path(summary.get("checkpoints") or run_dir.absolute() / "checkpoints")
+    export = checkpoints / f"step-{summary['steps']}" / "hf"
     if export.is_dir():
         terminal.print(f"model: {export}", highlight=False, soft_wrap=True)
     terminal.print(f"run: {run_dir.absolute()}", highlight=False, soft_wrap=True)

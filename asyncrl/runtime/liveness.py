@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from asyncrl.config import RunConfig
+from asyncrl.weights.model_files import weight_bytes
+
+READ_RATE = 50e6  # bytes a second that the slowest disk gives
+CHECKPOINT = 12  # times the bytes of a model in bfloat16: float32 weights and moments, hashed, then loaded
+
+
+def start_limit(config: RunConfig) -> float:
+    """Seconds for a role to report in: `launch.start_timeout`, and what models and a checkpoint take to be
+    read."""
+    model = config.model.path
+    read = sum(map(weight_bytes, (model, config.critic.path or model, config.kl.reference or model)))
+    return config.launch.start_timeout + (read + CHECKPOINT * weight_bytes(model)) / READ_RATE
 
 
 def silence_limit(config: RunConfig) -> float:
     """Seconds without any sign of life after which the run has stalled: `launch.stall_timeout` beyond the
     longest deadline of a wait that gives none (a process that loads, an engine that loads a version, a
     server's stream that is silent)."""
-    silent = [config.launch.start_timeout, config.weights.deadline]
+    silent = [start_limit(config), config.weights.deadline]
     silent += [config.engine.request_timeout] if config.engine.remote else []
     return config.launch.stall_timeout + max(silent)
 
@@ -26,9 +38,11 @@ def progress_limit(config: RunConfig) -> float:
 
 
 class Liveness:
-    """When something last moved in a run. Pure: `now` is passed in, in seconds of one monotonic clock."""
+    """When something last moved in a run. Pure: `now` is passed in, in seconds of one monotonic clock.
+    `start`: seconds for a role to report in."""
 
     def __init__(self, config: RunConfig, now: float) -> None:
+        self.start = start_limit(config)
         self._silence, self._progress = silence_limit(config), progress_limit(config)
         self.progress_at = self.alive_at = now
 

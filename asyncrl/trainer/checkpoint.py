@@ -1,66 +1,103 @@
-"""Checkpoints: models, optimizers and RNG by torch's distributed checkpointing, with a manifest.
+"""What a checkpoint holds: models, optimizers and RNG by torch's distributed checkpointing, and an export.
 
-    step-N.tmp/ ──save (all ranks)──► hash, fsync, read back ──rename──► step-N/{state, manifest.json, hf}
+    snapshot (all ranks, in training) ──► write (all ranks, in the background or not) ──► manifest
 
-The rename comes last, so a directory called step-N is complete. Loading verifies the hashes and works
-with any number of ranks. Collectives: `save` and `load`.
+Loading works with any number of ranks. Collectives: all of these.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import xxhash
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from asyncrl.errors import one_line, reason
-from asyncrl.store.manifests import MANIFEST, CheckpointError, CheckpointManifest, read_manifest
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.step import Learner
+from asyncrl.trainer.step_files import StepFiles, reader, writer
+from asyncrl.trainer.world import World
 
 logger = logging.getLogger(__name__)
-STATE = "state"
+State = dict[str, Any]
 
 
-def save(directory: Path, learner: Learner, manifest: CheckpointManifest, *, hf: bool = True) -> Path:
-    """Write and verify `directory`/step-N on all ranks' behalf; returns it once it is in place.
+def snapshot(learner: Learner, *, copy: bool = True) -> State:
+    """The state of this rank, copied to main memory, or with `copy` False as it is."""
+    state = _state(learner)
+    return (
+        tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state) if copy else state
+    )
 
-    `hf` adds an export that `from_pretrained` reads. An existing step-N is replaced (a step can be
-    reached twice after a rollback). Raises CheckpointError, on all ranks alike, when it cannot be written, or
-    not be read back; nothing of it is left then.
+
+def size(state: State) -> int:
+    """Bytes of a state on this rank."""
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors(state))
+
+
+def tensors(state: State) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def write(
+    to: Checkpoints,
+    state: State,
+    manifest: CheckpointManifest,
+    learner: Learner,
+    world: World,
+    hf: bool = True,
+) -> None:
+    """Write step-N in `to`; it is there when this returns. `state` is that of `snapshot`; of the learner only
+    what never changes is read. `world`: the ranks, apart from training if this is in the background.
+
+    `hf` adds an export that `from_pretrained` reads. An incomplete step-N is replaced. Raises
+    CheckpointError, on all ranks alike, when it cannot be written; nothing of it is left then.
     """
-    final = directory / f"step-{manifest.step}"
-    partial = directory / f"step-{manifest.step}.tmp"
-    manifest = msgspec.structs.replace(manifest, state=_carried(learner, learner.state))
-    first = learner.world.rank == 0
+    step, first, model = manifest.step, world.rank == 0, learner.config.model
+    files = StepFiles(to, step)
+
+    def save() -> None:
+        save_shards(state, storage_writer=writer(files), process_group=world.group)
+
+    def export() -> None:
+        export_hf(files.create, learner.policy, state["model"], world, model.path, model.template)
+
+    def seal() -> None:
+        if first:
+            to.seal(
+                msgspec.structs.replace(manifest, files={n: f for part in found for n, f in part.items()})
+            )
+
     try:
-        _together(learner, lambda: _clear(partial) if first else None)
-        _together(learner, lambda: save_shards(_state(learner), checkpoint_id=partial / STATE))
+        _together(world, lambda: to.clear(step) if first else None)
+        _together(world, save)
         if hf:
-            model = learner.config.model
-            _together(learner, lambda: export_hf(partial / "hf", learner.policy, model.path, model.template))
-        _together(learner, lambda: _seal(partial, final, manifest, learner.pulse) if first else None)
+            _together(world, export)
+        found = world.gather(files.written, Files)
+        _together(world, seal)
     except CheckpointError as error:
         if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"checkpoint {final}: {error}") from error
-    return final
+            to.remove(step)
+        raise CheckpointError(f"checkpoint {to.path(step)}: {error}") from error
 
 
-def _together(learner: Learner, work: Callable[[], object]) -> None:
+def manifest_of(learner: Learner, **lineage: Any) -> CheckpointManifest:
+    """The manifest of a checkpoint of the learner as it is now."""
+    return CheckpointManifest(step=learner.step, state=_carried(learner, learner.state), **lineage)
+
+
+def _together(world: World, work: Callable[[], object]) -> None:
     """A part of saving. When it fails on one rank it has failed on all: CheckpointError."""
     problem = ""
     try:
@@ -69,28 +106,24 @@ def _together(learner: Learner, work: Callable[[], object]) -> None:
         problem = one_line(next(iter(error.failures.values()))[0])
     except (OSError, CheckpointError) as error:
         problem = reason(error)
-    if problem := next(filter(None, learner.world.gather(problem, str)), ""):
+    if problem := next(filter(None, world.gather(problem, str)), ""):
         raise CheckpointError(problem)
 
 
-def _clear(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-
-def load(path: Path, learner: Learner) -> CheckpointManifest:
+def load(checkpoints: Checkpoints, step: int, learner: Learner) -> CheckpointManifest:
     """Restore models, optimizers, RNG, `state` and `step` in place, not the reference: that stays the initial
-    policy. The path must be one that `newest` verified. Raises CheckpointError when it is of other models."""
-    manifest = read_manifest(path)
+    policy. The step must be one that `newest` gave. Raises CheckpointError when it is of other models."""
+    manifest, path = checkpoints.manifest(step), checkpoints.path(step)
+    source = reader(StepFiles(checkpoints, step))
     state = _state(learner)
-    saved = FileSystemReader(path / STATE).read_metadata().state_dict_metadata
+    saved = source.read_metadata().state_dict_metadata
     if f"rng.{learner.world.rank}" not in saved:  # more ranks than were saved: they keep their seed
         state.pop("rng")
     if "critic" in state and not any(name.startswith("critic.") for name in saved):
         logger.warning("checkpoint %s has no critic: it starts anew", path)
         state.pop("critic")
     try:
-        load_shards(state, checkpoint_id=path / STATE)
+        load_shards(state, storage_reader=source)
     except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"{path} does not fit this model: {one_line(error)}") from error
     _restore(learner.policy.lm, learner.optimizer, state)
@@ -103,33 +136,17 @@ def load(path: Path, learner: Learner) -> CheckpointManifest:
     return manifest
 
 
-def newest(directory: Path) -> Path | None:
-    """The newest checkpoint whose files are as written; a damaged one is passed over with a warning."""
-    for path in _steps(directory):
-        problem = verify(path)
+def newest(checkpoints: Checkpoints) -> int:
+    """The newest step whose files are as written, -1: there is none; a damaged one is passed over with a
+    warning."""
+    for step in checkpoints.steps():
+        problem = checkpoints.damage(step)
         if not problem:
-            return path
-        logger.warning("checkpoint %s is damaged (%s): falling back to the one before", path, problem)
-    return None
-
-
-def prune(directory: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints and what crashes left half-written."""
-    for path in (*_steps(directory)[keep:], *directory.glob("step-*.tmp")):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def verify(path: Path, pulse: Callable[[], None] = lambda: None) -> str:
-    """What is wrong with a checkpoint's files, in one line; '' when nothing is. `pulse` is called again and
-    again, as a sign of life."""
-    try:
-        manifest = read_manifest(path)
-        for name, (size, digest) in manifest.files.items():
-            if _fingerprint(path / name, pulse) != (size, digest):
-                return f"{name} is not as written"
-    except (CheckpointError, OSError) as error:
-        return one_line(error)
-    return "" if manifest.files else "the manifest names no file"
+            return step
+        logger.warning(
+            "checkpoint %s is damaged (%s): falling back to the one before", checkpoints.path(step), problem
+        )
+    return -1
 
 
 def _state(learner: Learner) -> dict[str, Any]:
@@ -157,46 +174,3 @@ def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> N
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-
-
-def _seal(partial: Path, final: Path, manifest: CheckpointManifest, pulse: Callable[[], None]) -> None:
-    """Rank 0, when all files are written: manifest, fsync, verify, rename."""
-    paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {str(path.relative_to(partial)): _fingerprint(path, pulse) for path in paths}
-    encoded = msgspec.json.encode(msgspec.structs.replace(manifest, files=files))
-    (partial / MANIFEST).write_bytes(msgspec.json.format(encoded, indent=1))
-    for path in (*partial.rglob("*"), partial):
-        _fsync(path)
-        pulse()
-    if problem := verify(partial, pulse):
-        raise CheckpointError(problem)
-    replaced = final.with_name(f"{final.name}.old.tmp")
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    _fsync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _steps(directory: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
-    found = [path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
-
-
-def _fingerprint(path: Path, pulse: Callable[[], None]) -> tuple[int, str]:
-    digest, size = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-            pulse()
-    return size, digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,56 +1,100 @@
-"""The policy as a Hugging Face directory: weights, config, tokenizer."""
+"""The policy as a Hugging Face directory: weights in files of 5 GB, config, tokenizer."""
 
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.model import Policy, shards, whole_tensors
+from asyncrl.trainer.model import Policy
+from asyncrl.trainer.world import World
 from asyncrl.weights import tensorfile
-from asyncrl.weights.manifest import Layout
+from asyncrl.weights.manifest import TensorSpec
+from asyncrl.weights.model_files import INDEX
 from asyncrl.weights.shards import layout_of
-from asyncrl.weights.snapshot import as_bytes
+from asyncrl.weights.snapshot import as_bytes, split
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+FILE_BYTES = 5_000_000_000
+FOLDER = "hf"
+
+Create = Callable[[str], Any]  # a new file of that name, to be written
 
 
-def export_hf(directory: Path, policy: Policy, source: str, template: str = "") -> None:
+def export_hf(
+    create: Create,
+    policy: Policy,
+    weights: Mapping[str, DTensor],
+    world: World,
+    source: str,
+    template: str = "",
+) -> None:
     """Write what `from_pretrained` reads, in the configured dtype, adapters merged, no value head. A
-    collective; rank 0 writes.
+    collective of `world`; rank 0 writes, and holds one whole tensor at a time.
 
-    Everything but the weights (tokenizer, chat template, generation settings) is that of `source`; the chat
-    template is `template`, if there is one.
+    `weights`: the model's, on the CPU, by name. Everything but the weights (tokenizer, chat template,
+    generation settings) is that of `source`; the chat template is `template`, if there is one.
     """
-    layout = layout_of(shards(policy), policy.export_dtype)
-    tensors = whole_tensors(policy)
+    tensors = _published(policy, weights, world)
     try:
-        if dist.get_rank() == 0:
-            _write(directory, policy, source, layout, tensors)
-            if template:  # from_pretrained prefers this file to what tokenizer_config.json says
-                (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if world.rank == 0:
+            _write_weights(create, policy, weights, tensors)
+            _write_rest(create, policy, Path(source), template)
     finally:
         for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
             pass
 
 
-def _write(
-    directory: Path,
-    policy: Policy,
-    source: str,
-    layout: Layout,
-    tensors: Iterator[tuple[str, Tensor]],
+def _published(policy: Policy, weights: Mapping[str, DTensor], world: World) -> Iterator[Tensor]:
+    """The weights as they are published, whole on rank 0."""
+    for name in policy.published:
+        tensor = world.collect(weights[name])
+        names = policy.adapters.names(name) if policy.adapters is not None else None
+        if policy.adapters is not None and names is not None:
+            a, b = (world.collect(weights[adapter]) for adapter in names)
+            if world.rank == 0:
+                tensor = tensor + policy.adapters.change(name, a, b)
+        yield tensor.to(policy.export_dtype)
+
+
+def _write_weights(
+    create: Create, policy: Policy, weights: Mapping[str, DTensor], tensors: Iterator[Tensor]
 ) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in sorted(Path(source).iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHT_FILES):
-            shutil.copyfile(file, directory / file.name)
-    chunks = ((spec, as_bytes(tensor)) for spec, (_, tensor) in zip(layout, tensors, strict=True))
-    tensorfile.write(directory / "model.safetensors", layout, chunks)
+    layout = layout_of({name: weights[name] for name in policy.published}, policy.export_dtype)
+    parts = [layout[part] for part in split(layout, FILE_BYTES)]
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors" if len(parts) > 1 else "model.safetensors"
+        with create(f"{FOLDER}/{name}") as file:
+            tensorfile.write(file, part, _chunks(part, tensors))
+        where |= {spec.name: name for spec in part}
+    if len(parts) > 1:
+        total = {"total_size": sum(spec.nbytes for spec in layout)}
+        with create(f"{FOLDER}/{INDEX}") as file:
+            file.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode())
+
+
+def _chunks(part: tuple[TensorSpec, ...], tensors: Iterator[Tensor]) -> Iterator[tuple[TensorSpec, Any]]:
+    for spec in part:
+        yield spec, as_bytes(next(tensors))
+
+
+def _write_rest(create: Create, policy: Policy, source: Path, template: str) -> None:
     config = copy.deepcopy(policy.lm.config)  # it names the dtype of the master weights
     config.dtype = policy.export_dtype
-    config.save_pretrained(directory)
+    found = {
+        file.name: file.read_bytes()
+        for file in sorted(source.iterdir())
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES)
+    }
+    found["config.json"] = config.to_json_string().encode()
+    if template:  # from_pretrained prefers this file to what tokenizer_config.json says
+        found["chat_template.jinja"] = template.encode()
+    for name, content in found.items():
+        with create(f"{FOLDER}/{name}") as file:
+            file.write(content)

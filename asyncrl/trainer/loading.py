@@ -1,16 +1,20 @@
-"""From a model directory to a model sharded over the ranks: only rank 0 reads weights.
+"""From a model directory to a model sharded over the ranks.
 
-skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄──broadcast── rank 0's weights
+skeleton (meta device) ──additions──► fully_shard ──► empty shards ◄── each rank's slices of the files
+
+A model that transformers converts while it reads has no such slices: rank 0 reads it, and broadcasts.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -21,16 +25,20 @@ from transformers.utils import logging as transformers_logging
 from asyncrl.errors import ConfigError, one_line
 from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
+from asyncrl.trainer.slices import FileTensor, copy_shard, fill, locate
 from asyncrl.trainer.world import World
 
+logger = logging.getLogger(__name__)
 LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slower
 
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """A model without weights (on the meta device; its buffers are real) and, on rank 0, one with them."""
+    """A model without weights (on the meta device; its buffers are real), and where each rank reads them: by
+    name; or, if `places` is empty, the model with its weights on rank 0."""
 
     model: PreTrainedModel
+    places: dict[str, FileTensor]
     filled: PreTrainedModel | None
     dtype: str
 
@@ -46,15 +54,23 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
             capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which SDPA ignores
             own = {"attn_implementation": "eager"} if capped else {}
             model = kind.from_config(config, dtype=master, **own)
-        filled = kind.from_pretrained(path, dtype=master) if world.rank == 0 else None
-    except (OSError, ValueError) as error:
+        model.tie_weights()  # emptying parameters one by one separates shared ones
+        places = locate(model, path)
+        sliced = all(world.gather(bool(places), bool))
+        filled = None
+        if not sliced and world.rank == 0:
+            logger.warning(
+                "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
+            )
+            filled = kind.from_pretrained(path, dtype=master)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
-    model.tie_weights()  # emptying parameters one by one separates shared ones
-    return WeightsSource(model.eval(), filled, dtype)  # eval: no dropout, rho must be 1 at lag 0
+    model.eval()  # no dropout, rho must be 1 at lag 0
+    return WeightsSource(model, places if sliced else {}, filled, dtype)
 
 
 def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offload: bool = False) -> None:
-    """Shard `root`, which holds `source.model`, and fill in rank 0's weights. A collective.
+    """Shard `root`, which holds `source.model`, and fill in its weights. A collective.
 
     What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
     memory, and go to the device as a forward needs them.
@@ -64,8 +80,12 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     _shard(root, source, world, policy)
     _empty(root, world.device, torch.device("cpu") if offload else world.device)
     source.model.tie_weights()
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(source.model, _weights(source), options=options)
+    if source.places:
+        fill(source.model, source.places)
+        _initialise(source)
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(source.model, _weights(source), options=options)
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
 
 
@@ -97,6 +117,15 @@ def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
     root.to_empty(device=shards)
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
+
+
+def _initialise(source: WeightsSource) -> None:
+    """What was added since the model was read."""
+    state = source.model.state_dict(keep_vars=True)
+    read = {id(state[name]) for name in source.places}
+    for name, tensor in state.items():
+        if id(tensor) not in read:
+            copy_shard(initial(name, tensor), tensor)
 
 
 def _weights(source: WeightsSource) -> dict[str, Any]:

@@ -61,11 +61,18 @@ class Adapters:
         layer = self._layers.get(name)
         if layer is None:
             return weight
-        change = getattr(layer, B) @ getattr(layer, A)
-        if isinstance(layer, Conv1D):  # keeps its weight transposed
-            change = change.t()
-        change = cast(DTensor, change).redistribute(weight.device_mesh, weight.placements)
-        return cast(DTensor, weight + self._scale * change)
+        change = cast(DTensor, self.change(name, getattr(layer, A), getattr(layer, B)))
+        return cast(DTensor, weight + change.redistribute(weight.device_mesh, weight.placements))
+
+    def change(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """What adapters A, B add to the weight called `name`."""
+        change = self._scale * (b @ a)
+        return change.t() if isinstance(self._layers[name], Conv1D) else change  # which keeps it transposed
+
+    def names(self, name: str) -> tuple[str, str] | None:
+        """What the adapters of a weight are called; None if it has none."""
+        stem = name.removesuffix("weight")
+        return (stem + A, stem + B) if name in self._layers else None
 
 
 def _add(layer: nn.Linear | Conv1D, rank: int) -> None:
@@ -75,7 +82,7 @@ def _add(layer: nn.Linear | Conv1D, rank: int) -> None:
     layer.register_parameter(B, nn.Parameter(weight.new_empty(out_size, rank)))
 
 
-def initial(name: str, parameter: nn.Parameter) -> Tensor:
+def initial(name: str, parameter: Tensor) -> Tensor:
     """First values of what a model directory does not hold: A uniform in ±1/√in, the rest zero. So an adapted
     model starts as its base does, and a value head at 0."""
     values = torch.zeros(parameter.shape, dtype=parameter.dtype)

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -121,11 +121,3 @@ def _published(policy: Policy) -> Iterator[tuple[str, DTensor]]:
     for name in policy.published:
         weight = cast(DTensor, weights[name])
         yield name, weight if policy.adapters is None else policy.adapters.merged(name, weight)
-
-
-@torch.no_grad()
-def whole_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What `shards` gives, in the configured dtype, one tensor at a time, whole and on the CPU, on all ranks.
-    A collective: all ranks exhaust it. A tensor may be the policy's own."""
-    for name, shard in _published(policy):
-        yield name, cast(DTensor, shard.detach().to(policy.export_dtype)).full_tensor().cpu()

@@ -26,8 +26,8 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
-from asyncrl.store.manifests import CheckpointError, CheckpointManifest
-from asyncrl.trainer import checkpoint, heap, world
+from asyncrl.trainer import heap, world
+from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.step import Learner
 from asyncrl.types import PolicyVersion, Turn
@@ -51,6 +51,7 @@ log = logging.getLogger("asyncrl.trainer")
 
 BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
+SAVE_POLL = 0.05
 SAVE_AGAIN = 5.0  # seconds after a last checkpoint that could not be written
 # Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
 # update_critic is the step of the critic's optimizer.
@@ -96,11 +97,10 @@ class TrainerRank:
         self.config, self.mesh, self.incarnation = config, mesh, incarnation
         self.run_dir = Path(config.run_dir) / config.name
         self.rank, self.first = mesh.rank, mesh.rank == 0
+        place = shared_place(config, self.run_dir, mesh)
         self.learner = Learner(config, mesh)
-        self.checkpoints = self.run_dir / "checkpoints"
-        self.trained: list[str] = []  # since the last checkpoint
-        self.trained_total, self.parent = 0, -1
-        self._resume()
+        self.saving = Checkpointing(config, place, self.learner)
+        self.saving.resume()
         self.committed = self.learner.step  # acknowledged; the learner is ahead during a commit
         name = identity("trainer", self.rank, incarnation)
         self.control = Link(endpoints.control, ToTrainerControl, name)
@@ -110,22 +110,12 @@ class TrainerRank:
         self.trainer_epoch = 0
         self.watch = self.learner.watch
         self.waiting = ""
-        self.unsaved = ""  # why the last checkpoint could not be written
-        self.work = 0  # micro-batches done, or parts of a checkpoint, for the beats
+        self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
         self.published_step, self.repeating = -1, False
         self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
-
-    def _resume(self) -> None:
-        """Start from the newest sound checkpoint of the run, the same on all ranks."""
-        found = checkpoint.newest(self.checkpoints) if self.first else None
-        path = self.mesh.gather(str(found or ""), str)[0]
-        if path:
-            manifest = checkpoint.load(Path(path), self.learner)
-            self.trained_total, self.parent = manifest.trained_total, manifest.step
-            log.info("resumed from %s", path)
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -148,8 +138,7 @@ class TrainerRank:
                 case "end" | "stop":
                     if plan.kind == "end" and self.published_step != self.learner.step:
                         self._publish()  # weights.every may have left out the last version
-                    while not self._save():  # the disk may have room later
-                        self._idle(SAVE_AGAIN)
+                    self._save_last()
                     self._await_stop(plan.kind)
 
     def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
@@ -163,10 +152,9 @@ class TrainerRank:
             metrics = self.learner.finish()
             heap.trim()
         everyone = [uid for part in self.mesh.gather(self._batch, list[str]) for uid in part]
-        self.trained += everyone
-        self.trained_total += len(everyone)
+        self.saving.add(everyone)
         self._batch = []
-        metrics["trainer/trajectories_total"] = float(self.trained_total)
+        metrics["trainer/trajectories_total"] = float(self.saving.trained_total)
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.watch.lap(), metrics.get("perf/total_num_tokens", 0.0))
@@ -177,9 +165,7 @@ class TrainerRank:
         if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
             self.repeating = False
             self._publish()
-        every = self.config.trainer.checkpoint_every
-        if every and (self.learner.step % every == 0 or self.unsaved):
-            self._save()
+        self._save_if_due()
 
     # -- talking to the coordinator --------------------------------------------------------------------
 
@@ -207,6 +193,7 @@ class TrainerRank:
         """Rank 0: True when this version is to be published."""
         commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
         answer, _ = self._ask(self.control, commit, f"the commit of step {commit.step}")
+        self.saving.best = answer.best
         return bool(answer.publish)
 
     def _ask(
@@ -271,7 +258,7 @@ class TrainerRank:
         end = time.monotonic() + seconds
         while (now := time.monotonic()) < end:
             self._beat(now)
-            self._poller.wait(BEAT_EVERY)
+            self._poller.wait(min(BEAT_EVERY, end - now))
             for _ in self._received():
                 pass
 
@@ -287,13 +274,17 @@ class TrainerRank:
         """Rank 0 reports for all; the others repeat their beat."""
         if not self.first:
             return self._status()
-        path = self.checkpoints / f"step-{self.learner.step}"
-        return Checkpointed(self.trainer_epoch, self.learner.step, str(path), self.trained_total)
+        newest = self.saving.newest
+        assert newest is not None, "there is none"
+        path = self.saving.place.path(newest.step)
+        return Checkpointed(self.trainer_epoch, newest.step, path, newest.trained_total)
 
     def _status(self) -> TrainerBeat:
         busy, idle = self.watch.busy_s, self.watch.idle_s
-        waiting = "; ".join(filter(None, (self.waiting, self.unsaved, self.publishing.unwritten)))
-        return TrainerBeat(self.rank, busy, idle, waiting, self.work)
+        saving = self.saving
+        unsaved = saving.problem and f"not saved: {saving.problem}"
+        waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
+        return TrainerBeat(self.rank, busy, idle, waiting, self.work + saving.place.written)
 
     # -- publishing and saving -------------------------------------------------------------------------
 
@@ -302,33 +293,36 @@ class TrainerRank:
         with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
             self.publishing.publish(PolicyVersion(self.trainer_epoch, self.learner.step))
 
-    def _save(self) -> bool:
-        """A checkpoint of the last committed step. Micro-batches of an open batch are not in it: their
-        plan is in the store, and is trained again. False when it could not be written: training goes on, and
-        the next step tries again."""
-        if self.parent != self.learner.step:
-            try:
-                with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
-                    checkpoint.save(self.checkpoints, self.learner, self._manifest())
-            except CheckpointError as error:
-                log.error("not saved: %s", error)
-                self.unsaved = f"not saved: {error}"
-                return False
-        self.unsaved = ""
-        self.trained, self.parent = [], self.learner.step
-        if self.first:
-            checkpoint.prune(self.checkpoints, self.config.trainer.keep_checkpoints)
-            self.control.send(self._checkpointed())
-        return True
+    def _save_if_due(self) -> None:
+        """Begin a checkpoint; its writing goes on beside training, where there is memory for a copy."""
+        self._note_saved()
+        if self.saving.due():
+            with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
+                if not self.saving.begin(self.trainer_epoch):
+                    self._await_saved()
 
-    def _manifest(self) -> CheckpointManifest:
-        return CheckpointManifest(
-            step=self.learner.step,
-            trainer_epoch=self.trainer_epoch,
-            parent=self.parent,
-            trained=tuple(self.trained),
-            trained_total=self.trained_total,
-        )
+    def _save_last(self) -> None:
+        """Return when the checkpoint of the last committed step is in place; the disk may have room later."""
+        with self.timeline.span("checkpoint"), self.watch.phase("save_checkpoint"):
+            while self.saving.parent != self.learner.step:
+                if not self.saving.busy:
+                    self.saving.begin(self.trainer_epoch)
+                self._await_saved()
+                if self.saving.problem:
+                    self._idle(SAVE_AGAIN)
+
+    def _await_saved(self) -> None:
+        """Send beats, which count what is written, until the checkpoint under way has come to its end."""
+        while self.saving.busy:
+            self.waiting = self.saving.under_way
+            self._note_saved()
+            self._idle(SAVE_POLL)
+        self.waiting = ""
+
+    def _note_saved(self) -> None:
+        """Once the checkpoint under way is in place, the coordinator is told."""
+        if self.saving.poll() and self.first:
+            self.control.send(self._checkpointed())
 
     def close(self) -> None:
         self.timeline.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, ProtocolError, one_line
 
@@ -21,12 +22,35 @@ PART_BYTES = 64 << 20  # of it that travel at once
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is a collective: all ranks call it, or none."""
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `group`:
+    what they talk through; None: the default one."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    group: dist.ProcessGroup | None = None
+
+    def apart(self, timeout_s: float) -> World:
+        """The same ranks with a group of their own on the CPU, for a thread beside training."""
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+    def collect(self, shard: DTensor) -> Tensor:
+        """The whole of a tensor that is sharded along its first dimension, on rank 0 and the CPU; something
+        else on the others."""
+        mine = shard.to_local().cpu()
+        rows = -(-shard.shape[0] // self.size)
+        if self.size == 1:
+            return mine
+        if self.rank:
+            if mine.numel():
+                dist.send(mine, 0, group=self.group)
+            return mine
+        whole = mine.new_empty(shard.shape)
+        whole[:rows] = mine
+        for start in range(rows, shard.shape[0], rows):
+            dist.recv(whole[start : start + rows], start // rows, group=self.group)
+        return whole
 
     def gather(self, value: T, kind: type[T]) -> list[T]:
         """The values of all ranks, in rank order, on all ranks; a rank alone gets its own object back.
@@ -64,7 +88,7 @@ class World:
     def _all(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all ranks, of one shape, on the CPU."""
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine)
+        dist.all_gather(parts, mine, group=self.group)
         return parts
 
 

@@ -61,7 +61,8 @@ def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
     does not fit."""
     with new_version(directory, snapshot.version) as work:
         chunks = snapshot.chunks(bucket_bytes)
-        entries = tensorfile.write(work / PAYLOAD, snapshot.layout, chunks)
+        with (work / PAYLOAD).open("wb") as file:
+            entries = tensorfile.write(file, snapshot.layout, chunks)
         write_manifest(work, describe(snapshot.version, entries, snapshot.probe))
     return ref_to(directory, snapshot.version)
 

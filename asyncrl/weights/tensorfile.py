@@ -6,10 +6,11 @@ is no torch here: processes that only keep and check files do not need it.
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -21,15 +22,14 @@ _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F1
 
 
 def write(
-    path: Path, layout: Layout, chunks: Iterable[tuple[TensorSpec, np.ndarray]]
+    file: BinaryIO | io.RawIOBase, layout: Layout, chunks: Iterable[tuple[TensorSpec, np.ndarray]]
 ) -> tuple[TensorEntry, ...]:
     """Write the tensors of `layout`, whose bytes come in its order; returns them with their checksums."""
     entries = []
-    with path.open("wb") as file:
-        file.write(header(layout))
-        for spec, data in chunks:
-            file.write(data.data)
-            entries.append(entry(spec, data))
+    file.write(header(layout))
+    for spec, data in chunks:
+        file.write(data.data)
+        entries.append(entry(spec, data))
     assert tuple(found.spec for found in entries) == layout, "tensors came in another order"
     return tuple(entries)
 

@@ -11,12 +11,17 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.buffer.packing import bucket
 from asyncrl.config import RunConfig, parse
-from asyncrl.trainer.model import Policy, whole_tensors
+from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints
+from asyncrl.trainer import checkpoint
+from asyncrl.trainer.export import export_hf
+from asyncrl.trainer.model import Policy, shards
 from asyncrl.trainer.step import Learner
+from asyncrl.trainer.step_files import StepFiles
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -148,7 +153,33 @@ def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:
 
 def full_state(policy: Policy) -> dict[str, Tensor]:
     """The whole weights, copied, on all ranks. A collective."""
-    return {name: tensor.clone() for name, tensor in whole_tensors(policy)}
+    dtype = policy.export_dtype
+    return {name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(policy).items()}
+
+
+def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
+    """Write one as a run does, without waiting beside training. A collective."""
+    to, state = Checkpoints(directory), checkpoint.manifest_of(learner, trainer_epoch=0).state
+    manifest = msgspec.structs.replace(manifest, state=state)
+    checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world, hf)
+    return directory / f"step-{manifest.step}"
+
+
+def export(folder: Path, policy: Policy, world: World, source: str) -> str:
+    """Write a Hugging Face directory below `folder`. A collective."""
+    weights = get_model_state_dict(policy.lm)
+    export_hf(StepFiles(Checkpoints(folder), 0).create, policy, weights, world, source)
+    return str(folder / "step-0" / "hf")
+
+
+def load_checkpoint(path: Path, learner: Learner) -> CheckpointManifest:
+    step = int(path.name.removeprefix("step-"))
+    return checkpoint.load(Checkpoints(path.parent), step, learner)
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    step = checkpoint.newest(Checkpoints(directory))
+    return directory / f"step-{step}" if step >= 0 else None
 
 
 def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) -> list[list[list[Episode]]]:

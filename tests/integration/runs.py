@@ -10,15 +10,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 from asyncrl.observe.files import read_rows, read_summary
-from asyncrl.store.manifests import CheckpointManifest
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.weights.disk import weights_directory
 from tools.bench.common import roles
@@ -29,7 +28,7 @@ SMALL = [
     "buffer.episodes_per_group=4",
     "rollout.slots=32",
     "validation.samples=8",
-    "trainer.checkpoint_every=3",
+    "checkpoint.every=3",
     "launch.lease=4",
     "observe.plot=false",
     "observe.console=plain",
@@ -147,7 +146,9 @@ def trained_uids(run: Path) -> Counter[str]:
 
 
 def manifests(run: Path) -> list[CheckpointManifest]:
-    return [
-        msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
-        for path in sorted((run / "checkpoints").glob("step-*[0-9]/manifest.json"))
-    ]
+    """Of all checkpoints that are complete, oldest first; one may be about to be."""
+    checkpoints, found = Checkpoints(run / "checkpoints"), list[CheckpointManifest]()
+    for step in reversed(checkpoints.steps()):
+        with suppress(CheckpointError):
+            found.append(checkpoints.manifest(step))
+    return found

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.store.manifests import CheckpointManifest
-from asyncrl.trainer import checkpoint
+from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
@@ -18,9 +17,12 @@ from tests.fakes.training import (
     Recorder,
     balanced_cut,
     full_state,
+    load_checkpoint,
     make_learner,
+    newest_checkpoint,
     plain_model,
     run_batch,
+    save_checkpoint,
     save_tiny_qwen,
     tiny_config,
 )
@@ -69,7 +71,7 @@ def work(world: World, place: Path) -> dict[str, Any]:
     learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
     curve = train(learner, batches[:SAVED_AT])
     manifest = CheckpointManifest(step=SAVED_AT, trainer_epoch=0)
-    checkpoint.save(place / "checkpoints", learner, manifest, hf=False)
+    save_checkpoint(place / "checkpoints", learner, manifest, hf=False)
     curve += train(learner, batches[SAVED_AT:])
     return {"curve": curve, "weights": full_state(learner.policy)}
 
@@ -78,9 +80,9 @@ def resume(world: World, place: Path) -> dict[str, Any]:
     """Continue a checkpoint that two ranks have written."""
     path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
     learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
-    newest = checkpoint.newest(place.parent / "2-ranks" / "checkpoints")
+    newest = newest_checkpoint(place.parent / "2-ranks" / "checkpoints")
     assert newest is not None
-    checkpoint.load(newest, learner)
+    load_checkpoint(newest, learner)
     return {"curve": train(learner, batches[learner.step :]), "weights": full_state(learner.policy)}
 
 

@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
 def test_a_stop_waits_for_a_trainer_that_is_slow(tmp_path: Path) -> None:
     """As in a micro-batch of a real model: here it does not run for 10 s and more."""
     waits = "waits: a checkpoint after the micro-batch under way, for at most"
-    with Run(tmp_path, "total_steps=1000", "trainer.checkpoint_every=0", "data.test=''") as run:
+    with Run(tmp_path, "total_steps=1000", "checkpoint.every=0", "data.test=''") as run:
         run.until_step(4)
         trainer = run.children()["trainer-0"]
         trainer.suspend()
@@ -71,7 +71,7 @@ def test_a_run_goes_on_while_no_checkpoint_can_be_written(tmp_path: Path) -> Non
     blocked = tmp_path / "run" / "checkpoints"
     blocked.parent.mkdir()
     blocked.touch()
-    with Run(tmp_path, "total_steps=12", "trainer.checkpoint_every=1", "data.test=''") as run:
+    with Run(tmp_path, "total_steps=12", "checkpoint.every=1", "data.test=''") as run:
         run.until_step(4)
         assert "not saved: checkpoint" in (run.path / "logs" / "trainer-0.log").read_text()
         run.kill("trainer-0")

@@ -17,7 +17,7 @@ FEW = (
     "rollout.slots=4",
     "rollout.max_turns=2",
     "rollout.max_new_tokens=12",
-    "trainer.checkpoint_every=0",
+    "checkpoint.every=0",
     "launch.lease=60",
     f"rollout.reward={Path(__file__).resolve().parents[1]}/fakes/any_reward.py:compute_score",
 )
@@ -51,7 +51,7 @@ def test_a_pretrained_model_learns_a_tool_in_seven_steps(tmp_path: Path) -> None
         "buffer.episodes_per_group=6",
         "validation.samples=24",
     )
-    whole = ("rollout.slots=64", "trainer.checkpoint_every=0", "launch.lease=60")
+    whole = ("rollout.slots=64", "checkpoint.every=0", "launch.lease=60")
     with Run(tmp_path, *short, *whole, experiment="smollm2") as run:
         run.wait(1500)
         summary = run.completed(7)

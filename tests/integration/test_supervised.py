@@ -29,7 +29,7 @@ def test_a_model_learns_a_format(tmp_path: Path, killed: bool) -> None:
     reward.write_text("def ready(solution_str, **_):\n    return float(solution_str == 'Ready.')\n")
     keys = [f"data.train={tmp_path}/train.jsonl", f"data.test=[{tmp_path}/test.jsonl,{data}/test.parquet]"]
     keys += [f"rollout.reward={reward}:ready", "rollout.tools=[]", f"total_steps={STEPS}", "trainer.lr=7e-3"]
-    keys += ["trainer.lr_schedule=constant", "trainer.checkpoint_every=8", f"buffer.groups_per_batch={BATCH}"]
+    keys += ["trainer.lr_schedule=constant", "checkpoint.every=8", f"buffer.groups_per_batch={BATCH}"]
     keys += ["buffer.episodes_per_group=1", "buffer.filter_zero_variance=false"]
     keys += ["buffer.max_staleness=1000", "weights.every=1000"]
     if killed:

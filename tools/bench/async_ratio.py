@@ -32,7 +32,7 @@ def main() -> None:
     common = [
         f"total_steps={options.steps}",
         f"rollout.tool_args.calculator={{latency_mean: {options.latency}, latency_sigma: {options.sigma}}}",
-        *("validation.samples=0", "data.test=''", "trainer.checkpoint_every=0", "observe.plot=false"),
+        *("validation.samples=0", "data.test=''", "checkpoint.every=0", "observe.plot=false"),
         *options.overrides,
     ]
     modes = {"sync (max_staleness=0)": ["buffer.max_staleness=0"], "async (default)": []}

@@ -67,14 +67,16 @@ def measure(model: str, steps: int, budget: int, dtype: str, trim: bool) -> dict
     return {"peak": peak / 1e9, "held": held / 1e9, "user": user, "system": system, "wall": seconds}
 
 
-def micro_batches(rng: random.Random, budget: int, step: int, vocabulary: int) -> Iterator[list]:
+def micro_batches(
+    rng: random.Random, budget: int, step: int, vocabulary: int, episodes: int = EPISODES
+) -> Iterator[list]:
     """A step's episodes with their turn, as plans of at most `budget` padded tokens."""
     from asyncrl.buffer.packing import bucket
     from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
     from asyncrl.wire.messages.trainer import PlannedTrajectory
 
     work = []
-    for i in range(EPISODES):
+    for i in range(episodes):
         context, ids = (
             tuple(rng.randrange(vocabulary) for _ in range(rng.randint(*r))) for r in (PROMPT, ANSWER)
         )

@@ -37,7 +37,7 @@ from asyncrl.engines.torch.engine import PREFILL_TOKENS, TorchEngine, replace_we
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.setup import WorkerParts, prepare
 from asyncrl.tools import ToolSession
-from asyncrl.trainer.model import whole_tensors
+from asyncrl.trainer.model import shards
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World, join
 from asyncrl.types import EpisodeResult, Sample
@@ -230,7 +230,10 @@ def _world() -> World:
 
 
 def _snapshot(learner: Learner) -> Weights:
-    return {name: tensor.clone() for name, tensor in whole_tensors(learner.policy)}
+    dtype = learner.policy.export_dtype
+    return {
+        name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(learner.policy).items()
+    }
 
 
 def _mean(history: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from asyncrl.observe.summary import GREEDY, REWARD, SAMPLED
 
 CONTROL = "control"
 OTHERS = f"algorithm.advantage={ROOT / 'tools' / 'bench' / 'others_reward.py'}:of_a_sibling"
-OVERRIDES = ["validation.samples=256", "validation.every=2", "trainer.checkpoint_every=2", "resume=auto"]
+OVERRIDES = ["validation.samples=256", "validation.every=2", "checkpoint.every=2", "resume=auto"]
 HEADER = ["run", "sampled before", "after", "greedy before", "after", "minutes", "steps", "tokens", "lag max",
           "conserved"]  # fmt: skip
 

@@ -41,10 +41,12 @@ class Commit(WireMessage, frozen=True):
 
 
 class Committed(WireMessage, frozen=True):
-    """The commit of `step` is durable. `publish`: False while a restarted trainer repeats older steps."""
+    """The commit of `step` is durable. `publish`: False while a restarted trainer repeats older steps.
+    `best`: step of the checkpoint with the best validation; -1: none is known, or wanted."""
 
     step: int
     publish: bool
+    best: int = -1
 
 
 class Published(WireMessage, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.buffer.records import State
 from asyncrl.coordinator.state import RunState
 from asyncrl.errors import ProtocolError
-from asyncrl.store.manifests import CheckpointManifest
+from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.wire.messages.trainer import Checkpointed, Commit
 from tests.unit.coordinator import test_state
 from tests.unit.coordinator.test_lost_payloads import PEER, Power, Training, audit, play

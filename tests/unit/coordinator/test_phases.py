@@ -16,6 +16,7 @@ from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
+from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
@@ -181,18 +182,15 @@ def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, si
     assert coordinator.lifecycle.phase is Phase.RUNNING
 
 
-def test_a_checkpoint_that_grows_is_a_sign_of_life(coordinator: Coordinator) -> None:
-    partial = coordinator.run_dir / "checkpoints" / "step-3.tmp" / "state"
-    partial.mkdir(parents=True)
-    for now in range(0, 1000, 100):
-        coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], float(now))
-        with (partial / "shard").open("ab") as file:
-            file.write(b"x" * 1_000_000)
-        tick(coordinator, float(now))
-        assert "a checkpoint is being written" in str(coordinator.state.waits)
-    assert sent(coordinator, Replace) == [] and coordinator.lifecycle.phase is Phase.RUNNING
-    tick(coordinator, 900.0 + SILENCE + 1)
-    assert [order.role for order in sent(coordinator, Replace)] == ["rollout", "trainer"]
+def test_a_large_model_has_more_time_to_start(tmp_path: Path) -> None:
+    """Policy, critic and reference, and a checkpoint of 12 times the policy's bytes, at 50 MB/s."""
+    config = parse({"name": "t", "model": {"path": str(tmp_path)}, "data": {"train": "d"}})
+    assert start_limit(config) == config.launch.start_timeout
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1_000_000_000)
+    assert start_limit(config) == pytest.approx(config.launch.start_timeout + 15 * 20.0)
+    assert Liveness(config, 0.0).stalled(silence_limit(config) - 1) == ""
+    assert silence_limit(config) == start_limit(config) + config.launch.stall_timeout
 
 
 def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> None:

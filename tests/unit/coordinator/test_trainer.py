@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.batches import Batch, Batches
@@ -193,6 +194,31 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
     assert setup.sent.take(WorkPlan) == []
     again = setup.take(0, 0, 0)
     assert plan is not None and again is not None and again.trajectories == plan.trajectories
+
+
+def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: TrainerSetup) -> None:
+    """Of those that there are. Of equal ones the first, as a later one may have let it go."""
+    state = setup.state
+    config = msgspec.structs.replace(state.config.checkpoint, best=True)
+    state.config = msgspec.structs.replace(state.config, checkpoint=config)
+    assert setup.handler._best() == -1
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.5), (5, 0.1)):
+        setup.handler.validated(step, {"val-core/all/sampled/mean@1": score})
+        if step != 2:  # validated without a checkpoint
+            state.store.put_checkpoint(step, 1, "")
+    setup.handler.validated(5, {"val-aux/episodes": 0.0})  # it was abandoned
+    state.persist()
+    assert setup.handler._best() == TrainerHandler(state, lambda commit: None)._best() == 3
+    state.config = msgspec.structs.replace(
+        state.config, checkpoint=msgspec.structs.replace(config, best=False)
+    )
+    assert setup.handler._best() == -1
+
+
+def test_a_loss_on_held_out_demonstrations_is_better_when_it_is_lower(setup: TrainerSetup) -> None:
+    for step, nll in ((1, 0.7), (2, 0.3)):
+        setup.handler.validated(step, {"val-core/all/nll": nll})
+    assert setup.handler._scores == {1: -0.7, 2: -0.3}
 
 
 def test_a_checkpoint_of_a_trainer_that_was_replaced_covers_nothing(setup: TrainerSetup) -> None:

@@ -75,7 +75,7 @@ def test_the_plan_says_what_checkpoints_take(model: Path, monkeypatch: pytest.Mo
     assert "adapters of rank 4" in describe_costs(config(model, model={"lora_rank": 4}), gpu=True)[0]
     (warning,) = cost_warnings(config(model, model={"dtype": "float32"}), gpu=False)
     assert "checkpoints need 4.8 GB" in warning and "has 4.0 GB free" in warning
-    fewer = config(model, trainer={"lr": 2e-5, "keep_checkpoints": 1})  # 2.8 GB
+    fewer = config(model, trainer={"lr": 2e-5}, checkpoint={"keep": 1})  # 2.8 GB
     assert not list(cost_warnings(fewer, gpu=False))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -13,17 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.store.manifests import CheckpointError, CheckpointManifest, read_manifest
-from asyncrl.trainer import checkpoint
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, Files
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     Recorder,
     full_state,
+    load_checkpoint,
     make_learner,
+    newest_checkpoint,
     plain_model,
     run_batch,
+    save_checkpoint,
     save_tiny_model,
     tiny_config,
 )
@@ -55,12 +58,12 @@ def test_a_loaded_checkpoint_continues_as_if_nothing_had_happened(
     learner: Learner, world: World, model_path: str, cut: list[Any], directory: Path
 ) -> None:
     run_batch(learner, cut)
-    path = checkpoint.save(directory, learner, manifest(1))
+    path = save_checkpoint(directory, learner, manifest(1))
     rng = torch.get_rng_state()
     run_batch(learner, cut)
     torch.rand(3)
     other = make_learner(tiny_config(model_path), world, "float32")
-    loaded = checkpoint.load(path, other)
+    loaded = load_checkpoint(path, other)
     assert (loaded.step, loaded.trained, loaded.parent, other.step) == (1, ("a", "b"), 0, 1)
     assert torch.equal(torch.get_rng_state(), rng)
     run_batch(other, cut)
@@ -72,16 +75,16 @@ def test_a_checkpoint_before_the_first_step_holds_the_initial_weights(
     learner: Learner, world: World, model_path: str, cut: list[Any], directory: Path
 ) -> None:
     before = full_state(learner.policy)
-    checkpoint.save(directory, learner, manifest(0))
+    save_checkpoint(directory, learner, manifest(0))
     run_batch(learner, cut)
-    checkpoint.load(directory / "step-0", learner)
+    load_checkpoint(directory / "step-0", learner)
     assert learner.step == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(learner.policy).items())
 
 
 def test_the_export_loads_with_transformers(learner: Learner, directory: Path, model_path: str) -> None:
     (Path(model_path) / "chat_template.jinja").write_text("{{ messages }}")
-    path = checkpoint.save(directory, learner, manifest(1))
+    path = save_checkpoint(directory, learner, manifest(1))
     exported = AutoModelForCausalLM.from_pretrained(path / "hf")
     state = full_state(learner.policy)
     assert all(torch.equal(p, state[name]) for name, p in exported.named_parameters())
@@ -89,17 +92,29 @@ def test_the_export_loads_with_transformers(learner: Learner, directory: Path, m
     assert (path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}"
     model = msgspec.structs.replace(learner.config.model, template="{{ 'ä' }}")
     learner.config = msgspec.structs.replace(learner.config, model=model)
-    path = checkpoint.save(directory, learner, manifest(1))
+    path = save_checkpoint(directory, learner, manifest(1))
     assert (path / "hf" / "chat_template.jinja").read_text(encoding="utf-8") == "{{ 'ä' }}"
+
+
+def test_a_large_export_is_in_several_files(
+    learner: Learner, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.trainer.export.FILE_BYTES", 6000)
+    path = save_checkpoint(directory, learner, manifest(1)) / "hf"
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert all((path / name).stat().st_size < 8000 for name in files)
+    exported, state = AutoModelForCausalLM.from_pretrained(path), full_state(learner.policy)
+    assert all(torch.equal(p, state[name]) for name, p in exported.named_parameters())
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no text", "of another step"])
 def test_a_damaged_newest_falls_back_to_the_one_before(
     learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    first = checkpoint.save(directory, learner, manifest(1), hf=False)
-    second = checkpoint.save(directory, learner, manifest(2), hf=False)
-    assert checkpoint.newest(directory) == second
+    first = save_checkpoint(directory, learner, manifest(1), hf=False)
+    second = save_checkpoint(directory, learner, manifest(2), hf=False)
+    assert newest_checkpoint(directory) == second
     victim = next((second / "state").glob("*.distcp"))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
@@ -119,53 +134,71 @@ def test_a_damaged_newest_falls_back_to_the_one_before(
             shutil.rmtree(second)
             shutil.copytree(first, second)
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.newest(directory) == first
+        assert newest_checkpoint(directory) == first
     assert "step-2" in caplog.text and "damaged" in caplog.text
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(learner: Learner, directory: Path) -> None:
     """Files may be at most 1,000 bytes long here: what a full disk does to torch's own writer, too."""
-    first = checkpoint.save(directory, learner, manifest(1), hf=False)
+    first = save_checkpoint(directory, learner, manifest(1), hf=False)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"step-2: .*File too large|step-2: RuntimeError"):
-            checkpoint.save(directory, learner, manifest(2), hf=False)
+            save_checkpoint(directory, learner, manifest(2), hf=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(directory.iterdir()) == [first]
-    assert checkpoint.save(directory, learner, manifest(2), hf=False) == checkpoint.newest(directory)
-
-
-def test_hashing_a_checkpoint_gives_signs_of_life(learner: Learner, directory: Path) -> None:
-    signs: list[int] = []
-    learner.pulse = lambda: signs.append(1)
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
-    assert len(signs) >= 2 * len(read_manifest(path).files)
+    assert save_checkpoint(directory, learner, manifest(2), hf=False) == newest_checkpoint(directory)
 
 
 def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: Path) -> None:
-    assert checkpoint.newest(directory) is None
-    path = checkpoint.save(directory, learner, manifest(9), hf=False)
-    path.rename(directory / "step-9.tmp")
-    assert checkpoint.newest(directory) is None
+    assert newest_checkpoint(directory) is None
+    path = save_checkpoint(directory, learner, manifest(9), hf=False)
+    (path / "manifest.json").unlink()
+    assert newest_checkpoint(directory) is None
     with pytest.raises(CheckpointError, match="no readable manifest"):
-        checkpoint.load(directory / "step-9", learner)
+        load_checkpoint(path, learner)
 
 
-def test_prune_keeps_the_newest_and_sweeps_leftovers(learner: Learner, directory: Path) -> None:
-    for step in (1, 9, 10):
-        checkpoint.save(directory, learner, manifest(step), hf=False)
-    (directory / "step-11.tmp").mkdir()
-    checkpoint.prune(directory, keep=2)
-    assert sorted(path.name for path in directory.iterdir()) == ["step-10", "step-9"]
+@pytest.mark.parametrize(("best", "kept"), [(-1, [9, 10]), (1, [1, 9, 10]), (9, [9, 10])])
+def test_prune_keeps_the_newest_and_the_best_and_sweeps_leftovers(
+    directory: Path, best: int, kept: list[int]
+) -> None:
+    """Neither files without a manifest nor half a manifest are a checkpoint that counts."""
+    checkpoints = Checkpoints(directory)
+    for step in (1, 5, 9, 10, 12):
+        files: Files = {}
+        with checkpoints.create(step, "state/x", files) as file:
+            file.write(b"12")
+        if step < 12:
+            checkpoints.seal(CheckpointManifest(step=step, trainer_epoch=0, files=files))
+    (directory / "step-11").mkdir()
+    (directory / "step-11" / "manifest.json").write_text('{"step": 1')
+    checkpoints.prune(keep=2, best=best)
+    assert sorted(checkpoints.steps()) == kept
+    assert sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir()) == kept
+
+
+def test_nothing_is_read_back_and_nothing_renamed(
+    learner: Learner, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*about: Any, **more: Any) -> None:
+        raise AssertionError(f"{about}")
+
+    with monkeypatch.context() as during:
+        for place, name in ((os, "rename"), (os, "replace"), (shutil, "move"), (Checkpoints, "open")):
+            during.setattr(place, name, forbidden)
+        path = save_checkpoint(directory, learner, manifest(1))
+    assert newest_checkpoint(directory) == path
+    assert len(Checkpoints(directory).manifest(1).files) > 3
 
 
 def test_a_step_reached_again_is_replaced(learner: Learner, directory: Path) -> None:
-    checkpoint.save(directory, learner, manifest(1), hf=False)
+    save_checkpoint(directory, learner, manifest(1), hf=False)
     again = CheckpointManifest(step=1, trainer_epoch=3)
-    path = checkpoint.save(directory, learner, again, hf=False)
-    assert read_manifest(path).trainer_epoch == 3
+    save_checkpoint(directory, learner, again, hf=False)
+    assert Checkpoints(directory).manifest(1).trainer_epoch == 3
     assert [p.name for p in directory.iterdir()] == ["step-1"]
 
 
@@ -174,10 +207,10 @@ def test_another_models_checkpoint_is_refused(
 ) -> None:
     from tests.fakes.training import save_tiny_qwen
 
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     other = make_learner(tiny_config(save_tiny_qwen(tmp_path / "other")), world, "float32")
     with pytest.raises(CheckpointError, match="does not fit"):
-        checkpoint.load(path, other)
+        load_checkpoint(path, other)
 
 
 def whole(learner: Learner) -> dict[str, torch.Tensor]:
@@ -202,11 +235,11 @@ def test_critic_adapters_and_state_continue_too(
     learner = make_learner(config, world, "float32")
     run_batch(learner, cut)
     learner.state["kl_coef"] = 0.125
-    path = checkpoint.save(directory, learner, manifest(1))
+    path = save_checkpoint(directory, learner, manifest(1))
     saved = whole(learner)
     run_batch(learner, cut)
     other = make_learner(config, world, "float32")
-    assert checkpoint.load(path, other).state == other.state
+    assert load_checkpoint(path, other).state == other.state
     assert other.state["kl_coef"] == 0.125
     assert all(torch.equal(tensor, saved[name]) for name, tensor in whole(other).items())
     assert any("value_head" in name for name in saved)
@@ -256,9 +289,9 @@ def test_a_run_stopped_early_goes_on(
         case _:
             run_batch(learner, cut)
     before = moments(learner.optimizer)
-    path = checkpoint.save(directory, learner, manifest(learner.step), hf=False)
+    path = save_checkpoint(directory, learner, manifest(learner.step), hf=False)
     other = make_learner(config, world, "float32")
-    checkpoint.load(path, other)
+    load_checkpoint(path, other)
     for found in (learner, other):  # saving changed nothing, loading found all
         assert all(torch.equal(a, b) for a, b in zip(moments(found.optimizer), before, strict=True))
     wanted = whole(learner)
@@ -270,9 +303,9 @@ def test_a_checkpoint_of_an_optimizer_that_made_its_state_late_loads(
 ) -> None:
     learner.optimizer = torch.optim.AdamW(learner.policy.parameters(), lr=1e-2, betas=(0.9, 0.95))
     run_batch(learner, cut)
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     other = make_learner(tiny_config(model_path), world, "float32")
-    checkpoint.load(path, other)
+    load_checkpoint(path, other)
     wanted = moments(learner.optimizer)
     assert all(torch.equal(a, b) for a, b in zip(moments(other.optimizer), wanted, strict=True))
 
@@ -284,30 +317,30 @@ def test_only_a_coefficient_that_adapts_is_restored(
     kl = {"where": "loss", "target": 0.1}
     learner = make_learner(tiny_config(model_path, kl=kl), world, "float32")
     learner.state["kl_coef"] = 0.125
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     kl |= {"target": target, "coef": 0.5}
     other = make_learner(tiny_config(model_path, kl=kl), world, "float32")
-    checkpoint.load(path, other)
+    load_checkpoint(path, other)
     assert other.state["kl_coef"] == wanted
 
 
 def test_a_coefficient_nobody_used_is_not_saved(
     learner: Learner, world: World, model_path: str, directory: Path
 ) -> None:
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     kl = {"where": "loss", "target": 0.1, "coef": 0.5}
     other = make_learner(tiny_config(model_path, kl=kl), world, "float32")
-    checkpoint.load(path, other)
+    load_checkpoint(path, other)
     assert other.state["kl_coef"] == 0.5
 
 
 def test_the_optimizers_settings_are_those_of_the_config(
     learner: Learner, world: World, model_path: str, directory: Path
 ) -> None:
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     changed = {"weight_decay": 0.25, "betas": (0.5, 0.75)}
     other = make_learner(tiny_config(model_path, trainer=changed), world, "float32")
-    checkpoint.load(path, other)
+    load_checkpoint(path, other)
     (group,) = other.optimizer.param_groups
     assert (group["weight_decay"], group["betas"], len(group["params"])) == (0.25, (0.5, 0.75), 28)
 
@@ -320,9 +353,9 @@ def test_the_reference_stays_the_initial_policy(
     assert learner.reference is not None
     before = full_state(learner.reference.policy)
     run_batch(learner, cut)
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     other = make_learner(config, world, "float32")
-    checkpoint.load(path, other)
+    load_checkpoint(path, other)
     assert other.reference is not None
     found = full_state(other.reference.policy)
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
@@ -332,13 +365,13 @@ def test_the_reference_stays_the_initial_policy(
 def test_a_checkpoint_from_before_there_were_critics_loads(
     world: World, model_path: str, learner: Learner, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = checkpoint.save(directory, learner, manifest(1), hf=False)
+    path = save_checkpoint(directory, learner, manifest(1), hf=False)
     old = json.loads((path / "manifest.json").read_text())
     del old["state"]
     (path / "manifest.json").write_text(json.dumps(old))
     other = make_learner(tiny_config(model_path, **PPO), world, "float32")
     with caplog.at_level(logging.WARNING):
-        checkpoint.load(path, other)
+        load_checkpoint(path, other)
     assert other.step == 1 and other.state["kl_coef"] == other.config.kl.coef
     assert "no critic" in caplog.text
 
@@ -351,13 +384,13 @@ def train_with_critic(world: World, folder: Path) -> Any:
     share = [[episodes[rank :: world.size] for rank in range(world.size)]]
     latest = folder.parent / "checkpoints" / "step-1"
     if latest.exists():
-        checkpoint.load(latest, learner)
+        load_checkpoint(latest, learner)
     else:
         run_batch(learner, share)
         full = patch("asyncrl.weights.tensorfile.write", side_effect=OSError(28, "No space left on device"))
         with full, pytest.raises(CheckpointError, match="No space left"):  # on all ranks, and none hangs
-            checkpoint.save(folder, learner, manifest(1))
-        checkpoint.save(folder.parent / "checkpoints", learner, manifest(1), hf=False)
+            save_checkpoint(folder, learner, manifest(1))
+        save_checkpoint(folder.parent / "checkpoints", learner, manifest(1), hf=False)
     run_batch(learner, share)
     return whole(learner)
 

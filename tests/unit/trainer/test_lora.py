@@ -11,12 +11,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
-from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
+from tests.fakes.training import export, full_state, plain_model, save_tiny_model, save_tiny_qwen
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +86,7 @@ def test_the_merged_export_scores_as_the_adapters_do(world: World, path: str, tm
     policy = adapted(path, world)
     wanted = policy(tokens()).logp.detach()
     policy.reshard()  # type: ignore[operator]
-    export_hf(tmp_path / "hf", policy, path)
-    exported = plain_model(str(tmp_path / "hf"))
+    exported = plain_model(export(tmp_path, policy, world, path))
     assert torch.allclose(plain_logp(exported), wanted, atol=1e-6)
     ids = tuple(tokens().ids[0].tolist())
     state = full_state(policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 
 from asyncrl.config import parse
 from asyncrl.errors import DeadlineError
-from asyncrl.store.manifests import CheckpointError, CheckpointManifest
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
+from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
 from asyncrl.trainer.rank import BEAT_EVERY, SAVE_AGAIN, Stopped, TrainerRank, is_answer, performance
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
-from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, TrainerBeat, WorkPlan
+from asyncrl.wire.messages.trainer import Checkpointed, Commit, Committed, PlanRequest, TrainerBeat, WorkPlan
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -23,7 +25,7 @@ class FakeLearner:
     """Calls `pulse` after every micro-batch, as the real one does."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
-        self.step, self.watch, self.policy = 0, Stopwatch(), None
+        self.step, self.watch, self.policy, self.world = 0, Stopwatch(), None, mesh
         self.pulse = lambda: None
 
     def work(self, micros: int) -> None:
@@ -55,6 +57,10 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     publishing = SimpleNamespace(check=lambda: None, announced=None, unwritten="")
     monkeypatch.setattr(module, "Publishing", lambda *about: publishing)
     mesh: Any = SimpleNamespace(rank=0, size=1, gather=lambda value, kind: [value])
+    mesh.apart = lambda seconds: mesh
+    monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True: {})
+    of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
+    monkeypatch.setattr(checkpoint, "manifest_of", of)
     config = parse({"name": "t", "run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "d"}})
     return TrainerRank(config, Endpoints("", ""), mesh, "x")
 
@@ -84,37 +90,85 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
 
 
 class FailingDisk:
-    """In place of `checkpoint.save`: the first `failures` fail."""
+    """In place of `checkpoint.write`: the first `failures` fail."""
 
     def __init__(self, failures: int) -> None:
         self.failures, self.saved = failures, list[CheckpointManifest]()
 
-    def __call__(self, directory: Path, learner: Any, manifest: CheckpointManifest) -> None:
+    def __call__(self, to: Any, state: Any, manifest: CheckpointManifest, *about: Any) -> None:
         self.failures -= 1
         if self.failures >= 0:
             raise CheckpointError("step-0: OSError: no space")
         self.saved.append(manifest)
 
 
+def settle(rank: TrainerRank) -> None:
+    """Wait for the end of the checkpoint under way, if there is one."""
+    if rank.saving._job is not None:
+        rank.saving._job.result.result(60)
+
+
+def saved(rank: TrainerRank) -> bool:
+    """Begin a checkpoint, and wait for its end."""
+    rank.saving.begin(1)
+    settle(rank)
+    return rank.saving.poll()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_nobody_hears_of_it(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is due meanwhile comes after it. What was trained since is not in the first."""
+    written, disk = threading.Event(), FailingDisk(failures=0)
+
+    def write(*about: Any) -> None:
+        assert written.wait(60)
+        disk(*about)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    every = rank.config.checkpoint.every
+    for step in range(1, 3 * every + 1):
+        rank.learner.step = step
+        rank.saving.add([f"{step}.0"])
+        if step == 2 * every + 1:
+            assert rank.control.sent == []  # type: ignore[attr-defined]
+            assert rank.saving.newest is None and rank.saving.busy
+            written.set()
+        if step > 2 * every:
+            settle(rank)
+        rank._save_if_due()
+    settle(rank)
+    rank._note_saved()
+    lists = [(manifest.parent, manifest.step, len(manifest.trained)) for manifest in disk.saved]
+    assert lists == [
+        (-1, every, every),
+        (every, 2 * every + 1, every + 1),
+        (2 * every + 1, 3 * every, every - 1),
+    ]
+    told = [message for message in rank.control.sent if isinstance(message, Checkpointed)]  # type: ignore[attr-defined]
+    assert [message.step for message in told] == [every, 2 * every + 1, 3 * every]
+
+
 def test_a_checkpoint_that_cannot_be_written_is_tried_again_and_lists_all(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FailingDisk(failures=1)
-    monkeypatch.setattr(module.checkpoint, "save", disk)
-    rank.trained = ["0.0"]
-    assert not rank._save()
+    monkeypatch.setattr(checkpoint, "write", disk)
+    rank.saving.add(["0.0"])
+    assert not saved(rank)
+    assert rank.saving.due()  # at once, not after the next `every` steps
     assert rank._status().waiting == "not saved: step-0: OSError: no space"
     rank.publishing.unwritten = "no room for weights"  # type: ignore[misc]
     assert rank._status().waiting.endswith("no space; no room for weights")
-    rank.trained += ["1.0"]
-    assert rank._save() and rank._status().waiting == "no room for weights"
+    rank.saving.add(["1.0"])
+    assert saved(rank) and rank._status().waiting == "no room for weights"
     assert [(manifest.parent, manifest.trained) for manifest in disk.saved] == [(-1, ("0.0", "1.0"))]
 
 
 def test_the_last_checkpoint_is_tried_until_stop_comes(
     rank: TrainerRank, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(module.checkpoint, "save", disk := FailingDisk(failures=2))
+    monkeypatch.setattr(checkpoint, "write", disk := FailingDisk(failures=2))
 
     def advance(seconds: float) -> None:
         clock.now += seconds

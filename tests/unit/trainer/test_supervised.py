@@ -14,12 +14,12 @@ from torch.nn.functional import cross_entropy
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.export import export_hf
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult
 from tests.fakes.training import (
     Episode,
     Recorder,
+    export,
     gradient_gap,
     make_learner,
     plain_model,
@@ -86,8 +86,8 @@ def test_adapters_alone_learn_and_the_export_holds_them(world: World, tmp_path: 
     now = {name: p.full_tensor() for name, p in learner.policy.lm.named_parameters()}
     moved = {name for name in start if not torch.equal(now[name], start[name])}
     assert moved and all(name.endswith(("lora_a", "lora_b")) for name in moved)
-    export_hf(tmp_path / "hf", learner.policy, path)
-    _, after = plain_gradients(str(tmp_path / "hf"), episodes)
+    exported = export(tmp_path, learner.policy, world, path)
+    _, after = plain_gradients(exported, episodes)
     assert after < before - 0.01
     assert run_batch(learner, batch)["actor/nll"] == pytest.approx(after, rel=1e-5)
 

@@ -1,0 +1,252 @@
+"""The checkpoints of a run, in a directory or at a URL: what the trainer writes, and others read.
+
+    step-N/{state/…, hf/…}, each file hashed while it is written ──► step-N/manifest.json, written last
+
+A checkpoint is there when its manifest is: nothing is renamed, which not every file system does at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
+
+MANIFEST = "manifest.json"
+BLOCK = 4 << 20  # bytes read at once
+Files = dict[str, tuple[int, str]]  # path in a checkpoint → (bytes, xxh3)
+
+
+class CheckpointError(AsyncrlError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds. `trained`: uids trained since the checkpoint of step `parent` (-1: since
+    the start), in order; `trained_total`: their number along the lineage. `state`: the learner's numbers
+    beside its models. `files`: those of all ranks. Both are filled in when it is written."""
+
+    step: int
+    trainer_epoch: int
+    parent: int = -1
+    trained: tuple[str, ...] = ()
+    trained_total: int = 0
+    state: dict[str, float] = {}
+    files: Files = {}
+
+
+class HashedFile(io.RawIOBase):
+    """A new file, hashed as it is written; on the disk when it is closed. `done` gets (bytes, xxh3), `wrote`
+    the bytes of each write."""
+
+    def __init__(self, file: Any, wrote: Callable[[int], None], done: Callable[[int, str], None]) -> None:
+        self._file, self._wrote, self._done = file, wrote, done
+        self._size, self._digest = 0, xxhash.xxh3_64()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self._file.write(data)
+        written = memoryview(data).nbytes
+        self._size += written
+        self._wrote(written)
+        return written
+
+    def tell(self) -> int:
+        return self._size
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        self._file.flush()
+        with suppress(AttributeError, io.UnsupportedOperation):  # of files that are not local
+            os.fsync(self._file.fileno())
+        self._file.close()
+        self._done(self._size, self._digest.hexdigest())
+
+
+class Checkpoints:
+    """`place`: a path, or a URL that fsspec knows (`s3://bucket/run`). ConfigError where it does not.
+    `written`: bytes that this process has written; `local`: the place is a directory."""
+
+    def __init__(self, place: str | Path) -> None:
+        try:
+            self._fs, self.root = url_to_fs(os.fspath(place))
+        except (ValueError, ImportError) as error:
+            raise ConfigError(
+                f"checkpoint.directory {place}: no place for files ({one_line(error)})"
+            ) from error
+        self.local = isinstance(self._fs, LocalFileSystem)
+        self.written = 0
+
+    def path(self, step: int, name: str = "") -> str:
+        return "/".join(filter(None, (self.root, f"step-{step}", name)))
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Of all that are complete, newest first."""
+        return [step for step in self._begun() if self._fs.exists(self.path(step, MANIFEST))]
+
+    def manifest(self, step: int) -> CheckpointManifest:
+        """CheckpointError when there is none, or it is of another step: its trajectories would count as
+        trained at the wrong one."""
+        path = self.path(step)
+        try:
+            content = self._fs.cat_file(self.path(step, MANIFEST))
+            manifest = msgspec.json.decode(content, type=CheckpointManifest)
+        except (OSError, *UNDECODABLE) as error:
+            raise CheckpointError(f"{path}: no readable manifest ({one_line(error)})") from error
+        if manifest.step != step:
+            raise CheckpointError(
+                f"{path}: it was renamed or copied, its manifest is of step {manifest.step}"
+            )
+        return manifest
+
+    def lineage(self, step: int, known: int) -> list[CheckpointManifest]:
+        """The manifests that lead to the checkpoint of `step`, from the first one beyond `known` batches on.
+        CheckpointError when one of them is gone."""
+        found: list[CheckpointManifest] = []
+        while step > known:
+            found.append(self.manifest(step))
+            if found[-1].parent >= step:
+                raise CheckpointError(f"{self.path(step)}: is its own parent")
+            step = found[-1].parent
+        return found[::-1]
+
+    def damage(self, step: int) -> str:
+        """What is wrong with a checkpoint's files, all of which are read, in one line; '' when nothing is."""
+        try:
+            manifest = self.manifest(step)
+            for name, known in manifest.files.items():
+                if self._fingerprint(step, name) != known:
+                    return f"{name} is not as written"
+        except (CheckpointError, OSError) as error:
+            return one_line(error)
+        return "" if manifest.files else "the manifest names no file"
+
+    def open(self, step: int, name: str) -> Any:
+        """To read."""
+        return self._fs.open(self.path(step, name), "rb")
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def clear(self, step: int) -> None:
+        """Room for a checkpoint of that step, where a damaged one may be."""
+        self.remove(step)
+        self._fs.makedirs(self.path(step), exist_ok=True)
+
+    def create(self, step: int, name: str, files: Files) -> HashedFile:
+        """A new file of a checkpoint, which `files` holds once it is closed."""
+        path = self.path(step, name)
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+        def done(size: int, digest: str) -> None:
+            files[name] = (size, digest)
+
+        return HashedFile(self._fs.open(path, "wb"), self._wrote, done)
+
+    def seal(self, manifest: CheckpointManifest) -> None:
+        """The manifest, when all files are written. CheckpointError when one of them is not seen from here:
+        the ranks do not write to one place."""
+        step = manifest.step
+        self._fs.invalidate_cache()
+        for name, (size, _) in manifest.files.items():
+            path = self.path(step, name)
+            if not self._fs.exists(path) or self._fs.size(path) != size:
+                raise CheckpointError(
+                    f"{path}: another rank wrote it, and it is not here; set checkpoint.directory to a "
+                    "place that all ranks share"
+                )
+        self._sync(step, manifest.files)
+        with self.create(step, MANIFEST, {}) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        self._sync(step, {MANIFEST: (0, "")})
+
+    def remove(self, step: int) -> None:
+        """As far as that is possible: without its manifest, what is left is no checkpoint."""
+        with suppress(OSError):
+            for path in (self.path(step, MANIFEST), self.path(step)):
+                if self._fs.exists(path):
+                    self._fs.rm(path, recursive=True)
+
+    def prune(self, keep: int, best: int = -1) -> None:
+        """Delete all but the `keep` newest checkpoints and the one of step `best`, and what crashes left
+        half-written, a manifest, too."""
+        kept = {*islice(filter(self._sealed, self._begun()), keep), best}
+        for step in self._begun():
+            if step not in kept:
+                self.remove(step)
+
+    # -- whether all see the same place ----------------------------------------------------------------
+
+    def put_token(self, token: str, rank: int) -> None:
+        self._fs.makedirs(self.root, exist_ok=True)
+        self._fs.pipe_file(f"{self.root}/{token}-{rank}", b"")
+
+    def sees_tokens(self, token: str, ranks: int) -> bool:
+        self._fs.invalidate_cache()
+        return all(self._fs.exists(f"{self.root}/{token}-{rank}") for rank in range(ranks))
+
+    def drop_token(self, token: str, rank: int) -> None:
+        self._fs.rm_file(f"{self.root}/{token}-{rank}")
+
+    # -- parts -----------------------------------------------------------------------------------------
+
+    def _sealed(self, step: int) -> bool:
+        with suppress(CheckpointError):
+            return bool(self.manifest(step).files)
+        return False
+
+    def _wrote(self, count: int) -> None:
+        self.written += count
+
+    def _begun(self) -> list[int]:
+        """Steps of all directories, complete or not, newest first."""
+        self._fs.invalidate_cache()
+        try:
+            names = [path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self.root, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        digits = [name.removeprefix("step-") for name in names if name.startswith("step-")]
+        return sorted((int(number) for number in digits if number.isdigit()), reverse=True)
+
+    def _fingerprint(self, step: int, name: str) -> tuple[int, str]:
+        digest, size = xxhash.xxh3_64(), 0
+        with self.open(step, name) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                size += len(block)
+        return size, digest.hexdigest()
+
+    def _sync(self, step: int, files: Files) -> None:
+        """On a local disk: the names of these files are durable, too."""
+        if not self.local:
+            return
+        folders = {self.path(step, name).rpartition("/")[0] for name in files}
+        for folder in sorted({*folders, self.path(step), self.root}, reverse=True):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def checkpoints_of(config: RunConfig, run_dir: Path) -> Checkpoints:
+    """Those of a run. ConfigError where `checkpoint.directory` is no place."""
+    elsewhere = config.checkpoint.directory.rstrip("/")
+    return Checkpoints(f"{elsewhere}/{config.name}" if elsewhere else run_dir / "checkpoints")

@@ -1,0 +1,181 @@
+"""One trainer rank's part in checkpoints.
+
+consumes: the learner, after a commit
+waits for: the copy to main memory only; writing and hashing go on in the background
+unblocks: the coordinator (checkpointed), which forgets the payloads that the oldest kept one covers
+
+One checkpoint is written at a time: one that is due meanwhile is put off to the first step after. Until its
+manifest is there, a checkpoint counts for nothing: what was trained since the one before is still unsaved.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, DeadlineError, one_line
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
+from asyncrl.trainer import checkpoint
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+
+log = logging.getLogger("asyncrl.trainer")
+
+WRITE_RATE = 20e6  # bytes a second of the slowest place for checkpoints
+HOST = socket.gethostname()
+PATIENCE = 600.0  # seconds beyond that in which a rank must have written its part
+ROOM = 1.2  # of a copy's bytes: what must be free in main memory for it
+
+
+class Job(NamedTuple):
+    manifest: CheckpointManifest
+    began: float
+    result: Future[str]  # what went wrong; '' for nothing
+
+
+def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
+    """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what the
+    others write. A place that cannot be written to now may be later, and is not looked at."""
+    place = checkpoints_of(config, run_dir)
+    token = "ranks-" + world.gather(secrets.token_hex(8), str)[0]
+    try:
+        place.put_token(token, world.rank)
+        written = True
+    except OSError as error:
+        log.warning("%s cannot be written to: %s", place.root, one_line(error))
+        written = False
+    if not all(world.gather(written, bool)):
+        return place
+    sees = place.sees_tokens(token, world.size)
+    found = world.gather((sees, HOST), tuple[bool, str])
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(found) if not sees]
+    place.drop_token(token, world.rank)
+    if blind:
+        raise ConfigError(
+            f"checkpoint.directory: {place.root} is not one place for all trainer ranks, {', '.join(blind)} "
+            "does not see what the others write there; set it to one that all nodes share, or to a URL"
+        )
+    return place
+
+
+class Checkpointing:
+    """Made by all ranks together; a method without another word is a collective. `newest`: manifest of the
+    newest checkpoint in place. `problem`: why the last one could not be written. `best`: step of the one to
+    keep for its validation."""
+
+    def __init__(self, config: RunConfig, place: Checkpoints, learner: Learner) -> None:
+        self._config, self._learner, self._world = config.checkpoint, learner, learner.world
+        self.place = place
+        self.newest: CheckpointManifest | None = None
+        self.problem, self.best = "", -1
+        self.trained_total = 0
+        self._trained: list[str] = []  # since the newest checkpoint, or the one under way
+        self._due = False
+        self._job: Job | None = None
+        self._bytes = checkpoint.size(checkpoint.snapshot(learner, copy=False))
+        largest = max(self._world.gather(self._bytes, int))
+        self._limit = PATIENCE + largest * self._world.size / WRITE_RATE
+        self._apart = self._world.apart(self._limit)
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
+        self._neighbours = self._world.gather(HOST, str).count(HOST)
+
+    # -- not collectives -------------------------------------------------------------------------------
+
+    @property
+    def parent(self) -> int:
+        """Step of the newest checkpoint; -1: none."""
+        return self.newest.step if self.newest else -1
+
+    @property
+    def under_way(self) -> str:
+        """What is being written; '' for nothing."""
+        written = f"{self.place.written / 1e6:,.0f} MB since the start"
+        return f"a checkpoint is being written, {written}" if self.busy else ""
+
+    @property
+    def busy(self) -> bool:
+        """One is being written, or nobody has looked whether it still is."""
+        return self._job is not None
+
+    def add(self, uids: Sequence[str]) -> None:
+        """These are trained, and committed."""
+        self._trained += uids
+        self.trained_total += len(uids)
+
+    def due(self) -> bool:
+        """Whether one is to be begun after this step."""
+        every = self._config.every
+        self._due = self._due or (every > 0 and self._learner.step % every == 0)
+        return self._due and not self.busy
+
+    # -- collectives -----------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Start from the newest sound checkpoint of the run, the same on all ranks."""
+        found = checkpoint.newest(self.place) if self._world.rank == 0 else -1
+        step = self._world.gather(found, int)[0]
+        if step >= 0:
+            self.newest = checkpoint.load(self.place, step, self._learner)
+            self.trained_total = self.newest.trained_total
+            log.info("resumed from %s", self.place.path(step))
+
+    def begin(self, trainer_epoch: int) -> bool:
+        """A checkpoint of the last committed step. False: training must wait until it is written, as there is
+        no memory for a copy. Micro-batches of an open batch are not in it: their plan is in the store, and is
+        trained again."""
+        assert self._job is None, "one at a time"
+        free = psutil.virtual_memory().available > ROOM * self._bytes * self._neighbours
+        copied = all(self._world.gather(free, bool))
+        if not copied:
+            log.warning(
+                "no memory for a copy of %.1f GB: training waits for the checkpoint", self._bytes / 1e9
+            )
+        manifest = checkpoint.manifest_of(
+            self._learner,
+            trainer_epoch=trainer_epoch,
+            parent=self.parent,
+            trained=tuple(self._trained),
+            trained_total=self.trained_total,
+        )
+        state = checkpoint.snapshot(self._learner, copy=copied)
+        self._job = Job(manifest, time.monotonic(), self._thread.submit(self._write, state, manifest))
+        self._trained, self._due = [], False
+        return copied
+
+    def poll(self) -> bool:
+        """Whether the checkpoint under way has come to its end, well. DeadlineError when it takes longer than
+        its bytes allow."""
+        if self._job is None:
+            return False
+        manifest, began, result = self._job
+        if not all(self._world.gather(result.done(), bool)):
+            if time.monotonic() - began > self._limit:
+                raise DeadlineError(f"the checkpoint of step {manifest.step} took over {self._limit:.0f} s")
+            return False
+        self._job, self.problem = None, result.result()
+        if self.problem:  # the next one lists what this one did
+            log.error("not saved: %s", self.problem)
+            self._trained[:0] = manifest.trained
+            self._due = True
+            return False
+        self.newest = manifest
+        return True
+
+    def _write(self, state: checkpoint.State, manifest: CheckpointManifest) -> str:
+        """In the thread."""
+        try:
+            checkpoint.write(self.place, state, manifest, self._learner, self._apart)
+        except CheckpointError as error:
+            return str(error)
+        if self._world.rank == 0:
+            self.place.prune(self._config.keep, self.best)
+        return ""

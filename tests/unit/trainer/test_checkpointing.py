@@ -1,0 +1,257 @@
+"""Checkpoints beside training: where ranks may write, what a kill leaves, how long training waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError, DeadlineError
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
+from asyncrl.trainer import checkpoint, checkpointing
+from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.world import World
+from tests.fakes.forked import FORKED
+from tests.fakes.live_bytes import LiveBytes, save_llama
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import (
+    Recorder,
+    export,
+    full_state,
+    make_learner,
+    plain_model,
+    run_batch,
+    save_tiny_model,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def place_of(world: World, folder: Path, directory: str) -> str:
+    """What a rank says of its place for checkpoints; '' for nothing."""
+    config = tiny_config("m", checkpoint={"directory": directory})
+    try:
+        place = shared_place(config, folder, world)
+    except ConfigError as error:
+        return str(error)
+    world.gather(0, int)  # all have taken their tokens away
+    return ",".join(path.name for path in Path(place.root).iterdir())
+
+
+def try_places(world: World, folder: Path) -> Any:
+    """As on two nodes without a shared disk, each rank with a directory of its own; with a shared one; and
+    as if the directories had been parted after the start."""
+    own, shared = (place_of(world, folder, str(folder / name)) for name in (f"node-{world.rank}", "shared"))
+    learner = make_learner(tiny_config(str(folder.parent / "model")), world, "float32")
+    apart, manifest = (
+        Checkpoints(folder / f"node-{world.rank}"),
+        checkpoint.manifest_of(learner, trainer_epoch=0),
+    )
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.write(apart, checkpoint.snapshot(learner), manifest, learner, world, hf=False)
+    return world.gather((own, shared, str(error.value), apart.steps()), tuple[str, str, str, list[int]])
+
+
+def test_ranks_that_do_not_share_their_directory_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    for own, shared, unsealed, steps in run_ranks(2, try_places, tmp_path / "two"):
+        assert "checkpoint.directory" in own and "rank 0 on" in own and "rank 1 on" in own
+        assert shared == ""
+        assert "all ranks share" in unsealed and steps == [], "what rank 0 does not see is no checkpoint"
+
+
+def saved_while_training(world: World, folder: Path) -> Any:
+    """Save beside the next batch; what was saved must be the state before it."""
+    path = str(folder.parent / "model")
+    config = tiny_config(path, checkpoint={"directory": str(folder)})
+    learner = make_learner(config, world, "float32")
+    episodes = Recorder(plain_model(path), seed=1).groups(2, 4, [0])
+    share = [[episodes[rank :: world.size] for rank in range(world.size)]]
+    saving = Checkpointing(config, shared_place(config, folder, world), learner)
+    run_batch(learner, share)
+    saving.add(["a", "b"])
+    wanted = full_state(learner.policy)
+    assert saving.begin(3)
+    for _ in range(3):
+        run_batch(learner, share)
+    while saving.busy:
+        saving.poll()
+    assert saving.newest is not None and not saving.problem
+    other = make_learner(config, world, "float32")
+    again = Checkpointing(config, saving.place, other)
+    again.resume()
+    assert again.newest == msgspec.structs.replace(saving.newest, files=again.newest.files)
+    assert (other.step, again.trained_total, again.newest.trained) == (1, 2, ("a", "b"))
+    found = full_state(other.policy)
+    same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    return {"same": same, "files": sorted(again.newest.files), "place": saving.place.root, "hf": wanted}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_is_the_state_at_its_step_whatever_is_trained_meanwhile(
+    world: World, tmp_path: Path, ranks: int
+) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    if ranks == 1:
+        found = saved_while_training(world, tmp_path / "one")
+    else:
+        found = run_ranks(ranks, saved_while_training, tmp_path / "two")
+    assert found["same"]
+    states = {f"state/__{rank}_0.distcp" for rank in range(ranks)}
+    assert states | {"state/.metadata", "hf/model.safetensors", "hf/config.json"} <= set(found["files"])
+    exported = plain_model(f"{found['place']}/step-1/hf", torch.float32)
+    assert all(torch.equal(p, found["hf"][name]) for name, p in exported.named_parameters())
+    assert path
+
+
+def test_a_url_is_as_good_as_a_path(world: World, tmp_path: Path) -> None:
+    """fsspec's memory file system stands for a bucket: it has neither renames at once nor fsync."""
+    path = save_tiny_model(tmp_path / "model")
+    config = tiny_config(path, checkpoint={"directory": "memory://bucket/runs", "keep": 1})
+    place = shared_place(config, tmp_path, world)
+    assert place.root == "/bucket/runs/t" and not list(tmp_path.glob("memory*"))
+    learner = make_learner(config, world, "float32")
+    wanted = full_state(learner.policy)
+    saving = Checkpointing(config, place, learner)
+    for step in (1, 2):
+        learner.step = step
+        saving.begin(0)
+        while saving.busy:
+            saving.poll()
+    assert saving.place.steps() == [2] and checkpoint.newest(saving.place) == 2
+    other = make_learner(config, world, "float32")
+    with torch.no_grad():
+        for parameter in other.policy.parameters():
+            parameter.zero_()
+    Checkpointing(config, place, other).resume()
+    assert other.step == 2
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(other.policy).items())
+
+
+def killed_in_the_middle(folder: str, model: str) -> None:
+    """In a process of its own: the first checkpoint is whole, the second ends with the process."""
+    from asyncrl.trainer.world import join
+
+    learner = make_learner(tiny_config(model), join(0, 1, device="cpu"), "float32")
+    to = Checkpoints(folder)
+    for step in (1, 2):
+        manifest = CheckpointManifest(step=step, trainer_epoch=0)
+        if step == 2:
+            to._wrote = die  # type: ignore[method-assign]
+        checkpoint.write(to, checkpoint.snapshot(learner), manifest, learner, learner.world)
+
+
+def die(count: int) -> None:
+    if count > 1000:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    process = FORKED.Process(target=killed_in_the_middle, args=(str(tmp_path / "saved"), path))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
+    to = Checkpoints(tmp_path / "saved")
+    assert (tmp_path / "saved" / "step-2").exists(), "it was begun"
+    assert to.steps() == [1] and checkpoint.newest(to) == 1
+    to.prune(keep=2)
+    assert not (tmp_path / "saved" / "step-2").exists()
+
+
+def export_on_ranks(world: World, folder: Path) -> Any:
+    """What each rank held at most beyond its shards while it took part in an export."""
+    path = str(folder.parent / "model")
+    policy = load_policy(ModelConfig(path=path, dtype="bfloat16"), world)
+    with LiveBytes() as counted:
+        export(folder / "out" if world.rank == 0 else folder / "nothing", policy, world, path)
+    shard = sum(p.to_local().nbytes for p in policy.parameters())  # counted, too
+    return world.gather(counted.peak - shard, int)
+
+
+def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path: Path) -> None:
+    path = save_llama(tmp_path / "model")
+    first, second = run_ranks(2, export_on_ranks, tmp_path / "two")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    largest = max(p.nbytes for p in plain.parameters())
+    assert largest <= first <= 1.6 * largest  # in float32 as it comes, and in bfloat16 as it goes
+    assert second <= largest / 2
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "out" / "step-0" / "hf")
+    assert all(
+        torch.equal(p, q) for p, q in zip(exported.parameters(), plain.bfloat16().parameters(), strict=True)
+    )
+
+
+def test_training_waits_where_there_is_no_memory_for_a_copy(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
+    learner = make_learner(config, world, "float32")
+    saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=saving._bytes))
+    assert not saving.begin(0), "a copy and its room do not fit"
+    while saving.busy:
+        saving.poll()
+    assert saving.place.steps() == [0] and checkpoint.newest(saving.place) == 0
+
+
+def test_a_write_that_hangs_ends_the_rank(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 10 minutes, and the time for its bytes at 20 MB/s."""
+    config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
+    saving = Checkpointing(config, Checkpoints(tmp_path), make_learner(config, world, "float32"))
+    clock, hangs = SimpleNamespace(now=0.0), threading.Event()
+    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(checkpoint, "write", lambda *about: hangs.wait(60))
+    try:
+        saving.begin(0)
+        assert not saving.poll() and "is being written" in saving.under_way
+        clock.now = saving._limit + 1
+        assert saving._limit == pytest.approx(600.0, rel=0.01)
+        with pytest.raises(DeadlineError, match="step 0 took over 600 s"):
+            saving.poll()
+    finally:
+        hangs.set()
+
+
+@pytest.mark.long
+def test_training_waits_for_little_more_than_a_copy(world: World, tmp_path: Path) -> None:
+    """The shortest of five of each: 1.5 times as long as a copy of the same bytes, at most."""
+    path = save_tiny_model(tmp_path / "model")
+    learner = make_learner(tiny_config(path), world, "float32")
+    big = torch.nn.Parameter(learner.policy.lm.transformer.wte.weight.new_zeros(2_000_000, 16))
+    learner.policy.lm.transformer.register_parameter("big", big)
+    learner.optimizer.add_param_group({"params": [big]})
+    learner.optimizer.state[big] = {
+        "step": torch.zeros(()),
+        "exp_avg": torch.zeros_like(big),
+        "exp_avg_sq": torch.zeros_like(big),
+    }
+    state = checkpoint.snapshot(learner, copy=False)
+    assert checkpoint.size(state) > 3 * 4 * 32_000_000
+
+    def shortest(work: Any) -> float:
+        times = []
+        for _ in range(5):
+            start = time.monotonic()
+            kept = work()
+            times.append(time.monotonic() - start)
+            del kept
+        return min(times)
+
+    copied = shortest(lambda: [tensor.detach().clone() for tensor in checkpoint.tensors(state)])
+    assert shortest(lambda: checkpoint.snapshot(learner)) <= 1.5 * copied

@@ -1,0 +1,159 @@
+"""Each rank reads its own slices: what it loads, and how much of it it ever holds."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from asyncrl.config import ModelConfig
+from asyncrl.trainer.critic import load_critic
+from asyncrl.trainer.model import load_policy
+from asyncrl.trainer.reference import load_reference
+from asyncrl.trainer.slices import locate
+from asyncrl.trainer.world import World
+from tests.fakes.live_bytes import LiveBytes, save_llama
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import full_state, save_tiny_model, save_tiny_qwen, tiny_config
+
+pytestmark = pytest.mark.slow
+
+
+def read_on_ranks(world: World, folder: Path) -> Any:
+    """What each rank held at most while it read policy, critic, reference; and the policy's weights."""
+    path = str(folder.parent / "model")
+    config = tiny_config(path, critic={"backbone": "own"}, kl={"where": "loss"})
+    peaks = []
+    loaded: list[Any] = []
+    for load in (
+        lambda: load_policy(config.model, world),
+        lambda: load_critic(config, world),
+        lambda: load_reference(config, world, loaded[0]).policy,
+    ):
+        # The forward that follows gathers the root's parameters, as any forward does.
+        with patch("asyncrl.trainer.model._check_cut"), LiveBytes() as counted:
+            loaded.append(load())
+        shard = sum(p.to_local().nbytes for p in loaded[-1].parameters())
+        peaks += world.gather([float(counted.peak), float(shard)], list[float])
+    return {"peaks": peaks, "state": full_state(loaded[0])}
+
+
+def test_no_rank_holds_more_than_its_shard_and_a_layer(tmp_path: Path) -> None:
+    path = save_llama(tmp_path / "model")
+    found = run_ranks(2, read_on_ranks, tmp_path / "two")
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    layer = sum(p.nbytes for p in plain.model.layers[0].parameters())
+    whole = sum(p.nbytes for p in plain.parameters())
+    assert len(found["peaks"]) == 6
+    for index, (peak, shard) in enumerate(found["peaks"]):
+        moments = 2 * shard if index in (2, 3) else 0  # a critic brings its optimizer
+        assert 0.25 * whole < shard < 0.55 * whole
+        assert shard <= peak <= shard + moments + layer, f"{peak - shard} beyond the shard, a layer: {layer}"
+    assert all(torch.equal(found["state"][name], p) for name, p in plain.named_parameters())
+
+
+def other_layouts(path: Path) -> list[str]:
+    """The same tied weights in other files: under the other name, without the prefix."""
+    weights = load_file(path / "model.safetensors")
+    made = []
+    renamed = {
+        "head only": {"lm_head.weight" if "embed" in name else name: t for name, t in weights.items()},
+        "no prefix": {name.removeprefix("model."): tensor for name, tensor in weights.items()},
+    }
+    for name, tensors in renamed.items():
+        (folder := path.parent / name).mkdir()
+        (folder / "config.json").write_text((path / "config.json").read_text())
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        made.append(str(folder))
+    return made
+
+
+def test_names_are_found_as_transformers_finds_them(world: World, tmp_path: Path) -> None:
+    path = save_tiny_qwen(tmp_path / "model")
+    wanted = full_state(load_policy(ModelConfig(path=path, dtype="float32"), world))
+    for other in other_layouts(Path(path)):
+        policy = load_policy(ModelConfig(path=other, dtype="float32"), world)
+        assert len(locate(policy.lm, other)) == len(wanted), "nothing was read whole"
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(policy).items())
+
+
+def save_experts(path: Path) -> str:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        vocab_size=40,
+    )
+    MixtralForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def save_pickled(path: Path) -> str:
+    save_tiny_model(path)
+    weights = load_file(path / "model.safetensors")
+    torch.save(weights, path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    return str(path)
+
+
+@pytest.mark.parametrize("save", [save_experts, save_pickled])
+def test_what_cannot_be_sliced_is_read_by_rank_0(
+    save: Any, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
+    assert "rank 0 reads all" in caplog.text
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found = full_state(policy)
+    assert all(torch.equal(found[name], p) for name, p in plain.named_parameters())
+
+
+def test_quantized_weights_are_not_sliced(world: World, tmp_path: Path) -> None:
+    path = save_tiny_qwen(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert locate(model, path)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    assert not locate(model, path)
+
+
+def with_adapters(world: World, folder: Path) -> Any:
+    path = str(folder.parent / "model")
+    torch.manual_seed(1)
+    config = ModelConfig(path=path, dtype="float32", lora_rank=2)
+    policy = load_policy(config, world, value_head=True)
+    return {name: tensor.full_tensor() for name, tensor in policy.lm.named_parameters()}
+
+
+def test_added_parameters_start_alike_on_any_number_of_ranks(world: World, tmp_path: Path) -> None:
+    """Three ranks: more than the adapters have rows."""
+    save_tiny_model(tmp_path / "model")
+    one = with_adapters(world, tmp_path / "one")
+    three = run_ranks(3, with_adapters, tmp_path / "three")
+    assert one.keys() == three.keys()
+    assert all(torch.equal(tensor, one[name]) for name, tensor in three.items())
+    assert one["transformer.h.0.attn.c_attn.lora_a"].any()
+    assert not one["transformer.h.0.attn.c_attn.lora_b"].any() and not one["value_head.weight"].any()
+
+
+def test_buffers_that_no_file_holds_are_right(world: World, tmp_path: Path) -> None:
+    path = save_tiny_qwen(tmp_path / "model")
+    policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
+    plain = dict(AutoModelForCausalLM.from_pretrained(path).named_buffers())
+    found = dict(policy.lm.named_buffers())
+    assert found.keys() == plain.keys() and any("inv_freq" in name for name in found)
+    assert all(torch.equal(buffer, plain[name]) for name, buffer in found.items())
