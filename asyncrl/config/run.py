@@ -36,9 +36,9 @@ class ModelConfig(Section, frozen=True):
     Exports contain it."""
     template_args: Options = {}
     """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
-    weights and of the embedded engine."""
+    weights and of the embedded engine. auto: bfloat16 on a GPU and on a CPU with instructions for it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer ranks and embedded engines compute. On Ray an embedded engine gets a GPU of its own
     with `cuda` only."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from asyncrl.config import RunConfig
 from asyncrl.conversation.templates import read_template
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.launch.devices import multiplies_bfloat16, sees_gpu
 from asyncrl.launch.run_directory import begun_with
 
 WANTED = ("*.safetensors", "*.json", "*.jinja")
@@ -48,6 +49,7 @@ def resolve_models(config: RunConfig) -> RunConfig:
         config.model,
         path=local("model.path"),
         template=read_template(config.model.template, "model.template"),
+        dtype=_dtype(config, (before.get("model") or {}).get("dtype")),
     )
     return replace(
         config,
@@ -55,6 +57,17 @@ def resolve_models(config: RunConfig) -> RunConfig:
         kl=replace(config.kl, reference=local("kl.reference")),
         critic=replace(config.critic, path=local("critic.path")),
     )
+
+
+def _dtype(config: RunConfig, before: str | None) -> Literal["float32", "bfloat16"]:
+    """That of the configuration; for `auto` the one that the run was begun with, or what this machine has."""
+    match config.model.dtype, before:
+        case ("float32" | "bfloat16") as given, _:
+            return given
+        case _, ("float32" | "bfloat16") as kept:
+            return kept
+    on_gpu = config.model.device != "cpu" and sees_gpu(config) is not False
+    return "bfloat16" if on_gpu or multiplies_bfloat16() else "float32"
 
 
 def local_directory(given: str, key: str, before: str = "") -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
+from asyncrl.launch.devices import sees_gpu
 from asyncrl.launch.estimates import cost_warnings
 from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
@@ -140,15 +141,6 @@ def warnings(config: RunConfig) -> list[str]:
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
     }
     return [*(message for message, applies in found.items() if applies), *cost_warnings(config, gpu)]
-
-
-def sees_gpu(config: RunConfig) -> bool | None:
-    """Whether torch sees a GPU on this machine; None on Ray, whose processes may be on other machines."""
-    if config.launch.kind == "ray":
-        return None
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @contextmanager

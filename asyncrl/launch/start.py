@@ -15,6 +15,7 @@ from asyncrl.config import RunConfig, without_defaults
 from asyncrl.errors import ConfigError, one_line, recorded
 from asyncrl.launch import placement, preflight
 from asyncrl.launch.console import Console, open_console
+from asyncrl.launch.devices import sees_gpu
 from asyncrl.launch.estimates import describe_costs
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.models import resolve_models
@@ -75,7 +76,7 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
 
 def _print_plan(config: RunConfig, units: Sequence[placement.Unit], warnings: Iterable[str]) -> None:
     """What is to be read most comes last."""
-    gpu = preflight.sees_gpu(config)
+    gpu = sees_gpu(config)
     print("# what differs from the defaults (docs/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(config)).decode())
     print(f"run directory: {run_directory(config)}\n")

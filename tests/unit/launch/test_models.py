@@ -15,6 +15,7 @@ from huggingface_hub import constants
 
 from asyncrl.config import KLConfig, RunConfig, parse
 from asyncrl.errors import ConfigError
+from asyncrl.launch import devices
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR
 from asyncrl.launch.process import BAD_INPUT
@@ -117,6 +118,25 @@ def test_a_repository_becomes_a_directory_with_the_files_that_a_run_needs(tmp_pa
     assert found.kl.reference == found.critic.path == str(path)
     assert len(hub.sent) == 3, "each file is sent once"
     assert resolve_models(found) == found, "directories stay as they are"
+
+
+@pytest.mark.parametrize(("flags", "wanted"), [("fpu avx2 avx512f", "float32"), ("fpu amx_bf16", "bfloat16")])
+def test_the_type_is_what_the_machine_multiplies_or_the_run_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, wanted: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    (tmp_path / "m").mkdir()
+    given = config(tmp_path, str(tmp_path / "m"))
+    given = msgspec.structs.replace(
+        given, model=msgspec.structs.replace(given.model, dtype="auto", device="cpu"), resume="auto"
+    )
+    found = resolve_models(given)
+    assert found.model.dtype == wanted and resolve_models(found) == found
+    (tmp_path / "cpuinfo").unlink()
+    assert resolve_models(given).model.dtype == "float32"
+    begin(found)
+    assert resolve_models(given).model.dtype == wanted, "a run goes on with what it began with"
 
 
 def test_without_a_network_the_cache_is_taken(
