@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -159,11 +160,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
+        needed = args.parameters * (2 + 12 + 2)  # model; a checkpoint's state and its export
+        if shutil.disk_usage(folder).free < 1.1 * needed:
+            raise SystemExit(f"{folder} has less than {1.1 * needed / 1e9:.0f} GB free; set --folder")
         count = make_model(folder / "model", args.parameters)
         lines = []
         for ranks in args.ranks:
             for resume in (False, True):
                 lines += run_ranks(str(folder / "model"), folder, ranks, resume)
+            shutil.rmtree(folder / f"large-{ranks}")
     print(f"{count / 1e6:,.0f} M parameters, one thread per rank")
     print(table(["ranks", "phase", "s", "GB, all ranks"], lines))
     worst = max(float(line[3]) for line in lines)
