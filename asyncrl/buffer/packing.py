@@ -23,30 +23,32 @@ def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> lis
     return batches
 
 
-class Unit(NamedTuple):
+class RowUnit(NamedTuple):
     """Rows that lie in one micro-batch: indices of them, and tokens that they take."""
 
     members: list[int]
     tokens: int
 
 
-def units(keys: Sequence[Hashable], tokens: Sequence[int], shared: Sequence[int], budget: int) -> list[Unit]:
+def units(
+    keys: Sequence[Hashable], tokens: Sequence[int], shared: Sequence[int], budget: int
+) -> list[RowUnit]:
     """Who has one key begins with the same tokens, `shared` of them (the least of two decides), which are
     computed once. Units are of one key, in order, and of at most `budget` tokens or a single member; those of
     a key come one after another. units("aab", [9, 9, 5], [6, 6, 0], 12) is [([0, 1], 12), ([2], 5)]."""
-    found: dict[Hashable, list[Unit]] = {}
+    found: dict[Hashable, list[RowUnit]] = {}
     for index, key in enumerate(keys):
         own = found.setdefault(key, [])
         begun = own[-1] if own else None
         more = tokens[index] - (min(shared[index], shared[begun.members[0]]) if begun else 0)
         if begun and begun.tokens + more <= budget:
-            own[-1] = Unit([*begun.members, index], begun.tokens + more)
+            own[-1] = RowUnit([*begun.members, index], begun.tokens + more)
         else:
-            own.append(Unit([index], tokens[index]))
+            own.append(RowUnit([index], tokens[index]))
     return [unit for own in found.values() for unit in own]
 
 
-def fill(units: Sequence[Unit], budget: int) -> list[list[int]]:
+def fill(units: Sequence[RowUnit], budget: int) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens in all, or of one larger unit, the largest units first."""
     batches: list[list[int]] = []
     held = 0
