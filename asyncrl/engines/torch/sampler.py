@@ -71,9 +71,8 @@ def _drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     before = F.pad(cumulative, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(len(blocks)), block[:, 0]].cumsum(-1, dtype=torch.float64)
     index = torch.searchsorted(inside, target - before, right=True)
-    last = torch.searchsorted(
-        inside, inside[:, -1:].contiguous()
-    )  # with weight: the two sums may differ by rounding
+    total = inside[:, -1:].contiguous()
+    last = torch.searchsorted(inside, total)  # with weight: the two sums may differ by rounding
     return (block * BLOCK + torch.minimum(index, last)).squeeze(1).clamp(max=weights.shape[1] - 1)
 
 
