@@ -34,6 +34,10 @@ class MissingKeyError(ConfigError):
         self.key = key
 
 
+class OutOfMemoryError(AsyncrlError):
+    """A process had too little memory, and has said so: started again it will try with less."""
+
+
 class ProtocolError(AsyncrlError):
     """A peer broke the protocol: unknown message, wrong order, wrong hash."""
 
@@ -115,3 +119,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     except Exception:
         text = "its text cannot be read"
     return f"{type(error).__name__}: {text}"[:limit] if text else type(error).__name__
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether there was too little memory, of a GPU or of the machine. torch's error by its name."""
+    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's CPU allocator
+    return told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

@@ -28,6 +28,7 @@ class Recipe:
     `barrier`: the whole batch must have arrived before the first backward. `optimizer_steps`: per batch.
     `prox`: how log prox is computed. `critic`, `own_critic`, `reference`: whether the model is needed.
     `proportional`: the whole gradient is proportional to the advantages; where these are 0 there is none.
+    `ratios_of_all`: but the ratios of all tokens, or their distance from the reference, change the step.
     """
 
     advantage_name: str
@@ -45,6 +46,7 @@ class Recipe:
     reference: bool
     kl_estimator: str
     proportional: bool
+    ratios_of_all: bool
 
     @property
     def shared_critic(self) -> bool:
@@ -74,6 +76,7 @@ def compose(config: RunConfig) -> Recipe:
         loss = replace(loss, ratio="mu")  # u = pi/mu
     aggregate = aggregations.load(algorithm.aggregation, "algorithm.aggregation")
     named = default_rules(loss) if algorithm.correction is None else algorithm.correction
+    rules = select_rules(named, "algorithm.correction")
     scale: Scale = credit.scale if algorithm.normalise == "auto" else algorithm.normalise
     steps = algorithm.steps_per_batch * algorithm.epochs
     batch_wide = credit.whole_group or loss.prepare is not None
@@ -86,7 +89,7 @@ def compose(config: RunConfig) -> Recipe:
         scale=scale,
         loss_name=loss_name,
         loss=loss,
-        rules=select_rules(named, "algorithm.correction"),
+        rules=rules,
         aggregate=aggregate.bound({"length": config.rollout.max_tokens}, "algorithm.aggregation"),
         optimizer_steps=steps,
         prox="recompute" if batch_wide and algorithm.prox == "auto" else prox,
@@ -104,6 +107,7 @@ def compose(config: RunConfig) -> Recipe:
         reference=loss.reference or kl.where != "none",
         kl_estimator=kl.estimator if kl.estimator != "auto" else {"reward": "k1"}.get(kl.where, "k2"),
         proportional=alone and not credit.critic,
+        ratios_of_all=algorithm.ess_lr or kl.where != "none" or any(rule.kind == "scale" for rule in rules),
     )
     for message, refused in _refusals(config, recipe).items():
         if refused:

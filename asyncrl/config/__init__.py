@@ -18,6 +18,7 @@ from asyncrl.config.run import (
     parse,
 )
 from asyncrl.config.training import (
+    LESS_MEMORY,
     AlgorithmConfig,
     BufferConfig,
     CheckpointConfig,
@@ -28,6 +29,7 @@ from asyncrl.config.training import (
 )
 
 __all__ = [
+    "LESS_MEMORY",
     "AlgorithmConfig",
     "BufferConfig",
     "CheckpointConfig",

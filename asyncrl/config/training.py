@@ -9,6 +9,10 @@ from msgspec import Meta
 from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
 
 Packing = Literal["padded", "packed", "tree"]
+LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
+    "trainer.activation_checkpointing=full, more trainer.ranks, trainer.offload_optimizer=true (with a GPU), "
+    "model.lora_rank, or a smaller rollout.max_tokens"
+)
 
 
 class BufferConfig(Section, frozen=True):
@@ -128,7 +132,7 @@ class CriticConfig(Section, frozen=True):
     path: str = ""
     """own: model directory or hub repository it starts from; empty: model.path."""
     lr: Annotated[float, Meta(gt=0)] = 1e-5
-    """own: peak learning rate of its AdamW; the schedule is the policy's."""
+    """own: peak learning rate; the schedule is the policy's."""
     warmup_steps: Count = 0
     """First batches that train the critic only."""
     clip: Annotated[float, Meta(ge=0)] = 0.2
@@ -143,7 +147,7 @@ class TrainerConfig(Section, frozen=True):
     ranks: Positive = 1
     """Trainer processes."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after warm-up, by step, down to `lr_end` * lr at `total_steps`."""
     lr_end: Fraction = 0.1
@@ -151,9 +155,19 @@ class TrainerConfig(Section, frozen=True):
     warmup_steps: Count = 0
     """Steps of linear warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's moments."""
+    """Decay rates of Adam's moments."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
+    """Weight decay; AdamW's is decoupled."""
+    optimizer: Plugin = "adamw"
+    """A registered name, or what builds one from parameters, `lr` and options, e.g.
+    `{torch.optim:RMSprop: {momentum: 0.9}}`; it is given `betas` and `weight_decay` where it takes them."""
+    offload_optimizer: bool = False
+    """Keep the shards of weights, gradients and optimizer state in main memory, and step there."""
+    activation_checkpointing: Literal["none", "full"] | Positive = "none"
+    """Layers whose activations are computed again in the backward instead of being kept: none, all, or every
+    k-th."""
+    compile: bool = False
+    """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Gradient norm limit; 0: off."""
     micro_batch_tokens: Positive = 8192
@@ -162,6 +176,12 @@ class TrainerConfig(Section, frozen=True):
     """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
     rows share at their beginning is computed once, and members of a group go to one rank. Where the model
     would give other gradients than padded: padded, and a warning."""
+
+    @property
+    def checkpointed_every(self) -> int:
+        """k of every k-th layer; 0: none."""
+        given = self.activation_checkpointing
+        return given if isinstance(given, int) else int(given == "full")
 
 
 class CheckpointConfig(Section, frozen=True):

@@ -42,6 +42,7 @@ from asyncrl.wire.messages.shared import Loaded, Stop, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
+    OutOfMemory,
     PlanReceived,
     PlanRequest,
     Published,
@@ -205,6 +206,8 @@ class Coordinator:
                 self.trainer.beat(peer, message, now)
             case Commit():
                 self.trainer.commit(peer, message, now)
+            case OutOfMemory():
+                self.trainer.out_of_memory(peer, message)
             case Published():
                 self.trainer.publish(message, now)
             case Checkpointed():

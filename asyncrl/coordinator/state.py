@@ -19,6 +19,7 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.first_attempts import FirstAttempts
+from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
 from asyncrl.errors import ProtocolError
@@ -93,6 +94,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.config, time.monotonic())
         self.failed = FailedAttempts.stored(self.store)
+        self.micro_budget = MicroBudget.stored(self.store, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
 
     def futile(self) -> str:
@@ -128,7 +130,9 @@ class RunState:
 
     @property
     def welcome_message(self) -> Welcome:
-        return Welcome(self.coordinator_epoch, self.trainer_epoch, self.batches.committed)
+        return Welcome(
+            self.coordinator_epoch, self.trainer_epoch, self.batches.committed, self.micro_budget.tokens
+        )
 
     def dismissed(self, peer: bytes, incarnation: str, newest: str) -> bool:
         """Whether a process was started before the `newest` in its place, or by an earlier launch: it is told
@@ -182,6 +186,7 @@ class RunState:
         self.batches.changes()
         try:
             self.failed = FailedAttempts.stored(self.store)
+            self.micro_budget = MicroBudget.stored(self.store, self.config.trainer.micro_batch_tokens)
             restore(self.config, self.store, self.buffer, self.batches)
         except StoreError as error:
             log.error("%s", error)

@@ -23,6 +23,7 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
+    OutOfMemory,
     PlannedTrajectory,
     PlanReceived,
     PlanRequest,
@@ -65,6 +66,7 @@ class TrainerHandler:
         stored = state.store.read.meta("validated", "{}")
         self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
+        self._exhausted = -1  # the trainer epoch in which a rank had too little memory
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -153,6 +155,21 @@ class TrainerHandler:
             return -1
         known = sorted(self._scores.keys() & set(self.state.store.read.checkpoints()))
         return max(known, key=lambda step: self._scores[step], default=-1)
+
+    def out_of_memory(self, peer: bytes, message: OutOfMemory) -> None:
+        """A rank ends for want of memory, and its supervisor ends the others: the next trainer epoch trains
+        the recorded plans in smaller micro-batches. Sent again, it changes nothing."""
+        state = self.state
+        if message.trainer_epoch == state.trainer_epoch != self._exhausted:
+            self._exhausted = message.trainer_epoch
+            state.micro_budget.halve(message, state.store)
+            tokens = state.micro_budget.tokens
+            log.warning(
+                "trainer rank %d: %s; micro-batches have %d tokens now", message.rank, message.detail, tokens
+            )
+        state.outbox.to_control(
+            peer, Stop(f"to be started with micro-batches of {state.micro_budget.tokens} tokens")
+        )
 
     def publish(self, message: Published, now: float) -> None:
         state = self.state

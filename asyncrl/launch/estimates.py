@@ -36,7 +36,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """About what one checkpoint takes: the state of the policy and of a critic of its own, and the export."""
     parameters, trained = parameter_count(config.model.path), MASTER + MOMENTS
     size = parameters * ((MASTER if config.model.lora_rank else trained) + EXPORTED[config.model.dtype])
-    if _own_critic(config):
+    if own_critic(config):
         size += parameter_count(config.critic.path or config.model.path) * trained
     return size
 
@@ -45,7 +45,7 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     """Model and checkpoints for a person to read. `gpu`: whether there is one; None: unknown."""
     kept, each = _kept(config), checkpoint_bytes(config)
     place = _place(config)
-    room = f" of {_size(_free(place))} free in {place}" if place else ""
+    room = f" of {sized(_free(place))} free in {place}" if place else ""
     of = f"adapters of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights trained"
     slow = config.model.dtype == "float32" and (gpu is False or config.model.device == "cpu")
     note = " (about 2.5 times the time of bfloat16, on a CPU with avx512_bf16)" if slow else ""
@@ -53,7 +53,7 @@ def describe_costs(config: RunConfig, gpu: bool | None) -> list[str]:
     when = f"every {pause} steps" if pause else "at the end"
     return [
         f"model         {size} parameters, {of}, {config.model.dtype}{note}",
-        f"checkpoints   {_size(each)} each, {when}; at most {kept} at once: {_size(kept * each)}{room}",
+        f"checkpoints   {sized(each)} each, {when}; at most {kept} at once: {sized(kept * each)}{room}",
     ]
 
 
@@ -72,8 +72,8 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
     needed, place = _kept(config) * checkpoint_bytes(config), _place(config)
     if place and needed > _free(place):
         yield (
-            f"checkpoints need {_size(needed)} (checkpoint.keep and one being written), and "
-            f"{place} has {_size(_free(place))} free; free some, or set checkpoint.directory"
+            f"checkpoints need {sized(needed)} (checkpoint.keep and one being written), and "
+            f"{place} has {sized(_free(place))} free; free some, or set checkpoint.directory"
         )
     embedded = 0 if config.engine.remote else config.rollout.workers
     busy, cores = config.launch.threads * (embedded + config.trainer.ranks), len(os.sched_getaffinity(0))
@@ -85,7 +85,8 @@ def cost_warnings(config: RunConfig, gpu: bool | None) -> Iterator[str]:
         )
 
 
-def _own_critic(config: RunConfig) -> bool:
+def own_critic(config: RunConfig) -> bool:
+    """The advantage needs a critic, with a backbone of its own."""
     from asyncrl.algorithms.recipe import compose  # imports torch
 
     return compose(config).own_critic
@@ -112,5 +113,6 @@ def _short(count: float) -> str:
     return f"{count / unit:.1f} {name}" if name else f"{count:.0f} "
 
 
-def _size(count: float) -> str:
+def sized(count: float) -> str:
+    """4800000000 as 4.8 GB."""
     return f"{_short(count).replace('B', 'G')}B"

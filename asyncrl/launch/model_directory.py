@@ -34,7 +34,7 @@ def check_model(config: RunConfig) -> None:
             f"{path}: no chat template; set model.template to a Jinja file, or to chatml_tools where the "
             "tokenizer has <|im_start|> and <|im_end|>"
         )
-    longest = settings.get("max_position_embeddings")
+    longest = settings.get("max_position_embeddings", settings.get("n_positions"))  # GPT-2
     if isinstance(longest, int) and longest < config.rollout.max_tokens:
         raise ConfigError(
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "

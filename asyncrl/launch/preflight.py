@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.data import RunData, check_data
 from asyncrl.launch.devices import sees_gpu
 from asyncrl.launch.estimates import cost_warnings
+from asyncrl.launch.memory import check_memory
 from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
@@ -34,6 +35,7 @@ def check(config: RunConfig) -> RunData:
     with _quiet():
         data = check_data(config, tools)
     check_device(config)
+    check_memory(config, sees_gpu(config))
     check_weights_directory(config)
     check_checkpoint_directory(config)
     check_servers(config)
@@ -136,6 +138,9 @@ def warnings(config: RunConfig) -> list[str]:
         "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
         "then engine=sglang_cpu": (
             gpu is False and engine.remote and not (engine.urls or engine.server_command)
+        ),
+        "trainer.offload_optimizer has no effect on a CPU, where all is in main memory": (
+            gpu is False and config.trainer.offload_optimizer
         ),
         f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,

@@ -12,6 +12,7 @@ from asyncrl.launch.placement import RolePlace
 # Exit codes of a role's process. Any other, or a signal, is a crash.
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 CRASHED = 70
+TRY_AGAIN = 75  # out of memory: with less it may go well
 
 
 @dataclass(frozen=True)

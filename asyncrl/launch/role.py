@@ -17,10 +17,10 @@ from typing import NoReturn
 import msgspec
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, OutOfMemoryError
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAINER
-from asyncrl.launch.process import BAD_INPUT, CRASHED
+from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.signals import ignore_endings
 from asyncrl.wire.sockets import Endpoints, flush_sockets
@@ -66,6 +66,9 @@ def execute(
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT
+    except OutOfMemoryError as error:
+        log.error("%s", error)
+        return TRY_AGAIN
     except BaseException:
         log.exception("%s-%d crashed", role, index)
         return CRASHED

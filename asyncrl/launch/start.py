@@ -18,6 +18,7 @@ from asyncrl.launch.console import Console, open_console
 from asyncrl.launch.devices import sees_gpu
 from asyncrl.launch.estimates import describe_costs
 from asyncrl.launch.local import LocalSpawner
+from asyncrl.launch.memory import describe_memory
 from asyncrl.launch.models import resolve_models
 from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.run_directory import check_run_directory, locked, run_directory
@@ -80,8 +81,9 @@ def _print_plan(config: RunConfig, units: Sequence[placement.Unit], warnings: It
     print("# what differs from the defaults (docs/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(config)).decode())
     print(f"run directory: {run_directory(config)}\n")
-    print(*placement.describe(config, units, gpu), *describe_costs(config, gpu), sep="\n")
-    for line in warnings:
+    memory, warning = describe_memory(config, gpu)
+    print(*placement.describe(config, units, gpu), *describe_costs(config, gpu), memory, sep="\n")
+    for line in (*warnings, *filter(None, [warning])):
         print(f"warning: {line}")
 
 

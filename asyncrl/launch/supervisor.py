@@ -23,6 +23,7 @@ from asyncrl.launch.process import (
     BAD_INPUT,
     COMPLETED,
     FAILED,
+    TRY_AGAIN,
     ProcessHandle,
     ProcessSpec,
     Spawn,
@@ -72,7 +73,8 @@ class SupervisedUnit:
         crashed = [(handle, code) for handle, code in ended if code != COMPLETED]
         if crashed or not ended:
             self.left_at = None
-            return crashed[0] if crashed else None
+            said = [one for one in crashed if one[1] == TRY_AGAIN]  # of ranks: the others end because of it
+            return next(iter(said or crashed), None)
         self.left_at = now if self.left_at is None else self.left_at
         return ended[0] if now - self.left_at > LEAVE_SECONDS else None
 
@@ -165,6 +167,10 @@ class Supervisor:
         if self.stopping:
             if unit.plan.role == COORDINATOR:
                 return RunOutcome(FAILED, f"{dead.name} {how} while stopping\n{self._tail(dead.name)}")
+            return None
+        if code == TRY_AGAIN:  # each time with less: it ends by itself
+            unit.retry_at = now
+            self._on_restart(f"{dead.name}: {said}; {unit.plan.name} is restarted")
             return None
         (before, step), unit.died = unit.died, (now, self.step)
         if now - before > SOUND_SECONDS and self.step > step:

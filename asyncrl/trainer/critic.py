@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from asyncrl.config import RunConfig
+from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
-from asyncrl.trainer.optimizer import make_adamw
+from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
 
@@ -33,7 +34,7 @@ class Critic(nn.Module):
 
 
 def load_critic(config: RunConfig, world: World) -> Critic:
-    """The critic of a run (`critic.backbone: own`) with its AdamW, sharded over the ranks. A collective.
+    """The critic of a run (`critic.backbone: own`) with its optimizer, sharded over the ranks. A collective.
 
     All its weights are trained, also where the policy has adapters. Raises ConfigError when its directory
     holds no model.
@@ -43,6 +44,7 @@ def load_critic(config: RunConfig, world: World) -> Critic:
         path, key = config.model.path, "model.path"
     source = read_model(AutoModel, path, config.model.dtype, world, key)
     critic = Critic(source.model)
-    shard_and_fill(critic, source, world)
-    critic.optimizer = make_adamw(critic, config.trainer, lr=config.critic.lr)
+    prepare_layers(source.model, config.trainer)
+    shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)
+    critic.optimizer = make_optimizer(critic, config.trainer, lr=config.critic.lr)
     return critic

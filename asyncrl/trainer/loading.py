@@ -8,7 +8,6 @@ A model that transformers converts while it reads has no such slices: rank 0 rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from asyncrl.errors import ConfigError, one_line
+from asyncrl.trainer.layers import layers_of
 from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.slices import FileTensor, copy_shard, fill, locate
@@ -47,14 +47,8 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
     """Read a directory as `kind`, a transformers Auto class. Raises ConfigError, naming the key that holds
     the path, when it cannot be."""
     transformers_logging.disable_progress_bar()  # ranks share a terminal with a live view
-    master = torch.float64 if dtype == "float64" else torch.float32  # float64: for exact tests
     try:
-        config = AutoConfig.from_pretrained(path)
-        with init_empty_weights(include_buffers=False):
-            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which SDPA ignores
-            own = {"attn_implementation": "eager"} if capped else {}
-            model = kind.from_config(config, dtype=master, **own)
-        model.tie_weights()  # emptying parameters one by one separates shared ones
+        model = skeleton(kind, path, dtype)
         places = locate(model, path)
         sliced = all(world.gather(bool(places), bool))
         filled = None
@@ -62,11 +56,27 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
             logger.warning(
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
-            filled = kind.from_pretrained(path, dtype=master)
+            filled = kind.from_pretrained(path, dtype=_master(dtype))
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
-    model.eval()  # no dropout, rho must be 1 at lag 0
     return WeightsSource(model, places if sliced else {}, filled, dtype)
+
+
+def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:
+    """The model of a directory without weights."""
+    config = AutoConfig.from_pretrained(path)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which SDPA ignores
+    own = {"attn_implementation": "eager"} if capped else {}
+    with init_empty_weights(include_buffers=False):
+        model = kind.from_config(config, dtype=_master(dtype), **own)
+    model.tie_weights()  # emptying parameters one by one separates shared ones
+    found: PreTrainedModel = model.eval()  # no dropout, rho must be 1 at lag 0
+    return found
+
+
+def _master(dtype: str) -> torch.dtype:
+    """Of the weights that are trained; float64: for exact tests."""
+    return torch.float64 if dtype == "float64" else torch.float32
 
 
 def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offload: bool = False) -> None:
@@ -75,11 +85,7 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     What was added to the model since it was read gets its initial values. `offload`: the shards stay in main
     memory, and go to the device as a forward needs them.
     """
-    pinned = world.device.type == "cuda"
-    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    _shard(root, source, world, policy)
-    _empty(root, world.device, torch.device("cpu") if offload else world.device)
-    source.model.tie_weights()
+    shard_empty(root, source.model, source.dtype, world, offload=offload)
     if source.places:
         fill(source.model, source.places)
         _initialise(source)
@@ -89,22 +95,27 @@ def shard_and_fill(root: nn.Module, source: WeightsSource, world: World, *, offl
     assert all(isinstance(parameter, DTensor) for parameter in root.parameters()), "FSDP2 did not shard"
 
 
-def _shard(root: nn.Module, source: WeightsSource, world: World, offload: OffloadPolicy) -> None:
+def shard_empty(
+    root: nn.Module, model: PreTrainedModel, dtype: str, world: World, *, offload: bool = False
+) -> None:
+    """Shard `root`, which holds `model`, and give the shards memory, but no values."""
+    pinned = world.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    _shard(root, model, dtype, world, policy)
+    _empty(root, world.device, torch.device("cpu") if offload else world.device)
+    model.tie_weights()
+
+
+def _shard(root: nn.Module, model: PreTrainedModel, dtype: str, world: World, offload: OffloadPolicy) -> None:
     """fully_shard on every device; parameters are DTensors afterwards."""
     mixed = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if source.dtype == "bfloat16":
+    if dtype == "bfloat16":
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if sum(parameter.numel() for parameter in root.parameters()) >= LAYER_MIN_PARAMETERS:
-        for layer in _layers(source.model):
+        for layer in layers_of(model):
             fully_shard(layer, mesh=world.mesh, mp_policy=mixed, offload_policy=offload)
     # Embedding and head (often one tied tensor) stay in the root's group.
     fully_shard(root, mesh=world.mesh, mp_policy=mixed, offload_policy=offload)
-
-
-def _layers(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The blocks that the model's author marks as units."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return (module for module in model.modules() if type(module).__name__ in names)
 
 
 def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.config import ModelConfig, Packing
+from asyncrl.config import ModelConfig, Packing, TrainerConfig
+from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
@@ -66,17 +67,20 @@ def load_policy(
     config: ModelConfig,
     world: World,
     *,
+    trainer: TrainerConfig | None = None,
     value_head: bool = False,
     offload: bool = False,
     key: str = "model.path",
 ) -> Policy:
     """Load a model directory and shard it over the ranks. A collective.
 
-    `offload`: the shards are kept in main memory. Raises ConfigError, naming `key`, when the directory holds
-    no causal language model.
+    `trainer`: how its layers are trained. `offload`: the shards are kept in main memory. Raises ConfigError,
+    naming `key`, when the directory holds no causal language model.
     """
     source = read_model(AutoModelForCausalLM, config.path, config.dtype, world, key)
     policy = Policy(source.model, config, value_head=value_head)
+    if trainer is not None:
+        prepare_layers(source.model, trainer)
     shard_and_fill(policy, source, world, offload=offload)
     _check_cut(policy, world)
     return policy

@@ -1,36 +1,91 @@
-"""AdamW whose state exists from the start, so that a checkpoint holds all of it; and one step of it."""
+"""The optimizers by name; one whose state exists from the start, so that a checkpoint holds all of it; and
+one step of it."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
 
 from asyncrl.config import TrainerConfig
+from asyncrl.errors import ConfigError, lacks_memory, one_line
+from asyncrl.registry import Registry, single
+
+optimizers: Registry[Callable[..., Optimizer]] = Registry("optimizer")
+optimizers.register("sgd")(SGD)
 
 
-def make_adamw(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) on what trains of `model`, with the moments and the decay of `trainer`.
+@optimizers.register("adamw")
+def adamw(
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    **options: Any,
+) -> AdamW:
+    """arXiv 1711.05101. Fused: a step of 30M float32 parameters takes one CPU thread 0.05 s instead of 0.20;
+    weights differ by rounding."""
+    more: dict[str, Any] = {"fused": True} | options
+    return AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, **more)
+
+
+def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Optimizer:
+    """`trainer.optimizer` on what trains of `model`, with all its state.
 
     torch makes a parameter's state when its first gradient comes. What is saved before (a critic's warm-up,
-    a batch that was skipped or is under way) would not fit a learner that expects the state of them all.
+    a batch that was skipped or is under way) would not fit a learner that expects the state of them all. So a
+    first step is taken here, of zero gradients at rate 0 without decay, and not counted. Raises ConfigError
+    when it cannot be built, or cannot step on sharded weights, as torch's Adafactor cannot.
     """
     parameters = trainable(model)
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=trainer.betas, weight_decay=trainer.weight_decay)
+    optimizer = build(parameters, trainer, lr)
     for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros(()),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        parameter.grad = torch.zeros_like(parameter)
+    settings = [
+        {key: group[key] for key in group.keys() & {"lr", "weight_decay"}} for group in optimizer.param_groups
+    ]
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(dict.fromkeys(own, 0.0))
+    try:
+        optimizer.step()
+    except (RuntimeError, ValueError) as error:
+        if lacks_memory(error):
+            raise
+        raise ConfigError(f"trainer.optimizer cannot step on sharded weights: {one_line(error)}") from error
+    optimizer.zero_grad()
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
     return optimizer
 
 
-def take_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, scale: float, clip: float
-) -> float | None:
+def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> Optimizer:
+    """As `trainer.optimizer` says, without state. Raises ConfigError."""
+    key = "trainer.optimizer"
+    name, options = single(trainer.optimizer, key)
+    make = optimizers.load(name, key)
+    try:
+        taken = inspect.signature(make).parameters
+        given = {"betas": trainer.betas, "weight_decay": trainer.weight_decay}
+        given = {word: value for word, value in given.items() if word in taken}
+        found = make(parameters, **{"lr": lr, **given, **options})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{key}: {name} cannot be built ({one_line(error)})") from error
+    if not isinstance(found, Optimizer):
+        raise ConfigError(f"{key}: {name} gives {type(found).__name__}, not a torch.optim.Optimizer")
+    return found
+
+
+def take_step(model: nn.Module, optimizer: Optimizer, lr: float, scale: float, clip: float) -> float | None:
     """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip; step.
 
     Returns their norm before clipping; None where it is not finite: then no step was taken. `clip` 0: off.

@@ -33,7 +33,7 @@ def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world:
         return wanted
     own = [_transformer(model).config._attn_implementation for model in models]
     for model in models:
-        problem = _unfit(_transformer(model)) or _differs(model, wanted, AGREE[dtype], world)
+        problem = unfit(_transformer(model)) or _differs(model, wanted, AGREE[dtype], world)
         if problem:
             logger.warning("trainer.packing: padded instead of %s: %s", wanted, problem)
             for other, implementation in zip(models, own, strict=True):
@@ -46,7 +46,7 @@ def _transformer(root: nn.Module) -> PreTrainedModel:
     return next(module for module in root.modules() if isinstance(module, PreTrainedModel))
 
 
-def _unfit(model: PreTrainedModel) -> str:
+def unfit(model: PreTrainedModel) -> str:
     """Why rows cannot be packed, as far as it can be seen without a forward."""
     kind, config = type(model).__name__, model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

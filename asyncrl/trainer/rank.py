@@ -23,12 +23,13 @@ import psutil
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import DeadlineError, ProtocolError
+from asyncrl.errors import DeadlineError, OutOfMemoryError, ProtocolError, lacks_memory, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import heap, world
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.publishing import Publishing
+from asyncrl.trainer.rehearsal import try_largest
 from asyncrl.trainer.step import Learner
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
@@ -37,6 +38,7 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
+    OutOfMemory,
     PlannedTrajectory,
     PlanReceived,
     PlanRequest,
@@ -65,6 +67,7 @@ ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     PlanRequest: (WorkPlan, ("step", "micro")),
     PlanReceived: (StartPlan, ("step", "micro")),
     Commit: (Committed, ("step",)),
+    OutOfMemory: (Stop, ()),
 }
 _turns = msgspec.msgpack.Decoder(Turn)
 
@@ -84,6 +87,10 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     except Stopped as stop:
         log.info("leaving: %s", stop)
         trainer.publishing.drain()
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        raise OutOfMemoryError(trainer.report_lack(error)) from error
     finally:
         trainer.close()
         world.leave()
@@ -125,6 +132,7 @@ class TrainerRank:
         self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
         if not self.repeating:
             self._publish()
+        try_largest(self.learner)
         micro = 0
         while True:
             plan, frames = self._take(micro)
@@ -173,6 +181,7 @@ class TrainerRank:
         with self.watch.phase("wait_welcome", waiting=True):
             welcome, _ = self._ask(self.control, self._greeting(), "the coordinator's welcome")
         self.trainer_epoch = welcome.trainer_epoch
+        self.learner.budget = welcome.micro_tokens or self.learner.budget
         return welcome
 
     def _greeting(self) -> TrainerHello:
@@ -285,6 +294,16 @@ class TrainerRank:
         unsaved = saving.problem and f"not saved: {saving.problem}"
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
         return TrainerBeat(self.rank, busy, idle, waiting, self.work + saving.place.written)
+
+    def report_lack(self, error: Exception) -> str:
+        """Tell the coordinator what took more memory than there is, while others wait in a collective. What
+        is to happen now."""
+        message = OutOfMemory(self.trainer_epoch, self.rank, *self.learner.size, one_line(error))
+        try:
+            self._ask(self.control, message, "smaller micro-batches")
+        except Stopped as stop:
+            return f"out of memory ({message.detail}): {stop}"
+        raise AssertionError("unreachable: only Stop ends this wait")
 
     # -- publishing and saving -------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -133,6 +134,19 @@ def tally_tokens(tally: MetricSums, seen: TokenSums, denominator: float) -> None
         tally.low(name, value)
     for lag, count in seen.kept_lags.items():
         tally.total(f"{KEPT_PREFIX}{lag}", count)
+
+
+def tally_unscored(tally: MetricSums, examples: Sequence[Example]) -> None:
+    """Episodes without advantage that no model scores: their share of D, and their tokens, of which the
+    correction, whose ratios are not known, counts as keeping all."""
+    denominator = math.fsum(e.denominator for e in examples)
+    tally.total("_D", denominator)
+    tally.ratio("actor/pg_loss", 0.0, denominator)
+    for e in examples:
+        kept = e.lag[e.fresh & np.isfinite(e.mu)]
+        tally.total("trainer/kept_tokens", len(kept))
+        for lag, count in zip(*np.unique(kept, return_counts=True), strict=True):
+            tally.total(f"{KEPT_PREFIX}{lag}", int(count))
 
 
 def batch_metrics(tally: MetricSums, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The learner: models, optimizers and schedule; turns a stream of micro-batches into optimizer steps.
 
-    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): / D, clip, AdamW
+    accumulate(work) … accumulate(work) ──► gradients, undivided ──► finish(): / D, clip, step
 
 Exactness: the loss of a batch is (Σ_t w_t·L_t)/D with w_t fixed before the forward and one D, known only
 when the batch is complete. FSDP2 *averages* gradients over ranks, so every loss is multiplied by the
@@ -22,13 +22,14 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import bucket, fill, units
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
-from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
+from asyncrl.trainer.batch import Example, MicroBatch, collate, example, padded_size, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
+from asyncrl.trainer.layers import compiled_graphs
 from asyncrl.trainer.metric_sums import MetricSums, merged
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.objective import evaluate
-from asyncrl.trainer.optimizer import make_adamw, take_step
+from asyncrl.trainer.optimizer import make_optimizer, take_step
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import (
@@ -40,6 +41,7 @@ from asyncrl.trainer.report import (
     tally_examples,
     tally_terms,
     tally_tokens,
+    tally_unscored,
 )
 from asyncrl.trainer.schedule import learning_rate
 from asyncrl.trainer.stopwatch import Stopwatch
@@ -62,8 +64,14 @@ class Learner:
     def __init__(self, config: RunConfig, world: World) -> None:
         self.config, self.world = config, world
         self.recipe = compose(config)
-        self.policy = load_policy(config.model, world, value_head=self.recipe.shared_critic)
-        self.optimizer = make_adamw(self.policy, config.trainer, lr=config.trainer.lr)
+        self.policy = load_policy(
+            config.model,
+            world,
+            trainer=config.trainer,
+            value_head=self.recipe.shared_critic,
+            offload=config.trainer.offload_optimizer,
+        )
+        self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
         policies = {self.policy, self.reference.policy} if self.reference else {self.policy}
@@ -75,6 +83,8 @@ class Learner:
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.averaging: float = world.size  # what FSDP2 divides gradients by
         self.bound = config.buffer.max_staleness
+        self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
+        self.size = (0, 0)  # padded tokens and episodes of the newest micro-batch
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
@@ -120,6 +130,8 @@ class Learner:
         self.step += 1
         metrics = batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
+        if self.config.trainer.compile:
+            metrics["perf/compiled_graphs"] = compiled_graphs()
         return metrics
 
     def _advance(self, tally: MetricSums, metrics: dict[str, float]) -> None:
@@ -166,6 +178,7 @@ class Learner:
         if not (of_policy or recipe.critic or recipe.reference):
             return list(held)
         for part in self._micro_batches(held):
+            self.size = padded_size(part)
             tokens = self._collate(part).selected
             found: dict[str, Tensor | None] = {}
             with torch.no_grad():
@@ -187,7 +200,7 @@ class Learner:
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
-        budget = self.config.trainer.micro_batch_tokens
+        budget = self.budget
         if self.packing == "padded":
             packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
         else:
@@ -207,9 +220,10 @@ class Learner:
         """One forward and backward. Gradients add up, undivided; counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
-        optimizer steps that were taken; else they get theirs here. Episodes that give no gradient are only
-        scored, for the metrics.
+        optimizer steps that were taken; else they get theirs here. Episodes that give no gradient are counted
+        only; scored, where the step reads their ratios; one is trained where there are no others.
         """
+        self.size = padded_size(examples)
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
                 tokens = self._collate(examples).selected
@@ -219,7 +233,10 @@ class Learner:
         if self.recipe.proportional:
             inert = [e for e in examples if not e.has_advantage]
             examples = [e for e in examples if e.has_advantage]
-            if any(self.world.gather(bool(inert), bool)):
+            if not self.recipe.ratios_of_all:
+                examples, inert = (examples, inert) if examples else (inert[-1:], inert[:-1])
+                tally_unscored(tally, inert)
+            elif any(self.world.gather(bool(inert), bool)):
                 with torch.no_grad():  # before the others: their backward leaves the parameters sharded
                     self._evaluate(inert, tally, progress)
         loss = self._evaluate(examples, tally, progress)

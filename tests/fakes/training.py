@@ -215,7 +215,7 @@ def final_gradients(learner: Learner, cut: list[list[list[Episode]]]) -> dict[st
 
     def capture() -> None:
         named = learner.policy.lm.named_parameters()
-        found.update({name: p.grad.full_tensor().clone() for name, p in named})
+        found.update({name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None})
 
     step, learner.optimizer.step = learner.optimizer.step, capture
     run_batch(learner, cut)

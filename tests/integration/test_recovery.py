@@ -35,6 +35,44 @@ def test_kill_9(tmp_path: Path) -> None:
     once(run.path, 11)
 
 
+LACKING = '''
+"""AdamW; in the third step of whichever rank comes first there is once too little memory."""
+import os
+from pathlib import Path
+
+import torch
+
+MARKER = Path(__file__).with_suffix(".lacked")
+
+
+def adamw(parameters, lr, betas, weight_decay):
+    steps = []
+
+    def lack(optimizer, *about):
+        steps.append(optimizer.param_groups[0]["lr"] > 0)
+        if sum(steps) == 3 and not MARKER.exists():
+            os.close(os.open(MARKER, os.O_CREAT | os.O_EXCL))  # the other rank fails otherwise
+            raise torch.OutOfMemoryError("no room for it")
+
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
+    optimizer.register_step_pre_hook(lack)
+    return optimizer
+'''
+
+
+@pytest.mark.long
+def test_a_rank_that_lacks_memory_goes_on_with_smaller_micro_batches(tmp_path: Path) -> None:
+    """No restart is allowed: this one does not count."""
+    (tmp_path / "lacking.py").write_text(LACKING)
+    more = (f"trainer.optimizer={tmp_path}/lacking.py:adamw", "trainer.ranks=2", "launch.restarts=0")
+    with Run(tmp_path, "total_steps=5", "data.test=''", *more) as run:
+        run.completed(5)
+        assert run.text().count("is restarted") == 1 and "no room for it" in run.text()
+        log = (run.path / "logs" / "coordinator-0.log").read_text()
+    assert len(re.findall(r"micro-batches have \d+ tokens now", log)) == 1
+    once(run.path, 5)
+
+
 @pytest.mark.long
 def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
     """It is stopped, and silent."""

@@ -10,6 +10,7 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
+    OutOfMemory,
     PlanReceived,
     PlanRequest,
     Published,
@@ -23,7 +24,7 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines,
 
 ToCoordinatorControl = (
     WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Published
-    | Checkpointed | TrainerBeat | ObserverHello | Stop
+    | Checkpointed | OutOfMemory | TrainerBeat | ObserverHello | Stop
 )  # fmt: skip
 ToCoordinatorBulk = Record | PlanRequest | PlanReceived
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop

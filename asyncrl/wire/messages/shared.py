@@ -19,11 +19,13 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(WireMessage, frozen=True):
-    """Answer to a hello: the coordinator knows the peer. `step` is the number of committed batches."""
+    """Answer to a hello: the coordinator knows the peer. `step` is the number of committed batches,
+    `micro_tokens` what a micro-batch of the trainer's may have, in padded tokens."""
 
     coordinator_epoch: int
     trainer_epoch: int
     step: int
+    micro_tokens: int = 0
 
 
 class LoadWeights(WireMessage, frozen=True):

@@ -66,6 +66,18 @@ class Checkpointed(WireMessage, frozen=True):
     trained_total: int
 
 
+class OutOfMemory(WireMessage, frozen=True):
+    """A rank had too little memory, its newest micro-batch having `tokens` (padded) of that many `episodes`,
+    perhaps none; it ends, and the others with it. Answered by Stop, once what the next ranks may try is
+    durable."""
+
+    trainer_epoch: int
+    rank: int
+    tokens: int
+    episodes: int
+    detail: str
+
+
 class PlanRequest(WireMessage, frozen=True):
     """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
 

@@ -10,10 +10,11 @@ import pytest
 from asyncrl.buffer.batches import Batch, Batches
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
+from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import WeightsRef
@@ -22,6 +23,7 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
+    OutOfMemory,
     PlanReceived,
     PlanRequest,
     Published,
@@ -279,3 +281,32 @@ def test_a_trainer_that_was_replaced_makes_no_progress(setup: TrainerSetup) -> N
     """It would hide that its successor hangs."""
     setup.handler.beat(b"trainer/0/gone", TrainerBeat(0, 0.0, 0.0, work=9), 1.0)
     assert setup.state.liveness.alive_at == 0.0
+
+
+def lacking(setup: TrainerSetup, tokens: int, episodes: int, epoch: int | None = None) -> int:
+    """A rank has told of too little memory; what the ranks are allowed then."""
+    epoch = setup.state.trainer_epoch if epoch is None else epoch
+    setup.handler.out_of_memory(PEERS[1], OutOfMemory(epoch, 1, tokens, episodes, "MemoryError"))
+    assert [peer for peer, _ in setup.sent.take(Stop)] == [PEERS[1]]
+    return setup.state.micro_budget.tokens
+
+
+def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: TrainerSetup) -> None:
+    plan = setup.take(0, 0, 0)
+    assert lacking(setup, 4000, 4) == lacking(setup, 4000, 4) == 2000
+    setup.state.store.commit()
+    again = MicroBudget.stored(setup.state.store, 8192)
+    assert again.tokens == 2000 and MicroBudget.stored(setup.state.store, 4096).tokens == 4096
+    setup.handler.hello(PEERS[0], TrainerHello(0, 2, "y", 0), 0.0)
+    welcome = setup.sent.take(Welcome)[-1][1]
+    assert welcome.micro_tokens == 2000 and welcome.trainer_epoch == setup.state.trainer_epoch
+    setup.handler.hello(PEERS[1], TrainerHello(1, 2, "y", 0), 0.0)
+    assert setup.take(0, 0, 0) == plan  # the plan as recorded; the ranks cut it
+    assert lacking(setup, 500, 1, epoch=welcome.trainer_epoch - 1) == 2000  # of the ranks before
+
+
+def test_one_episode_that_does_not_fit_ends_the_run_and_names_the_keys(setup: TrainerSetup) -> None:
+    assert lacking(setup, 3000, 1) == 1500  # it may have been the other rank's memory
+    setup.hello("y")
+    with pytest.raises(ConfigError, match=r"3000 padded tokens.*trainer\.activation_checkpointing"):
+        lacking(setup, 3000, 1)

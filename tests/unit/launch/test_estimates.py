@@ -12,10 +12,12 @@ import pytest
 
 from asyncrl.config import RunConfig, parse
 from asyncrl.errors import ConfigError
-from asyncrl.launch import estimates
+from asyncrl.launch import estimates, memory
 from asyncrl.launch.estimates import checkpoint_bytes, cost_warnings, describe_costs, learning_rates
+from asyncrl.launch.memory import check_memory, describe_memory, static_bytes
 from asyncrl.launch.model_directory import check_model, parameter_count
 from asyncrl.launch.placement import describe, plan
+from asyncrl.trainer.footprint import Footprint
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
 
@@ -144,3 +146,55 @@ def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
     (model / "model-2.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"1 of 2 files of weights are missing, first model-2\.safetensors"):
         check_model(config(model))
+
+
+@pytest.mark.parametrize(
+    ("keys", "bytes_each"),
+    [
+        ({}, 4 + 4 + 8),
+        ({"model": {"lora_rank": 8}}, 4),
+        ({"trainer": {"optimizer": "sgd"}}, 4 + 4),
+        ({"trainer": {"optimizer": {"sgd": {"momentum": 0.9}}}}, 4 + 4 + 4),
+        (CRITIC, 2 * (4 + 4 + 8)),
+        ({"kl": {"where": "loss"}}, 4 + 4 + 8 + 4),
+    ],
+)
+def test_what_stays_in_memory(model: Path, keys: dict[str, Any], bytes_each: int) -> None:
+    assert static_bytes(config(model, **keys)) == pytest.approx(100_000_001 * bytes_each, rel=0.01)
+
+
+def test_what_cannot_fit_is_refused_with_the_keys_that_help(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=1_500_000_000))
+    with pytest.raises(ConfigError, match=r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank"):
+        check_memory(config(model), gpu=False)
+    check_memory(config(model, trainer={"optimizer": "sgd"}), gpu=False)
+    check_memory(config(model), gpu=None)  # on Ray: other machines
+
+
+def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Footprint(2 * 10**8, 4 * 10**8, 2 * 10**8, 3 * 10**8, rows=4, length=512)
+    monkeypatch.setattr("asyncrl.trainer.footprint.footprint", lambda config: found)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=2_000_000_000))
+    line, warning = describe_memory(config(model), gpu=False)
+    assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line
+    assert not warning
+    _, warning = describe_memory(config(model, trainer={"ranks": 2}), gpu=False)
+    assert "2 trainer ranks need 2.2 GB, and there are 2.0 GB" in warning and "activation_check" in warning
+
+
+def test_a_model_that_cannot_be_estimated_ends_nothing(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+    line, warning = describe_memory(config(model), gpu=False)
+    assert line.startswith("memory        not estimated: ") and not warning
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_episodes_longer_than_the_models_context_are_refused(model: Path, key: str) -> None:
+    (model / "config.json").write_text(json.dumps({key: 1024}))
+    (model / "tokenizer.json").write_text("{}")
+    template = {"model": {"template": "{{ messages }}"}}
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens \(4096\) exceeds .* \(1024\)"):
+        check_model(config(model, **template))
+    check_model(config(model, rollout={"max_tokens": 1024, "max_new_tokens": 512}, **template))

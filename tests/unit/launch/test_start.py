@@ -99,6 +99,7 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
     """After the keys that are not the defaults."""
     monkeypatch.setattr(preflight, "check", lambda config: CHECKED._replace(warnings=["far too fast"]))
     monkeypatch.setattr(start, "describe_costs", lambda config, gpu: ["model  7 parameters"])
+    monkeypatch.setattr(start, "describe_memory", lambda config, gpu: ("memory  9 bytes", "too much memory"))
     assert start.train(config, dry_run=True) == COMPLETED
     text = capsys.readouterr().out
     tree, _, plan = text.partition("run directory: ")
@@ -108,5 +109,10 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
         "model": {"path": config.model.path},
         "data": {"train": "t"},
     }
-    assert plan.index("total ") < plan.index("model  7") < plan.index("warning: far too fast")
-    assert plan.endswith("warning: far too fast\n") and not (Path(config.run_dir) / "x").exists()
+    assert (
+        plan.index("total ")
+        < plan.index("model  7")
+        < plan.index("memory  9")
+        < plan.index("warning: far too fast")
+    )
+    assert plan.endswith("warning: too much memory\n") and not (Path(config.run_dir) / "x").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.isolation.child import describe_exit
 from asyncrl.launch.placement import RolePlace, Unit
-from asyncrl.launch.process import ProcessSpec
+from asyncrl.launch.process import TRY_AGAIN, ProcessSpec
 from asyncrl.launch.supervisor import BACKOFF_MAX, LEAVE_SECONDS, SOUND_SECONDS, Supervisor
 from asyncrl.wire.incarnations import is_older
 
@@ -96,6 +96,19 @@ def test_all_ranks_go_together_and_wait_for_the_last_of_the_old(world: World) ->
     assert orders[0].incarnation == orders[1].incarnation
     assert is_older(first.order.incarnation, orders[0].incarnation)
     assert orders[0].rendezvous == orders[1].rendezvous != first.order.rendezvous
+
+
+def test_ranks_that_will_try_with_less_memory_do_not_use_up_restarts(tmp_path: Path) -> None:
+    """The other rank may be seen to have died first, of the lost connection."""
+    world = World(tmp_path, restarts=1)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer-1.log").write_text("out of memory: 512 tokens\n")
+    for now in range(4):
+        world.newest("trainer-0").code, world.newest("trainer-1").code = 70, TRY_AGAIN
+        assert world.supervisor.tick(now) is None
+        world.supervisor.tick(now)
+        assert world.newest("trainer-1").code is None
+    assert world.notes == ["trainer-1: out of memory: 512 tokens; trainer (all ranks) is restarted"] * 4
 
 
 def test_a_crashed_coordinator_comes_back_under_its_name(world: World) -> None:

@@ -1,13 +1,31 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from asyncrl.config import TrainerConfig
-from asyncrl.trainer.optimizer import make_adamw
+from asyncrl.errors import ConfigError
+from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.trainer.optimizer import make_optimizer
+from asyncrl.trainer.world import World
+from tests.fakes.training import (
+    Recorder,
+    full_state,
+    load_checkpoint,
+    make_learner,
+    newest_checkpoint,
+    plain_model,
+    run_batch,
+    save_checkpoint,
+    save_tiny_model,
+    tiny_config,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -15,8 +33,8 @@ def test_it_steps_as_torchs_adamw_does(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     first = nn.Linear(3, 2).to(dtype)
     second = copy.deepcopy(first)
-    ours = make_adamw(first, TrainerConfig(betas=(0.8, 0.9), weight_decay=0.1), lr=0.05)
-    theirs = torch.optim.AdamW(second.parameters(), lr=0.05, betas=(0.8, 0.9), weight_decay=0.1)
+    ours = make_optimizer(first, TrainerConfig(betas=(0.8, 0.9), weight_decay=0.1), lr=0.05)
+    theirs = torch.optim.AdamW(second.parameters(), lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
     for step in range(4):
         x = torch.randn(5, 3, dtype=dtype)
         for model, optimizer in ((first, ours), (second, theirs)):
@@ -32,10 +50,80 @@ def test_it_steps_as_torchs_adamw_does(dtype: torch.dtype) -> None:
     assert [float(of["step"]) for of in ours.state.values()] == [4, 2]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "theirs"),
+    [
+        ({"sgd": {"momentum": 0.9}}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
+        ("torch.optim:Adagrad", lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.01)),
+        ({"adamw": {"fused": False}}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01)),
+    ],
+)
+def test_others_by_name(chosen: Any, theirs: Callable[..., torch.optim.Optimizer]) -> None:
+    """Made with a first step that does not count: from there on as torch's own, and it saves as much."""
+    torch.manual_seed(0)
+    first = nn.Linear(3, 2)
+    second = copy.deepcopy(first)
+    config = TrainerConfig(optimizer=chosen, weight_decay=0.01, betas=(0.9, 0.999))
+    pairs = ((first, make_optimizer(first, config, lr=0.1)), (second, theirs(second.parameters())))
+    assert torch.equal(first.weight, second.weight)
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            (model(x) ** 2).sum().backward()
+            optimizer.step()
+        assert torch.equal(first.weight, second.weight)
+    found, wanted = (optimizer.state_dict()["state"] for _, optimizer in pairs)
+    assert found.keys() == wanted.keys() and all(found[i].keys() == wanted[i].keys() for i in wanted)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "complaint"),
+    [
+        ("adam", "did you mean adamw"),
+        ({"sgd": {"speed": 1}}, "trainer.optimizer: sgd cannot be built .*speed"),
+        ("builtins:dict", "trainer.optimizer: builtins:dict"),
+    ],
+)
+def test_refusals_name_the_key(chosen: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make_optimizer(nn.Linear(3, 2), TrainerConfig(optimizer=chosen), lr=0.1)
+
+
 def test_what_does_not_train_has_no_state() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    optimizer = make_adamw(model, TrainerConfig(), lr=0.5)
+    optimizer = make_optimizer(model, TrainerConfig(), lr=0.5)
     assert list(optimizer.state) == [model.weight] and optimizer.param_groups[0]["lr"] == 0.5
     state = optimizer.state[model.weight]
     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (2, 3) and state["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "offload"),
+    [("sgd", False), ({"sgd": {"momentum": 0.9}}, False), ("torch.optim:RMSprop", True)],
+)
+def test_a_checkpoint_continues_it(world: World, tmp_path: Path, chosen: Any, offload: bool) -> None:
+    """On shards, kept in main memory or not."""
+    path = save_tiny_model(tmp_path / "model")
+    config = tiny_config(path, trainer={"optimizer": chosen, "offload_optimizer": offload})
+    batches = [Recorder(plain_model(path), seed=i, noise=0.1).groups(2, 4, [i]) for i in range(2)]
+    learner = make_learner(config, world)
+    before = full_state(learner.policy)
+    run_batch(learner, [[batches[0]]])
+    assert any(not torch.equal(before[n], t) for n, t in full_state(learner.policy).items())
+    save_checkpoint(tmp_path, learner, CheckpointManifest(step=1, trainer_epoch=0), hf=False)
+    run_batch(learner, [[batches[1]]])
+    resumed = make_learner(config, world)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None
+    load_checkpoint(newest, resumed)
+    run_batch(resumed, [[batches[1]]])
+    wanted = full_state(learner.policy)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(resumed.policy).items())
+
+
+def test_one_that_cannot_step_on_shards_is_refused(world: World, tmp_path: Path) -> None:
+    config = tiny_config(save_tiny_model(tmp_path), trainer={"optimizer": "torch.optim:Adafactor"})
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer cannot step on sharded weights"):
+        make_learner(config, world)

@@ -8,16 +8,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl.config import parse
-from asyncrl.errors import DeadlineError
+from asyncrl.errors import DeadlineError, lacks_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
-from asyncrl.trainer.rank import BEAT_EVERY, SAVE_AGAIN, Stopped, TrainerRank, is_answer, performance
+from asyncrl.trainer.rank import (
+    BEAT_EVERY,
+    SAVE_AGAIN,
+    Stopped,
+    TrainerRank,
+    is_answer,
+    performance,
+)
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
-from asyncrl.wire.messages.trainer import Checkpointed, Commit, Committed, PlanRequest, TrainerBeat, WorkPlan
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    Commit,
+    Committed,
+    OutOfMemory,
+    PlanRequest,
+    TrainerBeat,
+    WorkPlan,
+)
 from asyncrl.wire.sockets import Endpoints
 
 
@@ -52,6 +68,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace) -> TrainerRank:
     monkeypatch.setattr(module, "Learner", FakeLearner)
+    monkeypatch.setattr(module, "try_largest", lambda learner: None)
     monkeypatch.setattr(module, "Link", FakeLink)
     monkeypatch.setattr(module, "Poller", lambda *about: None)
     publishing = SimpleNamespace(check=lambda: None, announced=None, unwritten="")
@@ -197,6 +214,37 @@ def test_a_commit_waits_longer_than_a_full_disk_may_stop_the_coordinator(
         rank._commit(WorkPlan(0, 1, "step"), {})
     assert any(isinstance(message, Commit) for message in rank.control.sent)  # type: ignore[attr-defined]
     assert clock.now > 100.0 + rank.config.launch.stall_timeout
+
+
+def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
+    rank: TrainerRank, clock: SimpleNamespace
+) -> None:
+    def advance(seconds: float) -> None:
+        clock.now += 3 * seconds
+
+    stop = (Stop("micro-batches of 512 tokens"), [])
+    rank._poller = SimpleNamespace(wait=advance)  # type: ignore[assignment]
+    rank.learner.size = (1000, 4)
+    rank.bulk.receive = lambda timeout: None  # type: ignore[method-assign]
+    rank.control.receive = lambda timeout: stop if clock.now > 110 else None  # type: ignore[method-assign]
+    told = rank.report_lack(MemoryError("no more"))
+    assert told == "out of memory (MemoryError: no more): micro-batches of 512 tokens"
+    sent = [m for m in rank.control.sent if isinstance(m, OutOfMemory)]  # type: ignore[attr-defined]
+    assert len(sent) > 1 and set(sent) == {OutOfMemory(0, 0, 1000, 4, "MemoryError: no more")}
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError("no space left"), False),
+    ],
+)
+def test_which_errors_are_a_lack_of_memory(error: Exception, lacks: bool) -> None:
+    assert lacks_memory(error) is lacks
 
 
 def test_only_the_answer_to_this_request_is_taken() -> None:

@@ -65,7 +65,9 @@ def test_loss_and_counts_are_reported(
     world: World, model_path: str, model: Any, episodes: list[Episode]
 ) -> None:
     config = tiny_config(model_path)
-    metrics = run_batch(at_step(make_learner(config, world)), whole(episodes))
+    learner = at_step(make_learner(config, world))
+    learner.recipe = dataclasses.replace(learner.recipe, ratios_of_all=True)  # all episodes are scored
+    metrics = run_batch(learner, whole(episodes))
     tokens = [t for e in episodes for t in reference.token_log_probs(model, e)]
     fresh = [(math.exp(p.item() - mu), v) for p, mu, v in tokens if STEP - v <= 4]
     kept = [rho for rho, _ in fresh if 0.5 <= rho <= 5]
@@ -154,11 +156,19 @@ def test_a_singleton_group_has_no_gradient(world: World, model_path: str, model:
     assert all(not gradient.any() for gradient in found.values())
 
 
-def test_episodes_without_advantage_are_only_scored(
-    world: World, model_path: str, model: Any, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read", [False, True])
+def test_episodes_without_advantage_cost_no_backward_and_no_forward_that_nothing_reads(
+    world: World,
+    model_path: str,
+    model: Any,
+    episodes: list[Episode],
+    read: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gradient and metrics are those of a backward over all of them."""
-    learner = at_step(make_learner(tiny_config(model_path), world))
+    """Gradient and counts are those of a backward over all of them; all metrics, where they are scored."""
+    unmasked = tiny_config(model_path, algorithm={"correction": {"truncate": {}}})
+    learner = at_step(make_learner(unmasked, world))
+    learner.recipe = dataclasses.replace(learner.recipe, ratios_of_all=read)
     equal = [(with_equal_rewards(row), turns) for row, turns in episodes[:8]]
     batch = random_cut([*equal, *episodes[8:]], 1, 3, seed=0)
     graded, run = [], learner.policy.forward
@@ -170,17 +180,36 @@ def test_episodes_without_advantage_are_only_scored(
     monkeypatch.setattr(learner.policy, "forward", forward)
     found = final_gradients(learner, batch)
     lean = sum(size for grad, size in graded if grad)
-    assert any(not grad for grad, _ in graded)
+    assert any(not grad for grad, _ in graded) is read
     metrics = run_batch(learner, batch)
     assert metrics["critic/zero_advantage_frac"] >= 0.5
     graded.clear()
-    other = at_step(make_learner(tiny_config(model_path), world))
+    other = at_step(make_learner(unmasked, world))
     other.recipe = dataclasses.replace(learner.recipe, proportional=False)
     run = other.policy.forward
     monkeypatch.setattr(other.policy, "forward", forward)
     assert difference(found, final_gradients(other, batch)) < TOLERANCE
     assert lean < 0.6 * sum(size for grad, size in graded if grad) and all(grad for grad, _ in graded)
-    assert metrics == pytest.approx(run_batch(other, batch), rel=1e-9, abs=1e-12)
+    whole_metrics = run_batch(other, batch)
+    if not read:
+        same = ("trainer/", "staleness/", "critic/", "actor/pg_loss", "actor/grad_norm", "response_length/")
+        assert metrics.pop("actor/entropy") != whole_metrics.pop("actor/entropy")
+        metrics, whole_metrics = (
+            {name: value for name, value in found.items() if name.startswith(same)}
+            for found in (metrics, whole_metrics)
+        )
+        assert "staleness/lag/mean" in metrics
+    assert metrics == pytest.approx(whole_metrics, rel=1e-9, abs=1e-12)
+
+
+def test_a_batch_without_any_advantage_shows_its_log_prob_gap(
+    world: World, model_path: str, model: Any
+) -> None:
+    """One episode of each micro-batch is scored, and the step is taken, as with Adam's moments of before."""
+    equal = [(with_equal_rewards(row), t) for row, t in Recorder(model, seed=6).groups(2, 4, [0])]
+    metrics = run_batch(make_learner(tiny_config(model_path), world), random_cut(equal, 1, 2, seed=0))
+    assert metrics["rollout_corr/logprob_diff_tokens"] > 0 and metrics["actor/skipped_steps"] == 0
+    assert metrics["actor/grad_norm"] == 0 and metrics["trainer/kept_tokens"] > 20
 
 
 @pytest.mark.parametrize(
@@ -194,6 +223,15 @@ def test_episodes_without_advantage_are_only_scored(
 def test_a_gradient_beside_the_advantage_is_kept(sections: Any, model_path: str) -> None:
     assert compose(tiny_config(model_path)).proportional
     assert not compose(tiny_config(model_path, **sections)).proportional
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"algorithm": {"ess_lr": True}}, {"algorithm": {"correction": {"truncate": {}, "batch_mean": {}}}}],
+)
+def test_a_step_that_reads_all_ratios_has_all_scored(sections: Any, model_path: str) -> None:
+    assert not compose(tiny_config(model_path)).ratios_of_all
+    assert compose(tiny_config(model_path, **sections)).ratios_of_all
 
 
 def with_equal_rewards(row: Any) -> Any:

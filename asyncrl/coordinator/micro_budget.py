@@ -1,0 +1,37 @@
+"""What a micro-batch of the trainer's may have, learned where it took more memory than there is."""
+
+from __future__ import annotations
+
+import msgspec
+
+from asyncrl.config import LESS_MEMORY
+from asyncrl.errors import ConfigError
+from asyncrl.store.runstore import RunStore
+from asyncrl.wire.messages.trainer import OutOfMemory
+
+META = "micro_budget"
+
+
+class MicroBudget(msgspec.Struct):
+    """Padded `tokens` of a micro-batch, kept in the store; under another `trainer.micro_batch_tokens` than it
+    was learned under (`configured`) it is forgotten."""
+
+    configured: int
+    tokens: int
+
+    @classmethod
+    def stored(cls, store: RunStore, configured: int) -> MicroBudget:
+        kept = store.read.meta(META)
+        found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
+        return found if found.configured == configured else cls(configured, configured)
+
+    def halve(self, message: OutOfMemory, store: RunStore) -> None:
+        """After what a rank has told. Raises ConfigError when it cannot be cut any more: it was one episode,
+        over the budget."""
+        if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
+            raise ConfigError(
+                f"trainer rank {message.rank} has too little memory for one episode of {message.tokens} "
+                f"padded tokens ({message.detail}); set {LESS_MEMORY}, then go on with resume=auto"
+            )
+        self.tokens = max(1, min(self.tokens, message.tokens or self.tokens) // 2)
+        store.put_meta(META, msgspec.json.encode(self).decode())

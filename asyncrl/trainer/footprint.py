@@ -1,0 +1,179 @@
+"""What a trainer rank will hold in memory: its own code, run on tensors without any.
+
+    skeletons ──► shards ──► optimizer ──► the largest micro-batch, twice (the second finds gradients)
+
+torch's FakeTensorMode computes shapes only, and its `fake` process group exchanges nothing. So FSDP2's
+buffers, activations, checkpointing and the chunks of the output layer count as they are, whatever the model.
+Measured on a CPU: kernels of a GPU keep about the same, and their workspaces are not counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.algorithms.recipe import compose
+from asyncrl.config import Packing, RunConfig
+from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.critic import Critic
+from asyncrl.trainer.layers import prepare_layers
+from asyncrl.trainer.loading import shard_empty, skeleton
+from asyncrl.trainer.model import Policy
+from asyncrl.trainer.optimizer import make_optimizer
+from asyncrl.trainer.packing import unfit
+from asyncrl.trainer.reference import Reference
+from asyncrl.trainer.rehearsal import forward_backward, largest, shape
+from asyncrl.trainer.world import World
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Live bytes of tensors on one rank. `work`: what comes and goes in a micro-batch, at its highest."""
+
+    weights: int
+    optimizer: int
+    gradients: int
+    work: int
+    rows: int
+    length: int
+
+    @property
+    def static(self) -> int:
+        return self.weights + self.optimizer + self.gradients
+
+    @property
+    def total(self) -> int:
+        return self.static + self.work
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of all tensors that operations return inside, until they are freed or (by FSDP2)
+    resized to nothing. `now`, and the `peak` of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._live = dict[int, int]()  # bytes of each
+
+    def __enter__(self) -> LiveBytes:
+        storages: Any = torch.UntypedStorage
+        self._resize = resize = storages.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            if storage._cdata in self._live:
+                self._set(storage._cdata, size)
+            return resize(storage, size)
+
+        storages.resize_ = resized
+        super().__enter__()
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*about)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                self._add(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._set(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _set(self, key: int, size: int) -> None:
+        self.now += size - self._live.get(key, 0)
+        self._live[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._live.pop(key)
+
+
+def footprint(config: RunConfig) -> Footprint:
+    """Of one rank of this configuration. To be called where there is no process group: it makes one."""
+    trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
+    config = msgspec.structs.replace(config, trainer=trainer)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_world(config.trainer.ranks) as world, fake, LiveBytes() as live:
+        policy, critic, reference = _models(config, world)
+        weights = live.now
+        optimizers = [make_optimizer(policy, config.trainer, lr=1.0)]
+        if critic is not None:
+            optimizers.append(make_optimizer(critic, config.trainer, lr=1.0))
+        held = live.now
+        rows, length = shape(config, config.trainer.micro_batch_tokens)
+        with unset_fake_temporarily():  # numpy is to read some of it
+            tokens = largest(rows, length, policy.packing)
+        before = live.now
+        for _ in range(2):
+            live.peak = live.now
+            forward_backward(policy, critic, reference, tokens, config.algorithm.entropy_coef > 0)
+        gradients = live.now - before
+        return Footprint(weights, held - weights, gradients, live.peak - live.now, rows, length)
+
+
+def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Reference | None]:
+    recipe = compose(config)
+    policy = _policy(config, config.model.path, world, trained=True)
+    critic = reference = None
+    if recipe.own_critic:
+        backbone = skeleton(AutoModel, config.critic.path or config.model.path, config.model.dtype)
+        critic = Critic(backbone)
+        _pack(backbone, config)
+        prepare_layers(backbone, config.trainer)
+        shard_empty(critic, backbone, config.model.dtype, world)
+    if recipe.reference:
+        own = not config.model.lora_rank or config.kl.reference
+        path = config.kl.reference or config.model.path
+        reference = Reference(_policy(config, path, world, trained=False) if own else policy)
+    return policy, critic, reference
+
+
+def _policy(config: RunConfig, path: str, world: World, *, trained: bool) -> Policy:
+    model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
+    lm = skeleton(AutoModelForCausalLM, path, config.model.dtype)
+    policy = Policy(lm, model, value_head=trained and compose(config).shared_critic)
+    policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
+    if trained:
+        prepare_layers(lm, config.trainer)
+    shard_empty(policy, lm, config.model.dtype, world)
+    return policy.requires_grad_(False) if not trained else policy
+
+
+def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
+    """Let a model attend as it will to packed rows, if it can. On a GPU flex attention keeps about as much as
+    that of padded rows, and runs no fake tensors of a CPU."""
+    gpu = torch.cuda.is_available() and config.model.device != "cpu"
+    if gpu or config.trainer.packing == "padded" or unfit(lm):
+        return "padded"
+    lm.set_attn_implementation(NAME)
+    return config.trainer.packing
+
+
+@contextmanager
+def _fake_world(ranks: int) -> Iterator[World]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield World(0, ranks, torch.device("cpu"), init_device_mesh("cpu", (ranks,)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,58 @@
+"""The transformer layers of a model: what of them is recomputed in the backward, and compiled.
+
+Only a layer's `forward` is replaced, so its parameters keep their names; FSDP2's hooks stay outside: it
+gathers a layer once for the recomputation and the backward.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from asyncrl.config import TrainerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.attention import NAME
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that the model's author marks as units."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def prepare_layers(model: PreTrainedModel, trainer: TrainerConfig) -> None:
+    """Activation checkpointing (arXiv 1604.06174) of every k-th layer, and compilation of all. To be called
+    before they are sharded. Raises ConfigError where the model does not say what its layers are."""
+    every, layers = trainer.checkpointed_every, layers_of(model)
+    if not layers and (every or trainer.compile):
+        key = "activation_checkpointing" if every else "compile"
+        raise ConfigError(f"trainer.{key}: {type(model).__name__} does not name its layers; leave it out")
+    compiler = os.environ.get("CXX", "g++")
+    if trainer.compile and not torch.cuda.is_available() and not shutil.which(compiler):
+        raise ConfigError(
+            f"trainer.compile: needs a C++ compiler on a CPU, and {compiler} (CXX) is not there"
+        )
+    if trainer.compile:  # it loops over as many nodes of packed rows as a micro-batch has
+        AttentionInterface.register(NAME, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[NAME]))
+    for index, layer in enumerate(layers):
+        run: Any = layer.forward
+        if trainer.compile:
+            run = torch.compile(run, dynamic=True)
+        if every and index % every == 0:
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # no dropout
+        layer.forward = run
+
+
+def compiled_graphs() -> int:
+    """Graphs that this process has compiled so far: after the first batches it stays the same."""
+    from torch._dynamo.utils import counters  # a slow import, which only they need
+
+    return int(counters["stats"]["unique_graphs"])

@@ -1,0 +1,84 @@
+"""The largest micro-batch that the configuration allows, tried before there is data.
+
+largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from asyncrl.config import LESS_MEMORY, Packing, RunConfig
+from asyncrl.errors import ConfigError, lacks_memory, one_line
+from asyncrl.trainer import heap
+from asyncrl.trainer.critic import Critic
+from asyncrl.trainer.loading import LAYER_MIN_PARAMETERS
+from asyncrl.trainer.model import Policy
+from asyncrl.trainer.reference import Reference
+from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.step import Learner
+
+log = logging.getLogger(__name__)
+
+
+def shape(config: RunConfig, budget: int) -> tuple[int, int]:
+    """Rows, and tokens of each: `rollout.max_tokens`, and as many as `budget` holds, or as one episode may
+    have."""
+    length = config.rollout.max_tokens
+    return max(config.rollout.rows, budget // length, 1), length
+
+
+def largest(rows: int, length: int, packing: Packing) -> Selected:
+    """Rows that share nothing; each token but the first is the model's."""
+    row, position = np.repeat(np.arange(rows), length - 1), np.tile(np.arange(1, length), rows)
+    apart: Packing = "padded" if packing == "padded" else "packed"
+    ids = [np.zeros(length, dtype=np.int64)] * rows
+    return Selected.of(ids, row, position, torch.ones(len(row)), apart)
+
+
+def forward_backward(
+    policy: Policy, critic: Critic | None, reference: Reference | None, tokens: Selected, entropy_grad: bool
+) -> None:
+    """What a micro-batch runs of the models. Gradients are kept. A collective."""
+    if reference is not None:
+        reference.logp(tokens)
+    scores = policy(tokens, entropy_grad=entropy_grad)
+    total = scores.logp.sum() + (scores.entropy.sum() if entropy_grad else 0.0)
+    value = critic(tokens) if critic is not None else scores.value
+    if value is not None:
+        total = total + value.sum()
+    total.backward()
+
+
+def try_largest(learner: Learner) -> None:
+    """Before the first micro-batch, while the engines generate it: so a configuration that takes more memory
+    than there is fails at once, and not with the first long batch. Nothing changes. A collective.
+
+    A model so small that its layers are not sharded one by one is not tried: it would cost more time than
+    memory. Raises ConfigError.
+    """
+    if sum(p.numel() for p in learner.policy.parameters()) < LAYER_MIN_PARAMETERS:
+        return
+    config, began = learner.config, time.monotonic()
+    rows, length = shape(config, learner.budget)
+    tokens = largest(rows, length, learner.packing).to(learner.world.device)
+    try:
+        entropy_grad = config.algorithm.entropy_coef > 0
+        forward_backward(learner.policy, learner.critic, learner.reference, tokens, entropy_grad)
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        raise ConfigError(
+            f"{rows} rows of {length} tokens (rollout.max_tokens, trainer.micro_batch_tokens) "
+            f"take more memory than there is ({one_line(error)}); set a smaller micro_batch_tokens, "
+            f"{LESS_MEMORY}"
+        ) from error
+    learner.optimizer.zero_grad()
+    if learner.critic is not None:
+        learner.critic.optimizer.zero_grad()
+    heap.trim()
+    seconds = time.monotonic() - began
+    log.info("the largest micro-batch, %d rows of %d tokens, was tried in %.1f s", rows, length, seconds)

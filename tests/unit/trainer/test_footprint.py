@@ -1,0 +1,123 @@
+"""What the dry run says of memory, beside the live tensors of a real micro-batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from asyncrl.config import RunConfig
+from asyncrl.trainer.footprint import Footprint, LiveBytes, footprint
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
+from tests.fakes.forked import FORKED
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import Episode, make_row, tiny_config
+
+SMOLLM2 = Path(__file__).parents[3] / ".models" / "smollm2-135m-instruct"
+ROWS, LENGTH = 4, 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """0.9M parameters in four layers: 3.6 MB of weights, about as much as a micro-batch takes."""
+    path = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(path)
+    return str(path)
+
+
+def config_of(path: str, dtype: str = "float32", length: int = LENGTH, **trainer: Any) -> RunConfig:
+    """Micro-batches of four rows."""
+    rollout = {"max_tokens": length, "max_new_tokens": length // 2}
+    return tiny_config(
+        path,
+        model={"dtype": dtype},
+        rollout=rollout,
+        trainer={"micro_batch_tokens": ROWS * length, **trainer},
+    )
+
+
+def episodes(length: int) -> list[Episode]:
+    """Rows as long as may be, which share nothing, each with an advantage."""
+    count = length - 1
+    spans = (VersionSpan(0, count, 0, 0),)
+    results = tuple(EpisodeResult(float(i % 2), count, (float(i % 2),)) for i in range(ROWS))
+    turns = [Turn(0, (i,), (i,) * count, (-5.0,) * count, spans, StopReason.STOP) for i in range(ROWS)]
+    return [(make_row(f"g/{i}", "g", results, i, [turn], 1.0), [turn]) for i, turn in enumerate(turns)]
+
+
+def measured(config: RunConfig, world: World, folder: Path) -> tuple[int, int]:
+    """Live bytes of one rank with all that stays, and at most in the second micro-batch."""
+    with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0), LiveBytes() as live:
+        learner = Learner(config, world)
+        for _ in range(2):
+            live.peak = live.now
+            learner.accumulate(episodes(config.rollout.max_tokens))
+        return live.now, live.peak
+
+
+def layered(config: RunConfig) -> Footprint:
+    with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
+        return footprint(config)
+
+
+def estimated(config: RunConfig) -> Footprint:
+    """In another process, as this one has a process group."""
+    with FORKED.Pool(1) as pool:
+        return pool.apply(layered, (config,))
+
+
+def assert_near(found: Footprint, static: int, peak: int) -> None:
+    assert found.static == pytest.approx(static, rel=0.15)
+    assert found.total == pytest.approx(peak, rel=0.15)
+    assert found.gradients > 0 and found.rows == ROWS
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation_checkpointing": 2, "dtype": "bfloat16"},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"activation_checkpointing": "full"}, marks=pytest.mark.long),
+        pytest.param({"optimizer": "sgd"}, marks=pytest.mark.long),
+    ],
+)
+def test_the_estimate_is_what_a_micro_batch_takes(
+    world: World, model: str, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    config = config_of(model, **keys)
+    assert_near(estimated(config), *measured(config, world, tmp_path))
+
+
+@pytest.mark.long
+def test_of_one_rank_of_two(world: World, model: str, tmp_path: Path) -> None:
+    config = config_of(model, ranks=2)
+    assert_near(estimated(config), *run_ranks(2, partial(measured, config), tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="make smollm2 fetches the model")
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_of_a_pretrained_model(world: World, tmp_path: Path, recomputed: str) -> None:
+    config = config_of(str(SMOLLM2), "bfloat16", 256, activation_checkpointing=recomputed)
+    assert_near(estimated(config), *measured(config, world, tmp_path))
+
+
+def test_what_is_freed_or_resized_does_not_count() -> None:
+    with LiveBytes() as live:
+        kept = torch.zeros(1000)
+        gone = kept + 1
+        assert live.now == live.peak == 8000
+        del gone
+        view = kept[:10]
+        assert live.now == 4000 and view.numel() == 10
+        kept.untyped_storage().resize_(0)
+        assert live.now == 0 and live.peak == 8000

@@ -1,0 +1,138 @@
+"""Activation checkpointing and compilation change memory and time, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl.config import TrainerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.layers import layers_of, prepare_layers
+from asyncrl.trainer.world import World
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import (
+    Recorder,
+    difference,
+    final_gradients,
+    make_learner,
+    plain_model,
+    random_cut,
+    run_batch,
+    save_tiny_qwen,
+    tiny_config,
+)
+
+CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_qwen(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def episodes(model: str) -> Any:
+    return Recorder(plain_model(model), noise=0.2).groups(3, 3, [0])
+
+
+def calls_of(layers: list[nn.Module], name: str) -> Counter[int]:
+    """How often the submodule `name` of each layer runs from here on."""
+    calls = Counter[int]()
+    for index, layer in enumerate(layers):
+        layer.get_submodule(name).register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    return calls
+
+
+@pytest.mark.parametrize(("given", "runs"), [("none", [1, 1, 1, 1]), ("full", [2] * 4), (3, [2, 1, 1, 2])])
+def test_every_kth_layer_is_computed_again(model: str, given: Any, runs: list[int]) -> None:
+    config = AutoModelForCausalLM.from_pretrained(model).config
+    config.num_hidden_layers = 4
+    config.layer_types = ["full_attention"] * 4
+    lm = AutoModelForCausalLM.from_config(config).eval()
+    names = list(lm.state_dict())
+    prepare_layers(lm, TrainerConfig(activation_checkpointing=given))
+    calls = calls_of(layers_of(lm), "mlp")
+    lm(input_ids=torch.arange(5)[None], use_cache=False).logits.sum().backward()
+    assert [calls[i] for i in range(4)] == runs
+    assert list(lm.state_dict()) == names
+
+
+def gradients(world: World, path: str, episodes: Any, memory: Any, **sections: Any) -> dict[str, Tensor]:
+    """Of the policy; of a critic the weights after a step."""
+    config = tiny_config(path, trainer={"activation_checkpointing": memory}, **sections)
+    learner = make_learner(config, world)
+    for name, parameter in learner.policy.named_parameters():
+        if name.endswith(("lora_a", "lora_b")):  # random, and zero
+            nn.init.constant_(parameter, 0.1)
+    found = final_gradients(learner, random_cut(episodes, world.size, 3, seed=0))
+    if learner.critic is not None:
+        found |= {f"critic {name}": p.full_tensor() for name, p in learner.critic.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("sections", [{"model": {"lora_rank": 2}}, CRITIC], ids=["lora", "all, and a critic"])
+def test_gradients_are_the_same(world: World, model: str, episodes: Any, sections: Any) -> None:
+    def of(memory: Any) -> dict[str, Tensor]:
+        return gradients(world, model, episodes, memory, **sections)
+
+    assert difference(of("full"), of("none")) < 1e-12
+
+
+def work(world: World, folder: Path) -> Any:
+    """With adapters, in layers of their own."""
+    path, episodes = torch.load(folder.parent / "recorded.pt", weights_only=False)
+    with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
+        return gradients(world, path, episodes, 2, model={"lora_rank": 2})
+
+
+@pytest.mark.long
+def test_two_ranks_give_the_gradients_of_one(world: World, model: str, episodes: Any, tmp_path: Path) -> None:
+    torch.save((model, episodes), tmp_path / "recorded.pt")
+    wanted = gradients(world, model, episodes, "none", model={"lora_rank": 2})
+    assert difference(run_ranks(2, work, tmp_path / "two"), wanted) < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("backend", "gap"), [("aot_eager", 1e-12), ("inductor", 1e-6)])
+def test_compiled_layers_give_the_same_and_are_compiled_once(
+    world: World, model: str, episodes: Any, backend: str, gap: float
+) -> None:
+    """For all layers and lengths together, with and without gradient. The norms compute in float32, where
+    inductor rounds in another order."""
+    counters.clear()
+    torch.compiler.reset()
+    config = tiny_config(model, trainer={"compile": True, "activation_checkpointing": 2})
+    with (
+        mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0),
+        mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
+    ):
+        learner = make_learner(config, world)
+    found = final_gradients(learner, random_cut(episodes, 1, 3, seed=0))
+    graphs = counters["stats"]["unique_graphs"]
+    assert 0 < graphs <= 4
+    metrics = run_batch(learner, random_cut(episodes, 1, 4, seed=1))
+    assert counters["stats"]["unique_graphs"] == graphs == metrics["perf/compiled_graphs"]
+    assert difference(found, gradients(world, model, episodes, "none")) < gap
+
+
+def test_a_missing_compiler_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ConfigError, match=r"trainer\.compile: .*no-such-compiler"):
+        prepare_layers(lm, TrainerConfig(compile=True))
+
+
+def test_a_model_that_names_no_layers_is_refused() -> None:
+    for keys in ({"activation_checkpointing": "full"}, {"compile": True}):
+        with pytest.raises(ConfigError, match=f"trainer.{next(iter(keys))}"):
+            prepare_layers(cast(PreTrainedModel, nn.Linear(2, 2)), TrainerConfig(**keys))

@@ -1,0 +1,121 @@
+"""Too little memory in mid-batch: all ranks end, and new ones repeat the batch in smaller micro-batches."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+from asyncrl.errors import lacks_memory
+from asyncrl.trainer import objective, step
+from asyncrl.trainer.step import Learner
+from asyncrl.trainer.world import World
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import (
+    Episode,
+    Recorder,
+    full_state,
+    make_learner,
+    plain_model,
+    random_cut,
+    run_batch,
+    save_tiny_model,
+    tiny_config,
+)
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "barrier": {"algorithm": {"loss": "ppo", "steps_per_batch": 2}},
+}
+BUDGET, CUT = 400, 3  # of the config, and what is learned; random micro-batches have about 200
+
+
+def lack(*about: Any) -> Any:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+class Failing:
+    """In place of a function: its call number `at` of this process fails for want of memory."""
+
+    def __init__(self, function: Any, at: int) -> None:
+        self.function, self.left = function, at
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            lack()
+        return self.function(*given, **named)
+
+
+class FailingBackward(Failing):
+    """The call gives a loss whose backward fails."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        found = self.function(*given, **named)
+        self.left -= 1
+        if not self.left:
+            found.loss.register_hook(lack)
+        return found
+
+
+PLACES = {
+    "forward": lambda: mock.patch.object(objective, "loss_input", Failing(objective.loss_input, 2)),
+    "backward": lambda: mock.patch.object(step, "evaluate", FailingBackward(step.evaluate, 2)),
+    "reduction": lambda: mock.patch.object(fsdp, "foreach_reduce", Failing(fsdp.foreach_reduce, 2)),
+}
+
+
+def learner_of(folder: Path, world: World, sections: dict[str, Any]) -> Learner:
+    """The model lies beside the folder of this run."""
+    limits = {"max_tokens": 64, "max_new_tokens": 32}
+    keys = {"rollout": limits, "trainer": {"micro_batch_tokens": BUDGET}}
+    config = tiny_config(str(folder.parent / "model"), **keys, **sections)
+    return make_learner(config, world)
+
+
+def batch_of(folder: Path) -> list[Episode]:
+    return Recorder(plain_model(str(folder.parent / "model")), noise=0.2).groups(4, 4, [0])
+
+
+def fail(place: str, sections: dict[str, Any], world: World, folder: Path) -> Any:
+    """Rank 0 lacks memory; what it was working on. The others lose it."""
+    learner = learner_of(folder, world, sections)
+    lacking = PLACES[place]() if world.rank == 0 else mock.MagicMock()
+    with pytest.raises(RuntimeError) as caught, lacking:
+        run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
+    assert lacks_memory(caught.value) or world.rank
+    return learner.size, learner.step
+
+
+def train(budget: int, sections: dict[str, Any], world: World, folder: Path) -> Any:
+    learner = learner_of(folder, world, sections)
+    learner.budget = budget
+    sizes: list[int] = []
+    learner.pulse = lambda: sizes.append(learner.size[1])
+    metrics = run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
+    return full_state(learner.policy), sizes, metrics["trainer/trajectories"]
+
+
+def run(ranks: int, work: Any, world: World, folder: Path) -> Any:
+    folder.mkdir()
+    return work(world, folder) if ranks == 1 else run_ranks(ranks, work, folder)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_weights_are_those_of_the_untouched_run(
+    world: World, tmp_path: Path, place: str, kind: str, ranks: int
+) -> None:
+    save_tiny_model(tmp_path / "model")
+    (tokens, episodes), done = run(ranks, partial(fail, place, SECTIONS[kind]), world, tmp_path / "failed")
+    assert episodes > 1 and tokens > CUT and done == 0
+    found, small, count = run(ranks, partial(train, CUT, SECTIONS[kind]), world, tmp_path / "again")
+    wanted, large, all_of_them = run(ranks, partial(train, BUDGET, SECTIONS[kind]), world, tmp_path / "whole")
+    assert len(small) > len(large) and count == all_of_them == 16
+    assert all(torch.allclose(found[n], wanted[n], rtol=0, atol=1e-9) for n in wanted)

@@ -1,0 +1,69 @@
+"""The largest micro-batch is tried before the first step, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.trainer import rehearsal
+from asyncrl.trainer.rehearsal import largest, shape, try_largest
+from asyncrl.trainer.world import World
+from tests.fakes.training import full_state, make_learner, save_tiny_model, tiny_config
+
+CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
+
+
+def config_of(folder: Path, **sections: Any) -> RunConfig:
+    """Three rows of 20 tokens fit."""
+    limits = {"max_tokens": 20, "max_new_tokens": 10} | sections.pop("rollout", {})
+    path = save_tiny_model(folder)
+    return tiny_config(path, rollout=limits, trainer={"micro_batch_tokens": 70}, **sections)
+
+
+def test_it_is_as_large_as_may_be(tmp_path: Path) -> None:
+    assert shape(config_of(tmp_path), 70) == (3, 20)
+    assert shape(config_of(tmp_path), 10) == (1, 20)  # after a lack of memory
+    forking = config_of(tmp_path, rollout={"history": "fork", "max_rows": 5})
+    assert shape(forking, 70) == (5, 20)
+    for packing in ("padded", "packed", "tree"):
+        tokens = largest(3, 20, packing)
+        assert tokens.ids.numel() == 3 * 20 and len(tokens.labels) == 3 * 19
+
+
+def test_all_models_run_it_and_nothing_is_left(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rehearsal, "LAYER_MIN_PARAMETERS", 0)
+    learner = make_learner(config_of(tmp_path, **CRITIC), world)
+    assert learner.critic is not None
+    sizes, before = list[int](), full_state(learner.policy)
+    for model in (learner.policy, learner.critic):
+        model.register_forward_hook(lambda model, args, out: sizes.append(args[0].ids.numel()))
+    with caplog.at_level(logging.INFO):
+        try_largest(learner)
+    assert sizes == [60, 60] and "3 rows of 20 tokens, was tried in" in caplog.text
+    assert all(p.grad is None for m in (learner.policy, learner.critic) for p in m.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in full_state(learner.policy).items())
+
+
+def test_too_little_memory_is_an_error_that_names_the_keys(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(config_of(tmp_path), world)
+
+    def lack(*about: Any) -> None:
+        raise MemoryError
+
+    learner.policy.register_forward_hook(lack)
+    try_largest(learner)  # too small a model to be tried
+    monkeypatch.setattr(rehearsal, "LAYER_MIN_PARAMETERS", 0)
+    with pytest.raises(
+        ConfigError, match=r"3 rows of 20 tokens .*micro_batch_tokens, trainer\.activation_ch"
+    ):
+        try_largest(learner)
