@@ -44,6 +44,7 @@ class Policy(nn.Module):
         self.export_dtype = getattr(torch, config.dtype)
         self.published = tuple(name for name, _ in lm.named_parameters())
         self.packing: Packing = "padded"  # how rows must be laid out for it
+        self.attention = lm.config._attn_implementation  # of padded rows
         self.adapters: Adapters | None = None
         if config.lora_rank:
             self.adapters = Adapters(lm, config.lora_rank, config.lora_alpha)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
 from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.model import Policy
 from asyncrl.trainer.scores import Scores, Selected
 from asyncrl.trainer.world import World
 
@@ -40,6 +42,20 @@ def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world:
                 _transformer(other).set_attn_implementation(implementation)
             return "padded"
     return wanted
+
+
+@contextmanager
+def unpacked(policy: Policy) -> Iterator[None]:
+    """Its rows are padded meanwhile, and its attention is the model's own."""
+    model, packing = policy.lm, policy.packing
+    kind = model.config._attn_implementation
+    policy.packing = "padded"
+    model.set_attn_implementation(policy.attention)
+    try:
+        yield
+    finally:
+        policy.packing = packing
+        model.set_attn_implementation(kind)
 
 
 def _transformer(root: nn.Module) -> PreTrainedModel:

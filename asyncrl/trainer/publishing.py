@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer.model import Policy, score, shards
+from asyncrl.trainer.packing import unpacked
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
@@ -33,8 +34,9 @@ NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other sha
 
 class Publishing:
     """Made by all ranks together. `announced`: the last version that rank 0 has announced. `noise_floor`:
-    how far the trainer's own log-probs of the probe differ when it is scored in a larger batch, at the first
-    version published; an engine cannot be expected to come closer."""
+    how far the trainer's own log-probs of the probe differ when it is scored in a larger batch (by another
+    attention function, where rows are packed), at the first version published; an engine cannot be expected
+    to come closer."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
@@ -69,7 +71,9 @@ class Publishing:
             self._publisher.submit(self._host.snapshot(index, version, probe, stall))
 
     def _measure_noise(self) -> float:
-        one, other = (score(self.policy, self._probe_ids, self.mesh.device, rows=n) for n in (1, NOISE_ROWS))
+        one = score(self.policy, self._probe_ids, self.mesh.device)
+        with unpacked(self.policy):
+            other = score(self.policy, self._probe_ids, self.mesh.device, rows=NOISE_ROWS)
         return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
     def check(self) -> None:
