@@ -82,15 +82,21 @@ def _differs(root: nn.Module, packing: Packing, limit: float, world: World) -> s
     model, rng = _transformer(root), np.random.default_rng(0)
     start, *ends = (rng.integers(0, model.config.get_text_config().vocab_size, n) for n in (24, 9, 14, 30))
     rows = [np.concatenate([start, ends[0]]), np.concatenate([start, ends[1]]), ends[2]]
-    expected = _gradients(root, Selected.of(rows, *_all_tokens(rows), packing="padded"), world)
-    model.set_attn_implementation(NAME)
-    packed = Selected.of(rows, *_all_tokens(rows), packing=packing)
-    found = _gradients(root, packed, world)
+    padded, packed = (Selected.of(rows, *_all_tokens(rows), packing=how) for how in ("padded", packing))
     assert packed.forest is not None
+    learns = any(p.requires_grad for p in root.parameters())
+    with torch.set_grad_enabled(learns):
+        expected = _loss(root, padded, world)
+        size = _norm(_gradients(root) if learns else [expected], world)
+        for gradient in _gradients(root):
+            gradient.neg_()  # those of packed rows are added to it: no second set is held
+        model.set_attn_implementation(NAME)
+        found = _loss(root, packed, world)
+    distance = _norm(_gradients(root) if learns else [found - expected], world)
+    root.zero_grad()
     if packed.forest.unknown:
         return f"{type(model).__name__} has attention with {', '.join(sorted(packed.forest.unknown))}"
-    distance = _norm([a - b for a, b in zip(found, expected, strict=True)], world)
-    share = distance / max(_norm(expected, world), 1e-30)
+    share = distance / max(size, 1e-30)
     return "" if share < limit else f"{type(model).__name__}'s gradients differ by {share:.1e}"
 
 
@@ -101,22 +107,21 @@ def _all_tokens(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, Ten
     return row, position, torch.ones(len(row))
 
 
-def _gradients(root: nn.Module, tokens: Selected, world: World) -> list[Tensor]:
-    """Of this rank's shards, for a loss in which every token has a weight of its own. Of a frozen model the
-    values that the loss is made of."""
-    learns = any(p.requires_grad for p in root.parameters())
-    with torch.set_grad_enabled(learns):
-        found = root(tokens.to(world.device))
-        values = found.logp if isinstance(found, Scores) else found
-    if not learns:
+def _loss(root: nn.Module, tokens: Selected, world: World) -> Tensor:
+    """The values of all tokens, [N]; after a backward of their sum, in which each has a weight of its own, if
+    the model learns."""
+    found = root(tokens.to(world.device))
+    values = found.logp if isinstance(found, Scores) else found
+    if values.requires_grad:
+        (values * torch.linspace(0.5, 1.5, len(values), device=values.device)).sum().backward()
+    else:
         cast(FSDPModule, root).reshard()
-        return [values / math.sqrt(world.size)]  # all ranks have all of them
-    (values * torch.linspace(0.5, 1.5, len(values), device=values.device)).sum().backward()
-    learned = [p for p in root.parameters() if p.requires_grad]
-    missed = [torch.zeros_like(p) if p.grad is None else p.grad for p in learned]
-    gradients = [cast(DTensor, gradient).to_local() for gradient in missed]
-    root.zero_grad()
-    return gradients
+    return values.detach() / math.sqrt(world.size)  # all ranks have all of them
+
+
+def _gradients(root: nn.Module) -> list[Tensor]:
+    """Of this rank's shards."""
+    return [cast(DTensor, p.grad).to_local() for p in root.parameters() if p.grad is not None]
 
 
 def _norm(tensors: Sequence[Tensor], world: World) -> float:

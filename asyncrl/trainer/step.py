@@ -71,7 +71,6 @@ class Learner:
             value_head=self.recipe.shared_critic,
             offload=config.trainer.offload_optimizer,
         )
-        self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
         policies = {self.policy, self.reference.policy} if self.reference else {self.policy}
@@ -79,6 +78,8 @@ class Learner:
         self.packing = packing_for(models, config.trainer.packing, config.model.dtype, world)
         for policy in policies:
             policy.packing = self.packing
+        # After the check, which holds gradients.
+        self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
         self.averaging: float = world.size  # what FSDP2 divides gradients by
