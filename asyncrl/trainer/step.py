@@ -73,8 +73,10 @@ class Learner:
         )
         self.critic = load_critic(config, world) if self.recipe.own_critic else None
         self.reference = load_reference(config, world, self.policy) if self.recipe.reference else None
-        policies = {self.policy, self.reference.policy} if self.reference else {self.policy}
-        models = [*policies, *([self.critic] if self.critic else [])]
+        policies = [self.policy]
+        if self.reference is not None and self.reference.policy is not self.policy:
+            policies.append(self.reference.policy)
+        models = [*policies, *([self.critic] if self.critic else [])]  # in one order on all ranks
         self.packing = packing_for(models, config.trainer.packing, config.model.dtype, world)
         for policy in policies:
             policy.packing = self.packing

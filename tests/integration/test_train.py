@@ -65,6 +65,7 @@ def test_zero_staleness_is_synchronous_and_trains_folded_episodes_token_for_toke
     weights = str(tmp_path / "shared")
     folding = ["rollout.history=fold", "rollout.max_tokens=110", "rollout.max_new_tokens=40"]
     more = ("buffer.max_staleness=0", "data.test=''", f"weights.directory={weights}")
+    more += ("algorithm.ess_lr=true",)  # for which episodes without advantage are scored, too
     with Run(tmp_path, "total_steps=4", *folding, *more) as run:
         summary = run.completed(4)
         no_weights_are_left_outside_of(run, weights)

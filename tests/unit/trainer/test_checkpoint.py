@@ -262,7 +262,7 @@ NARROW = {"mask": {"low": 0.999999, "high": 1.000001}, "truncate": {}}
 EARLY: dict[str, dict[str, Any]] = {
     "nothing was trained": {},
     "the first batch is under way": {},
-    "the first batch was skipped": {"algorithm": {"correction": NARROW}},
+    "the first batch was skipped": {"algorithm": {"correction": NARROW, "ess_lr": True}},
     "a parameter never got a gradient": {},
     "a critic of its own warms up": {**PPO, "critic": WARM["own"]},
     "a shared critic warms up": {**PPO, "critic": WARM["shared"]},
