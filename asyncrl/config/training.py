@@ -11,7 +11,7 @@ from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seco
 Packing = Literal["padded", "packed", "tree"]
 LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
     "trainer.activation_checkpointing=full, more trainer.ranks, trainer.offload_optimizer=true (with a GPU), "
-    "model.lora_rank, or a smaller rollout.max_tokens"
+    "model.lora_rank, trainer.packing=padded (on a CPU, with long rows), or a smaller rollout.max_tokens"
 )
 
 

@@ -13,7 +13,7 @@ META = "micro_budget"
 
 
 class MicroBudget(msgspec.Struct):
-    """Padded `tokens` of a micro-batch, kept in the store; under another `trainer.micro_batch_tokens` than it
+    """`tokens` of a micro-batch, kept in the store; under another `trainer.micro_batch_tokens` than it
     was learned under (`configured`) it is forgotten."""
 
     configured: int
@@ -31,7 +31,8 @@ class MicroBudget(msgspec.Struct):
         if self.tokens == 1 or (message.episodes == 1 and message.tokens >= self.tokens):
             raise ConfigError(
                 f"trainer rank {message.rank} has too little memory for one episode of {message.tokens} "
-                f"padded tokens ({message.detail}); set {LESS_MEMORY}, then go on with resume=auto"
+                f"tokens ({message.detail}); set {LESS_MEMORY}, then go on with resume=auto"
             )
-        self.tokens = max(1, min(self.tokens, message.tokens or self.tokens) // 2)
+        had = max(message.tokens, self.tokens // 4)  # a small rest of a batch is not what was too large
+        self.tokens = max(1, min(self.tokens, had) // 2)
         store.put_meta(META, msgspec.json.encode(self).decode())

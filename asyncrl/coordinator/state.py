@@ -199,7 +199,7 @@ def _attention_work(path: Path) -> float:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return 0.0
-    size = found.get("hidden_size") or found.get("text_config", {}).get("hidden_size")
+    size = found.get("hidden_size") or (found.get("text_config") or {}).get("hidden_size")
     return 1 / (12 * size) if size else 0.0
 
 
@@ -211,7 +211,10 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)
     buffer = _new_buffer(config, Prompts(len(samples), order, config.data.epochs))
     trainer, flush = config.trainer, config.data.at_end == "flush"
-    square = _attention_work(Path(config.model.path) / "config.json")
+    square = float(
+        store.read.meta("attention_work") or _attention_work(Path(config.model.path) / "config.json")
+    )
+    store.put_meta("attention_work", str(square))  # plans are dealt by it: a restart must not differ
     batches = Batches(buffer, trainer.micro_batch_tokens, flush, trainer.packing, square)
     restore(config, store, buffer, batches)
     version, path = store.read.newest_version()

@@ -111,6 +111,8 @@ class TrainerHandler:
         self.ranks.beats[message.rank], self.ranks.heard[message.rank] = message, now
         if message.work > (before.work if before else 0):
             self.state.liveness.progress(now)
+        elif message.written > (before.written if before else 0):
+            self.state.liveness.alive(now)  # no progress: on a full disk the same bytes are written again
 
     def hangs(self, now: float) -> bool:
         """Asked when nothing has moved for long: some rank is silent. Ranks that wait, for whatever, send

@@ -19,6 +19,7 @@ from asyncrl.launch.model_directory import chat_template, check_model
 from asyncrl.launch.run_directory import check_resumed, creatable, run_directory
 from asyncrl.launch.servers import check_servers
 from asyncrl.observe.trackers import check_trackers
+from asyncrl.store.schema import DATABASE
 from asyncrl.tools import Tool
 from asyncrl.weights.model_files import weight_bytes
 
@@ -107,6 +108,11 @@ def check_checkpoint_directory(config: RunConfig) -> None:
     place = checkpoints_of(config, run_directory(config))
     if place.local and config.checkpoint.directory:
         creatable(Path(place.root), "checkpoint.directory")
+    if config.checkpoint.directory and not (run_directory(config) / DATABASE).exists() and place.steps():
+        raise ConfigError(
+            f"checkpoint.directory: {place.root} holds checkpoints of a run of this name, of which there is "
+            f"nothing in {run_directory(config)}; choose another name=…, or restore that directory"
+        )
 
 
 def outside_weights(config: RunConfig) -> list[Path]:

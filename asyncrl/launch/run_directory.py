@@ -32,7 +32,13 @@ KEPT = (
     *PATHS,
     *("data.columns", "data.dataset", "data.system_prompt", "data.filter_overlong", "data.order"),
     *("data.shuffle", "seed", "buffer.groups_per_batch", "buffer.episodes_per_group"),
-    *("algorithm.steps_per_batch", "model.lora_rank", "model.lora_alpha", "critic.backbone"),
+    *(
+        "algorithm.steps_per_batch",
+        "model.lora_rank",
+        "model.lora_alpha",
+        "critic.backbone",
+        "trainer.optimizer",
+    ),
     *("model.template", "model.template_args"),
 )
 

@@ -240,12 +240,6 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
     )
 
 
-def padded_size(examples: Sequence[Example]) -> tuple[int, int]:
-    """Tokens that `collate` makes of them, and how many they are."""
-    rows = sum(len(e.rows) for e in examples)
-    return rows * max((e.longest for e in examples), default=0), len(examples)
-
-
 def _added(examples: Sequence[Example], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     known = [name for name in ADDED if getattr(examples[0], name) is not None]
     return {name: _join(examples, name).to(device, dtype) for name in known}

@@ -104,8 +104,8 @@ def _together(world: World, work: Callable[[], object]) -> None:
         work()
     except CheckpointException as error:  # of all ranks already
         problem = one_line(next(iter(error.failures.values()))[0])
-    except (OSError, CheckpointError) as error:
-        problem = reason(error)
+    except Exception as error:  # the others wait for this rank
+        problem = reason(error) if isinstance(error, OSError | CheckpointError) else one_line(error)
     if problem := next(filter(None, world.gather(problem, str)), ""):
         raise CheckpointError(problem)
 

@@ -157,6 +157,8 @@ class Checkpointing:
         if self._job is None:
             return False
         manifest, began, result = self._job
+        if result.done() and (error := result.exception()) is not None:
+            raise error  # the other ranks' parts cannot end without this one's
         if not all(self._world.gather(result.done(), bool)):
             if time.monotonic() - began > self._limit:
                 raise DeadlineError(f"the checkpoint of step {manifest.step} took over {self._limit:.0f} s")
@@ -177,5 +179,8 @@ class Checkpointing:
         except CheckpointError as error:
             return str(error)
         if self._world.rank == 0:
-            self.place.prune(self._config.keep, self.best)
+            try:
+                self.place.prune(self._config.keep, self.best)
+            except OSError as error:
+                log.warning("older checkpoints are not deleted: %s", error)
         return ""

@@ -67,8 +67,8 @@ class FlexKernel:
     def _block_mask(self, window: int | None) -> BlockMask:
         if window not in self._masks:
             size = len(self.node)
-            mask = create_block_mask(self.visible(window), None, None, size, size, self.node.device)
-            self._masks[window] = mask
+            make = _block_masks(self.node.is_cuda)
+            self._masks[window] = make(self.visible(window), None, None, size, size, self.node.device)
         return self._masks[window]
 
 
@@ -83,6 +83,12 @@ def _capped(bound: float) -> Callable[..., Tensor]:
 def _flex(compiled: bool) -> Any:
     """Not compiled it would hold a T x T matrix of scores. Shapes are dynamic: every batch has another."""
     return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+
+
+@cache
+def _block_masks(compiled: bool) -> Any:
+    """Not compiled it would hold a T x T mask."""
+    return torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
 
 
 def _last_descendants(forest: Forest) -> Tensor:

@@ -88,7 +88,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         log.info("leaving: %s", stop)
         trainer.publishing.drain()
     except Exception as error:
-        if not lacks_memory(error):
+        if not lacks_memory(error) or not trainer.trainer_epoch:
             raise
         raise OutOfMemoryError(trainer.report_lack(error)) from error
     finally:
@@ -293,7 +293,7 @@ class TrainerRank:
         saving = self.saving
         unsaved = saving.problem and f"not saved: {saving.problem}"
         waiting = "; ".join(filter(None, (self.waiting, unsaved, self.publishing.unwritten)))
-        return TrainerBeat(self.rank, busy, idle, waiting, self.work + saving.place.written)
+        return TrainerBeat(self.rank, busy, idle, waiting, self.work, saving.place.written)
 
     def report_lack(self, error: Exception) -> str:
         """Tell the coordinator what took more memory than there is, while others wait in a collective. What

@@ -67,7 +67,8 @@ def try_largest(learner: Learner) -> None:
     tokens = largest(rows, length, learner.packing).to(learner.world.device)
     try:
         entropy_grad = config.algorithm.entropy_coef > 0
-        forward_backward(learner.policy, learner.critic, learner.reference, tokens, entropy_grad)
+        for _ in range(2):  # the second finds the gradients of the first
+            forward_backward(learner.policy, learner.critic, learner.reference, tokens, entropy_grad)
     except Exception as error:
         if not lacks_memory(error):
             raise

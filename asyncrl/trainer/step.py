@@ -22,7 +22,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.buffer.packing import bucket, fill, units
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
-from asyncrl.trainer.batch import Example, MicroBatch, collate, example, padded_size, with_values
+from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
 from asyncrl.trainer.credit import credit, penalised, rescaled
 from asyncrl.trainer.critic import Critic, load_critic
 from asyncrl.trainer.layers import compiled_graphs
@@ -31,6 +31,7 @@ from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_optimizer, take_step
 from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.prefix_tree import common
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import (
     advantage_factor,
@@ -87,7 +88,7 @@ class Learner:
         self.averaging: float = world.size  # what FSDP2 divides gradients by
         self.bound = config.buffer.max_staleness
         self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
-        self.size = (0, 0)  # padded tokens and episodes of the newest micro-batch
+        self.size = (0, 0)  # tokens, padding included, and episodes of the newest micro-batch
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
@@ -181,7 +182,6 @@ class Learner:
         if not (of_policy or recipe.critic or recipe.reference):
             return list(held)
         for part in self._micro_batches(held):
-            self.size = padded_size(part)
             tokens = self._collate(part).selected
             found: dict[str, Tensor | None] = {}
             with torch.no_grad():
@@ -208,14 +208,18 @@ class Learner:
             packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
         else:
             keys = [e.group if self.packing == "tree" else e.planned.uid for e in examples]
-            found = units(keys, [e.length for e in examples], [e.prompt for e in examples], budget)
+            first = {key: e.rows[0] for key, e in reversed([*zip(keys, examples, strict=True)])}
+            shared = [common(first[key], e.rows[0]) for key, e in zip(keys, examples, strict=True)]
+            found = units(keys, [e.length for e in examples], shared, budget)
             packed = fill(found, budget)
         count = max(self.world.gather(len(packed), int))
         cut = [[examples[i] for i in part] for part in packed]
         return cut + [[] for _ in range(count - len(cut))]
 
     def _collate(self, examples: Sequence[Example]) -> MicroBatch:
-        return collate(examples, self.dtype, self.packing).to(self.world.device)
+        found = collate(examples, self.dtype, self.packing)
+        self.size = found.selected.ids.numel(), len(examples)
+        return found.to(self.world.device)
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
@@ -226,7 +230,6 @@ class Learner:
         optimizer steps that were taken; else they get theirs here. Episodes that give no gradient are counted
         only; scored, where the step reads their ratios; one is trained where there are no others.
         """
-        self.size = padded_size(examples)
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
                 tokens = self._collate(examples).selected

@@ -90,24 +90,27 @@ class Recorder:
     seed: int = 0
     noise: float = 0.0
     temperature: float = 1.0
+    prompt: int = 0  # tokens with which all episodes of a group begin
 
     def groups(self, count: int, members: int, versions: Sequence[int], name: str = "g") -> list[Episode]:
         """Versions of a turn's tokens: drawn from `versions`, not decreasing along the episode."""
         rng = random.Random(self.seed)
         episodes: list[Episode] = []
         for g in range(count):
-            turns = [self._turns(rng, versions) for _ in range(members)]
+            prompt = tuple(rng.randrange(VOCABULARY) for _ in range(self.prompt))
+            turns = [self._turns(rng, versions, prompt) for _ in range(members)]
             everyone = tuple(_result(rng, some) for some in turns)
             for i, some in enumerate(turns):
                 row = make_row(f"{name}{g}/{i}", f"{name}{g}", everyone, i, some, self.temperature)
                 episodes.append((row, some))
         return episodes
 
-    def _turns(self, rng: random.Random, versions: Sequence[int]) -> list[Turn]:
+    def _turns(self, rng: random.Random, versions: Sequence[int], prompt: tuple[int, ...]) -> list[Turn]:
         turns: list[Turn] = []
         drawn = iter(sorted(rng.choice(versions) for _ in range(6)))
         for index in range(rng.randint(1, 3)):
             context = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5)))
+            context = (() if index else prompt) + context
             ids = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9)))
             cut, a, b = rng.randint(0, len(ids)), next(drawn), next(drawn)
             spans = (VersionSpan(0, cut, a, a), VersionSpan(cut, len(ids), b, b))

@@ -40,7 +40,7 @@ class Runs:
         path = save_tiny_qwen(folder / "model")
         model = plain_model(path, torch.float32)
         batches = [
-            Recorder(model, seed=step, noise=0.2).groups(4, 4, [max(step - 1, 0), step])
+            Recorder(model, seed=step, noise=0.2, prompt=30).groups(4, 4, [max(step - 1, 0), step])
             for step in range(STEPS)
         ]
         torch.save((path, batches), folder / "recorded.pt")

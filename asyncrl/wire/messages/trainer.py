@@ -21,14 +21,16 @@ class TrainerHello(WireMessage, frozen=True):
 
 
 class TrainerBeat(WireMessage, frozen=True):
-    """Sign of life of a rank. Seconds and `work`, the micro-batches scored or trained, are totals since the
-    start: a rank whose `work` stays the same is alive, but makes no progress."""
+    """Sign of life of a rank. Seconds, `work`, the micro-batches scored or trained, and `written`, bytes of
+    checkpoints, are totals since the start: a rank whose `work` stays the same is alive, but makes no
+    progress."""
 
     rank: int
     busy_s: float
     idle_s: float
     waiting: str = ""
     work: int = 0
+    written: int = 0
 
 
 class Commit(WireMessage, frozen=True):
@@ -67,9 +69,9 @@ class Checkpointed(WireMessage, frozen=True):
 
 
 class OutOfMemory(WireMessage, frozen=True):
-    """A rank had too little memory, its newest micro-batch having `tokens` (padded) of that many `episodes`,
-    perhaps none; it ends, and the others with it. Answered by Stop, once what the next ranks may try is
-    durable."""
+    """A rank had too little memory, its newest micro-batch having `tokens` (padding included) of that many
+    `episodes`, perhaps none; it ends, and the others with it. Answered by Stop, once what the next ranks may
+    try is durable."""
 
     trainer_epoch: int
     rank: int

@@ -308,5 +308,5 @@ def test_what_took_too_much_memory_is_halved_once_per_epoch_and_kept(setup: Trai
 def test_one_episode_that_does_not_fit_ends_the_run_and_names_the_keys(setup: TrainerSetup) -> None:
     assert lacking(setup, 3000, 1) == 1500  # it may have been the other rank's memory
     setup.hello("y")
-    with pytest.raises(ConfigError, match=r"3000 padded tokens.*trainer\.activation_checkpointing"):
+    with pytest.raises(ConfigError, match=r"3000 tokens.*trainer\.activation_checkpointing"):
         lacking(setup, 3000, 1)

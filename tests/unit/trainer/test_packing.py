@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer import packing
+from asyncrl.trainer import packing, prefix_tree
 from asyncrl.trainer.attention import BucketKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.model import load_policy
@@ -155,7 +155,9 @@ def test_attention_is_that_under_a_dense_mask(
     given: list[list[int]], window: int | None, softcap: float | None
 ) -> None:
     """Whatever the forest: ancestors and itself, windows by position, buckets of any size."""
-    forest = plant([np.array(row) for row in given], shared=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "LEAST", 1)
+        forest = plant([np.array(row) for row in given], shared=True)
     size = len(forest.ids)
     generator = torch.Generator().manual_seed(size)
     query, key, value = (

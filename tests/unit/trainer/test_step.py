@@ -61,6 +61,23 @@ def test_gradient_is_the_reference(
     assert difference(found, wanted) < TOLERANCE
 
 
+@pytest.mark.parametrize("packing", ["padded", "packed", "tree"])
+def test_a_shared_prompt_changes_no_gradient(world: World, model_path: str, model: Any, packing: str) -> None:
+    """Micro-batches are cut again where they exceed the budget, groups too."""
+    episodes = Recorder(model, seed=2, noise=0.8, temperature=0.9, prompt=20).groups(4, 4, VERSIONS)
+    config = tiny_config(
+        model_path,
+        trainer={"packing": packing, "micro_batch_tokens": 70},
+        rollout={"max_tokens": 64, "max_new_tokens": 40},
+    )
+    wanted = reference.gradients(model, reference.batch_loss(model, episodes, STEP, config))
+    learner = at_step(make_learner(config, world))
+    assert difference(final_gradients(learner, whole(episodes)), wanted) < TOLERANCE
+    metrics = run_batch(at_step(learner), whole(episodes))
+    computed, rows = metrics["perf/computed_tokens"], metrics["perf/total_num_tokens"]
+    assert computed < (0.9 if packing == "tree" else 1.1) * rows
+
+
 def test_loss_and_counts_are_reported(
     world: World, model_path: str, model: Any, episodes: list[Episode]
 ) -> None:
