@@ -32,6 +32,9 @@ from asyncrl.registry import load_object
 from asyncrl.values import encodable
 
 GRACE = 1.0  # seconds from SIGTERM to SIGKILL
+SAME_SIGNAL = (
+    0.3  # seconds in which the signal that ended a child may reach this process, too, and end its work
+)
 HEAD = 4  # bytes of the length before each frame
 MAX_REQUEST = 64 << 20  # bytes of a frame to a child
 MAX_ERROR = 1 << 16  # characters of an error
@@ -180,7 +183,10 @@ class Child(Generic[S, Q, A]):
         """How it ended; its pipe is at its end, so it does soon, or has closed the pipe itself."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                return describe_exit(await self.gone())
+                code = await self.gone()
+                if -code in wrapper.PASSED_ON:
+                    await asyncio.sleep(SAME_SIGNAL)
+                return describe_exit(code)
         return "closed its pipe"
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,11 @@ def only(role: str, **targets: str) -> tuple[placement.Unit, ...]:
 
 def gone(pids: list[int], seconds: float = DEADLINE) -> bool:
     """All processes have ended by then. Not for our own children: it would take their exit codes."""
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    running = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    running = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
     return not psutil.wait_procs(running, timeout=seconds)[1]
 
 
