@@ -27,8 +27,8 @@ class Recipe:
 
     `barrier`: the whole batch must have arrived before the first backward. `optimizer_steps`: per batch.
     `prox`: how log prox is computed. `critic`, `own_critic`, `reference`: whether the model is needed.
-    `proportional`: the whole gradient is proportional to the advantages; where these are 0 there is none.
-    `ratios_of_all`: but the ratios of all tokens, or their distance from the reference, change the step.
+    `skips_inert`: episodes whose advantages are 0 change nothing: the whole gradient is proportional to the
+    advantages, and neither their ratios nor their distance from a reference change the step.
     """
 
     advantage_name: str
@@ -45,8 +45,7 @@ class Recipe:
     own_critic: bool
     reference: bool
     kl_estimator: str
-    proportional: bool
-    ratios_of_all: bool
+    skips_inert: bool
 
     @property
     def shared_critic(self) -> bool:
@@ -106,8 +105,9 @@ def compose(config: RunConfig) -> Recipe:
         own_critic=credit.critic and not shared,
         reference=loss.reference or kl.where != "none",
         kl_estimator=kl.estimator if kl.estimator != "auto" else {"reward": "k1"}.get(kl.where, "k2"),
-        proportional=alone and not credit.critic,
-        ratios_of_all=algorithm.ess_lr or kl.where != "none" or any(rule.kind == "scale" for rule in rules),
+        skips_inert=alone
+        and not (credit.critic or algorithm.ess_lr or kl.where != "none")
+        and all(rule.kind != "scale" for rule in rules),
     )
     for message, refused in _refusals(config, recipe).items():
         if refused:

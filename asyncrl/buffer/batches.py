@@ -7,14 +7,14 @@ A retry of a request, and a step that a restarted trainer repeats, are therefore
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
 from asyncrl.buffer.freshness import floor_of, places_of
 from asyncrl.buffer.hold import Places
-from asyncrl.buffer.packing import units
+from asyncrl.buffer.packing import Piece, RowUnit, deal, units
 from asyncrl.buffer.payloads import lose
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -64,13 +64,6 @@ class Batch(msgspec.Struct):
     @property
     def plan_hash(self) -> str:
         return hashlib.blake2b("\n".join(self.planned).encode(), digest_size=16).hexdigest()
-
-
-class DealtUnit(NamedTuple):
-    """Episodes that go to one rank together, and tokens that they take there."""
-
-    episodes: list[EpisodeRecord]
-    tokens: int
 
 
 class Batches:
@@ -225,45 +218,32 @@ class Batches:
         return ready
 
     def deal(self, uids: list[str], ranks: int) -> list[list[str]]:
-        """The episodes of a plan by rank, the largest first: all ranks get about the same work."""
-        parts: list[list[str]] = [[] for _ in range(ranks)]
-        for rank, unit in self._dealt(self._units([self.taken[uid] for uid in uids]), ranks):
-            parts[rank] += [episode.uid for episode in unit.episodes]
-        return parts
+        """The episodes of a plan by rank: all ranks get about the same work."""
+        found = self._units([self.taken[uid] for uid in uids], ranks)
+        return [[uids[index] for index in part.members] for part in deal(found, ranks)]
 
-    def _bucket(self, pool: list[EpisodeRecord], ranks: int) -> list[EpisodeRecord]:
-        """The largest that fit a micro-batch per rank, as they are dealt. Padded rows: the longest ones, as
-        similar lengths pad least."""
+    def _bucket(self, pool: Sequence[EpisodeRecord], ranks: int) -> list[EpisodeRecord]:
+        """The largest that fit a micro-batch per rank. Padded rows: similar lengths pad least."""
         ordered = sorted(pool, key=lambda episode: (-episode.width, episode.group, episode.member))
-        widest = ordered[0].width if self.packing == "padded" else 0
-        held, taken = [0] * ranks, list[EpisodeRecord]()
-        for rank, unit in self._dealt(self._units(ordered), ranks):
-            tokens = widest * sum(episode.stats.rows for episode in unit.episodes) or unit.tokens
-            if held[rank] and held[rank] + tokens > self.micro_tokens:
-                break
-            held[rank] += tokens
-            taken += unit.episodes
-        return taken
+        padded = self.packing == "padded"
+        parts = deal(self._units(ordered, ranks), ranks, self.micro_tokens, padded=padded)
+        return [ordered[index] for index in sorted(chain(*(part.members for part in parts)))]
 
-    def _units(self, episodes: Sequence[EpisodeRecord]) -> list[DealtUnit]:
+    def _units(self, episodes: Sequence[EpisodeRecord], ranks: int = 1) -> list[RowUnit]:
         """What goes to one rank together: the members of a group, where they share their prompt."""
         tree = self.packing == "tree"
-        found = units(
-            [episode.group if tree else episode.uid for episode in episodes],
-            [episode.tokens for episode in episodes],
-            [episode.stats.prompt for episode in episodes],
-            self.micro_tokens,
-        )
-        return [DealtUnit([episodes[index] for index in unit.members], unit.tokens) for unit in found]
-
-    def _dealt(self, units: Sequence[DealtUnit], ranks: int) -> Iterator[tuple[int, DealtUnit]]:
-        """Each with its rank: the one with the least work so far."""
-        work = [0.0] * ranks
-        for unit in units:
-            rank = work.index(min(work))
-            attention = sum(episode.tokens * episode.width for episode in unit.episodes)
-            work[rank] += unit.tokens + self.square * attention
-            yield rank, unit
+        pieces = [
+            Piece(
+                key=episode.group if tree else episode.uid,
+                tokens=episode.tokens,
+                shared=episode.stats.prompt,
+                rows=episode.stats.rows,
+                width=episode.width,
+                attention=self.square * episode.tokens * episode.width,
+            )
+            for episode in episodes
+        ]
+        return units(pieces, self.micro_tokens, ranks)
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 

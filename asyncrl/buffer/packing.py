@@ -1,62 +1,100 @@
-"""Packing: rows to micro-batches of bounded size."""
+"""Packing: episodes to micro-batches of bounded size, one for each rank.
+
+    pieces ──units──► episodes that share their prompt ──deal──► a micro-batch for each rank
+
+The coordinator chooses a plan so, and deals it; a rank cuts its part in the same way, under its own budget.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 
-def bucket(lengths: Sequence[int], budget: int, rows: Sequence[int] = ()) -> list[list[int]]:
-    """Micro-batches of episodes of similar length: rows × longest row <= budget, or a single larger episode.
-    They are lists of indices into `lengths` (tokens of an episode's longest row). `rows` of each episode;
-    none given: one each. bucket([5, 9, 4], 10) is [[1], [0, 2]]: 1 × 9, then 2 × 5."""
-    batches: list[list[int]] = []
-    longest = held = 0
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        more = rows[index] if rows else 1
-        if batches and (held + more) * longest <= budget:
-            batches[-1].append(index)
-            held += more
-        else:
-            batches.append([index])
-            longest, held = max(lengths[index], 1), more
-    return batches
+class Piece(NamedTuple):
+    """What one episode takes. `key`: who has the same one begins with the same tokens, `shared` of them (the
+    least of two decides), which are computed once. `tokens`: of all its `rows`, of which the longest has
+    `width`. `attention`: its work beside its tokens, in tokens."""
+
+    key: Hashable
+    tokens: int
+    shared: int
+    rows: int
+    width: int
+    attention: float = 0.0
 
 
 class RowUnit(NamedTuple):
-    """Rows that lie in one micro-batch: indices of them, and tokens that they take."""
+    """Pieces that go together: their indices, the tokens that they take, rows, the widest one, work."""
 
-    members: list[int]
-    tokens: int
+    members: tuple[int, ...] = ()
+    tokens: int = 0
+    rows: int = 0
+    width: int = 0
+    work: float = 0.0
+
+    def joined(self, other: RowUnit, shared: int = 0) -> RowUnit:
+        """Both; `shared` tokens are computed once."""
+        return RowUnit(
+            self.members + other.members,
+            self.tokens + other.tokens - shared,
+            self.rows + other.rows,
+            max(self.width, other.width),
+            self.work + other.work - shared,
+        )
 
 
-def units(
-    keys: Sequence[Hashable], tokens: Sequence[int], shared: Sequence[int], budget: int
-) -> list[RowUnit]:
-    """Who has one key begins with the same tokens, `shared` of them (the least of two decides), which are
-    computed once. Units are of one key, in order, and of at most `budget` tokens or a single member; those of
-    a key come one after another. units("aab", [9, 9, 5], [6, 6, 0], 12) is [([0, 1], 12), ([2], 5)]."""
+def units(pieces: Sequence[Piece], budget: int, ranks: int = 1) -> list[RowUnit]:
+    """Units of one key, of at most `budget` tokens or of a single piece; those of a key come one after
+    another, in order. Where they are fewer than `ranks`, they are cut into as many parts as make enough."""
     found: dict[Hashable, list[RowUnit]] = {}
-    for index, key in enumerate(keys):
-        own = found.setdefault(key, [])
-        begun = own[-1] if own else None
-        more = tokens[index] - (min(shared[index], shared[begun.members[0]]) if begun else 0)
-        if begun and begun.tokens + more <= budget:
-            own[-1] = RowUnit([*begun.members, index], begun.tokens + more)
-        else:
-            own.append(RowUnit([index], tokens[index]))
-    return [unit for own in found.values() for unit in own]
+    for index, piece in enumerate(pieces):
+        own = found.setdefault(piece.key, [])
+        unit = RowUnit((index,), piece.tokens, piece.rows, piece.width, piece.tokens + piece.attention)
+        if own:
+            both = own[-1].joined(unit, min(piece.shared, pieces[own[-1].members[0]].shared))
+            if both.tokens <= budget:
+                own[-1] = both
+                continue
+        own.append(unit)
+    listed = [*chain(*found.values())]
+    if not 0 < len(listed) < ranks:
+        return listed
+    parts = -(-ranks // len(listed))
+    part_of = {
+        index: (number, place * parts // len(unit.members))
+        for number, unit in enumerate(listed)
+        for place, index in enumerate(unit.members)
+    }
+    return units([piece._replace(key=part_of[index]) for index, piece in enumerate(pieces)], budget)
 
 
-def fill(units: Sequence[RowUnit], budget: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens in all, or of one larger unit, the largest units first."""
-    batches: list[list[int]] = []
-    held = 0
-    for unit in sorted(units, key=lambda unit: -unit.tokens):
-        if batches and held + unit.tokens <= budget:
-            batches[-1] += unit.members
-            held += unit.tokens
-        else:
-            batches.append(list(unit.members))
-            held = unit.tokens
-    return batches
+def deal(
+    units: Sequence[RowUnit], ranks: int, budget: float = math.inf, *, padded: bool = False
+) -> list[RowUnit]:
+    """A micro-batch for each rank, of the first units, until one has no room: each goes to the rank with the
+    least work so far. A micro-batch is of at most `budget` tokens, or of a single unit; `padded`: each of its
+    rows counts as the widest."""
+    parts = [RowUnit()] * ranks
+    for unit in units:
+        rank = min(range(ranks), key=lambda rank: parts[rank].work)
+        both = parts[rank].joined(unit)
+        if parts[rank].members and (both.rows * both.width if padded else both.tokens) > budget:
+            break
+        parts[rank] = both
+    return parts
+
+
+def micro_batches(pieces: Sequence[Piece], budget: int, *, padded: bool = False) -> list[tuple[int, ...]]:
+    """All pieces, by index, in micro-batches of one rank, the largest units first: of similar width, where
+    rows are padded."""
+    rest = sorted(units(pieces, budget), key=lambda unit: -(unit.width if padded else unit.tokens))
+    found: list[tuple[int, ...]] = []
+    while rest:
+        (part,) = deal(rest, 1, budget, padded=padded)
+        found.append(part.members)
+        taken = set(part.members)
+        rest = [unit for unit in rest if unit.members[0] not in taken]
+    return found

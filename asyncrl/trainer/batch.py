@@ -94,6 +94,12 @@ class Example:
         """Some token's advantage is not 0."""
         return self.advantage is not None and bool(self.advantage.any())
 
+    @property
+    def is_read(self) -> bool:
+        """It has an advantage; or it is the first of its group, one of which is always scored: where nobody
+        has an advantage, the log-probs of trainer and engines are still compared."""
+        return self.has_advantage or self.planned.place == 0
+
     def credit_input(self) -> CreditInput:
         """What the advantage is a function of."""
         p = self.planned

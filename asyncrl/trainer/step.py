@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from asyncrl.algorithms.diagnostics import token_sums
 from asyncrl.algorithms.kl import adapted
 from asyncrl.algorithms.normalise import Whitening
 from asyncrl.algorithms.recipe import compose
-from asyncrl.buffer.packing import bucket, fill, units
+from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig
 from asyncrl.trainer.barrier import compared, deal, prepared, scaling
 from asyncrl.trainer.batch import Example, MicroBatch, collate, example, with_values
@@ -120,8 +121,7 @@ class Learner:
         if self.waits:
             self._held += examples
             return
-        for part in self._micro_batches(examples):
-            self.backward(part, self._tally)
+        self._train(examples, self._tally)
 
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
@@ -170,8 +170,8 @@ class Learner:
             epoch, k = divmod(index, steps)
             part_of = deal(groups, steps, f"{self.config.seed}/{self.step}/{epoch}")
             tally = MetricSums()
-            for micro in self._micro_batches([e for e in held if part_of[e.group] == k]):
-                self.backward(micro, tally, progress=index / self.recipe.optimizer_steps)
+            part = [e for e in held if part_of[e.group] == k]
+            self._train(part, tally, progress=index / self.recipe.optimizer_steps)
             whole.merge(self.apply(tally))
         return whole
 
@@ -203,15 +203,13 @@ class Learner:
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Cut this rank's examples under the token budget, padded to the same count on all ranks."""
-        budget = self.budget
-        if self.packing == "padded":
-            packed = bucket([e.longest for e in examples], budget, [len(e.rows) for e in examples])
-        else:
-            keys = [e.group if self.packing == "tree" else e.planned.uid for e in examples]
-            first = {key: e.rows[0] for key, e in reversed([*zip(keys, examples, strict=True)])}
-            shared = [common(first[key], e.rows[0]) for key, e in zip(keys, examples, strict=True)]
-            found = units(keys, [e.length for e in examples], shared, budget)
-            packed = fill(found, budget)
+        first: dict[str, np.ndarray] = {}  # of each key, a row that others may begin like
+        pieces = []
+        for e in examples:
+            key = e.group if self.packing == "tree" else e.planned.uid
+            shared = common(first.setdefault(key, e.rows[0]), e.rows[0])
+            pieces.append(Piece(key, e.length, shared, len(e.rows), e.longest))
+        packed = micro_batches(pieces, self.budget, padded=self.packing == "padded")
         count = max(self.world.gather(len(packed), int))
         cut = [[examples[i] for i in part] for part in packed]
         return cut + [[] for _ in range(count - len(cut))]
@@ -223,28 +221,29 @@ class Learner:
 
     # -- a micro-batch ---------------------------------------------------------------------------------
 
-    def backward(self, examples: Sequence[Example], tally: MetricSums, progress: float = 0.0) -> None:
-        """One forward and backward. Gradients add up, undivided; counts go to `tally`.
+    def _train(self, examples: Sequence[Example], tally: MetricSums, progress: float = 0.0) -> None:
+        """Forward and backward of some episodes; gradients add up, undivided, and counts go to `tally`.
 
         Behind a barrier the examples come with their advantages and `progress`, the share of the batch's
-        optimizer steps that were taken; else they get theirs here. Episodes that give no gradient are counted
-        only; scored, where the step reads their ratios; one is trained where there are no others.
+        optimizer steps that were taken; else they get theirs here, or from the critic as it scores them.
+        Episodes that nothing reads are counted only.
         """
+        if not self.waits and not (self.recipe.critic or self.recipe.reference):
+            examples = self._credited(examples, tally)
+        if self.recipe.skips_inert:
+            tally_unscored(tally, [e for e in examples if not e.is_read])
+            examples = [e for e in examples if e.is_read]
+        for part in self._micro_batches(examples):
+            self._backward(part, tally, progress)
+
+    def _backward(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> None:
+        """One micro-batch."""
         if not self.waits and self.reference is not None:
             with self.watch.phase("ref"):
                 tokens = self._collate(examples).selected
                 examples = with_values(examples, "reference", self.reference.logp(tokens))
-        if not self.waits and not self.recipe.critic:
-            examples = self._credited(examples, tally)
-        if self.recipe.proportional:
-            inert = [e for e in examples if not e.has_advantage]
-            examples = [e for e in examples if e.has_advantage]
-            if not self.recipe.ratios_of_all:
-                examples, inert = (examples, inert) if examples else (inert[-1:], inert[:-1])
-                tally_unscored(tally, inert)
-            elif any(self.world.gather(bool(inert), bool)):
-                with torch.no_grad():  # before the others: their backward leaves the parameters sharded
-                    self._evaluate(inert, tally, progress)
+            if not self.recipe.critic:
+                examples = self._credited(examples, tally)
         loss = self._evaluate(examples, tally, progress)
         (loss * (self.averaging / self._expected)).backward()
         self.pulse()

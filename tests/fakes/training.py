@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.buffer.packing import bucket
+from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, parse
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint
@@ -197,9 +197,9 @@ def random_cut(episodes: Sequence[Episode], ranks: int, micros: int, seed: int) 
 def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[list[list[Episode]]]:
     """[micro][rank] → episodes of like length, `budget` tokens a rank, as in a run."""
     cut = []
-    for micro in bucket(
-        [sum(len(t.context) + len(t.ids) for t in turns) for _, turns in episodes], budget * ranks
-    ):
+    lengths = [sum(len(t.context) + len(t.ids) for t in turns) for _, turns in episodes]
+    pieces = [Piece(i, length, 0, 1, length) for i, length in enumerate(lengths)]
+    for micro in micro_batches(pieces, budget * ranks, padded=True):
         part = [episodes[i] for i in micro]
         cut.append([part[rank::ranks] for rank in range(ranks)])
     return cut

@@ -71,7 +71,7 @@ def micro_batches(
     rng: random.Random, budget: int, step: int, vocabulary: int, episodes: int = EPISODES
 ) -> Iterator[list]:
     """A step's episodes with their turn, as plans of at most `budget` padded tokens."""
-    from asyncrl.buffer.packing import bucket
+    from asyncrl.buffer import packing
     from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
     from asyncrl.wire.messages.trainer import PlannedTrajectory
 
@@ -85,7 +85,9 @@ def micro_batches(
         results = tuple(EpisodeResult(float(won), len(ids)) for won in (0, 1))
         planned = PlannedTrajectory(f"{step}/{i}", f"{i // 2}", 1, results[i % 2], results, i % 2, 1.0)
         work.append((planned, [turn]))
-    for part in bucket([len(turn.context) + len(turn.ids) for _, (turn,) in work], budget):
+    lengths = [len(turn.context) + len(turn.ids) for _, (turn,) in work]
+    pieces = [packing.Piece(i, n, 0, 1, n) for i, n in enumerate(lengths)]
+    for part in packing.micro_batches(pieces, budget, padded=True):
         yield [work[i] for i in part]
 
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.buffer.packing import bucket
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.config import RunConfig
 from asyncrl.conversation import commands
@@ -187,10 +186,9 @@ def _batch(config: RunConfig, samples: Sequence[Sample], prompts: Prompts, step:
 def _train(
     learner: Learner, asks: Sequence[Ask], episodes: Sequence[Episode], rewards: Sequence[float]
 ) -> dict[str, float]:
-    """One batch through the learner, cut as a trainer rank's."""
+    """One batch through the learner."""
     rows = _rows(asks, episodes, rewards, learner.config.rollout.temperature)
-    for part in bucket([row.tokens for row in rows], learner.config.trainer.micro_batch_tokens):
-        learner.accumulate([(rows[i], episodes[i].turns) for i in part])
+    learner.accumulate([(row, episode.turns) for row, episode in zip(rows, episodes, strict=True)])
     return learner.finish()
 
 

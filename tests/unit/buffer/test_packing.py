@@ -5,83 +5,94 @@ from itertools import chain, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.packing import bucket, fill, units
+from asyncrl.buffer.packing import Piece, deal, micro_batches, units
 
-lengths = st.lists(st.integers(1, 300), max_size=40)
+pieces = st.lists(
+    st.builds(
+        lambda key, width, rows, shared, attention: Piece(
+            key, width * rows, min(shared, width * rows), rows, width, attention
+        ),
+        st.integers(0, 5),
+        st.integers(1, 300),
+        st.integers(1, 3),
+        st.integers(0, 200),
+        st.floats(0, 100),
+    ),
+    max_size=40,
+)
+budgets = st.integers(50, 1000)
 
 
-def at(values: list[int], rows: list[int]) -> list[int]:
-    return [values[row] for row in rows]
-
-
-@settings(deadline=None)
-@given(lengths, st.integers(50, 1000))
-def test_buckets_fit_the_budget_or_are_one_row(values: list[int], budget: int) -> None:
-    batches = bucket(values, budget)
-    assert sorted(chain(*batches)) == list(range(len(values)))
-    for rows in batches:
-        padded = len(rows) * max(at(values, rows))
-        assert padded <= budget or len(rows) == 1
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4)), max_size=40), st.integers(50, 1000))
-def test_buckets_count_every_row_of_an_episode(values: list[tuple[int, int]], budget: int) -> None:
-    lengths, rows = [length for length, _ in values], [count for _, count in values]
-    batches = bucket(lengths, budget, rows)
-    assert sorted(chain(*batches)) == list(range(len(values)))
-    for part in batches:
-        assert sum(at(rows, part)) * max(at(lengths, part)) <= budget or len(part) == 1
+def padded_size(part: list[Piece]) -> int:
+    return sum(piece.rows for piece in part) * max(piece.width for piece in part)
 
 
 @settings(deadline=None)
-@given(lengths)
-def test_rows_of_like_length_share_a_bucket(values: list[int]) -> None:
-    """No row of one bucket is longer than a row of the bucket before."""
-    batches = bucket(values, 600)
-    for longer, shorter in pairwise(batches):
-        assert min(at(values, longer)) >= max(at(values, shorter))
-
-
-members = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300), st.integers(0, 200)), max_size=40)
-
-
-@settings(deadline=None)
-@given(members, st.integers(50, 1000))
-def test_units_are_of_one_key_and_fit_the_budget_or_are_one_member(
-    drawn: list[tuple[int, int, int]], budget: int
+@given(pieces, budgets)
+def test_padded_rows_of_like_width_share_a_micro_batch_within_the_budget(
+    drawn: list[Piece], budget: int
 ) -> None:
-    keys, tokens = [key for key, _, _ in drawn], [count for _, count, _ in drawn]
-    shared = [min(count, start) for _, count, start in drawn]
-    found = units(keys, tokens, shared, budget)
+    """And no row of one is wider than one of the micro-batch before."""
+    drawn = [piece._replace(key=index, shared=0) for index, piece in enumerate(drawn)]
+    found = [[drawn[index] for index in part] for part in micro_batches(drawn, budget, padded=True)]
+    assert sorted(chain(*found)) == sorted(drawn)
+    for part in found:
+        assert padded_size(part) <= budget or len(part) == 1
+    for wider, narrower in pairwise(found):
+        assert min(piece.width for piece in wider) >= max(piece.width for piece in narrower)
+
+
+@settings(deadline=None)
+@given(pieces, budgets, st.sampled_from([1, 2, 4]))
+def test_units_are_of_one_key_and_fit_the_budget_or_are_one_piece(
+    drawn: list[Piece], budget: int, ranks: int
+) -> None:
+    found = units(drawn, budget, ranks)
     assert sorted(chain(*(unit.members for unit in found))) == list(range(len(drawn)))
     for unit in found:
-        assert len({keys[index] for index in unit.members}) == 1
-        first, *others = unit.members
-        assert unit.tokens == tokens[first] + sum(
-            tokens[index] - min(shared[index], shared[first]) for index in others
-        )
-        assert unit.tokens <= budget or not others
-    batches = fill(found, budget)
-    assert sorted(chain(*batches)) == list(range(len(drawn)))
-    sizes = {unit.members[0]: unit for unit in found}
-    for part in batches:
-        own = [sizes[index] for index in part if index in sizes]
-        assert sorted(part) == sorted(chain(*(unit.members for unit in own)))
-        assert sum(unit.tokens for unit in own) <= budget or len(own) == 1
+        assert len({drawn[index].key for index in unit.members}) == 1
+        first, *others = (drawn[index] for index in unit.members)
+        alone = first.tokens + sum(piece.tokens - min(piece.shared, first.shared) for piece in others)
+        assert unit.tokens == alone and (alone <= budget or not others)
 
 
 @settings(deadline=None)
-@given(members, st.integers(50, 1000), st.integers(0, 40))
-def test_whole_units_come_out_the_same_again(
-    drawn: list[tuple[int, int, int]], budget: int, kept: int
+@given(pieces, budgets)
+def test_units_fill_micro_batches_of_the_budget(drawn: list[Piece], budget: int) -> None:
+    own = {unit.members[0]: unit for unit in units(drawn, budget)}
+    found = micro_batches(drawn, budget)
+    assert sorted(chain(*found)) == list(range(len(drawn)))
+    for part in found:
+        held = [own[index] for index in part if index in own]
+        assert sorted(part) == sorted(chain(*(unit.members for unit in held)))
+        assert sum(unit.tokens for unit in held) <= budget or len(held) == 1
+
+
+@settings(deadline=None)
+@given(pieces, budgets, st.sampled_from([1, 2, 4]), st.booleans())
+def test_what_was_chosen_is_dealt_as_it_was_chosen(
+    drawn: list[Piece], budget: int, ranks: int, padded: bool
 ) -> None:
-    """A plan is cut once when it is made, and again, from its uids alone, when it is dealt."""
-    found = units(*map(list, zip(*drawn, strict=True)), budget) if drawn else []  # type: ignore[arg-type]
-    taken = list(chain(*(unit.members for unit in found[:kept])))
-    again = units(
-        [drawn[i][0] for i in taken], [drawn[i][1] for i in taken], [drawn[i][2] for i in taken], budget
-    )
-    assert [([taken[i] for i in unit.members], unit.tokens) for unit in again] == [
-        tuple(u) for u in found[:kept]
-    ]
+    """A plan is cut once when it is made, and again, from its uids alone, when it is dealt; nothing is left
+    out then, whatever the number of ranks."""
+    if padded:
+        drawn = [piece._replace(key=index, shared=0) for index, piece in enumerate(drawn)]
+    chosen = deal(units(drawn, budget, ranks), ranks, budget, padded=padded)
+    taken = sorted(chain(*(part.members for part in chosen)))
+    again = [drawn[index] for index in taken]
+    if len(units(drawn, budget)) >= ranks:
+        dealt = deal(units(again, budget, ranks), ranks)
+        assert [[taken[index] for index in part.members] for part in dealt] == [
+            list(part.members) for part in chosen
+        ]
+    for number in (1, 2, 3):
+        others = deal(units(again, budget, number), number)
+        assert sorted(chain(*(part.members for part in others))) == list(range(len(again)))
+
+
+def test_few_large_groups_occupy_all_ranks() -> None:
+    """Members that share 10 of 30 tokens: two groups of four on four ranks, two members each."""
+    group = [Piece("a", 30, 10, 1, 30)] * 4 + [Piece("b", 30, 10, 1, 30)] * 4
+    parts = deal(units(group, 1000, 4), 4, 1000)
+    assert sorted(part.members for part in parts) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert [part.tokens for part in deal(units(group, 1000, 2), 2, 1000)] == [90, 90]

@@ -83,7 +83,7 @@ def test_loss_and_counts_are_reported(
 ) -> None:
     config = tiny_config(model_path)
     learner = at_step(make_learner(config, world))
-    learner.recipe = dataclasses.replace(learner.recipe, ratios_of_all=True)  # all episodes are scored
+    learner.recipe = dataclasses.replace(learner.recipe, skips_inert=False)  # all episodes are scored
     metrics = run_batch(learner, whole(episodes))
     tokens = [t for e in episodes for t in reference.token_log_probs(model, e)]
     fresh = [(math.exp(p.item() - mu), v) for p, mu, v in tokens if STEP - v <= 4]
@@ -173,56 +173,38 @@ def test_a_singleton_group_has_no_gradient(world: World, model_path: str, model:
     assert all(not gradient.any() for gradient in found.values())
 
 
-@pytest.mark.parametrize("read", [False, True])
-def test_episodes_without_advantage_cost_no_backward_and_no_forward_that_nothing_reads(
-    world: World,
-    model_path: str,
-    model: Any,
-    episodes: list[Episode],
-    read: bool,
-    monkeypatch: pytest.MonkeyPatch,
+def test_episodes_without_advantage_are_not_scored(
+    world: World, model_path: str, model: Any, episodes: list[Episode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradient and counts are those of a backward over all of them; all metrics, where they are scored."""
+    """But the first of each group. Gradient and counts are those of a backward over all of them, and no count
+    depends on the cut."""
     unmasked = tiny_config(model_path, algorithm={"correction": {"truncate": {}}})
-    learner = at_step(make_learner(unmasked, world))
-    learner.recipe = dataclasses.replace(learner.recipe, ratios_of_all=read)
+    learner, other = (at_step(make_learner(unmasked, world)) for _ in range(2))
+    other.recipe = dataclasses.replace(learner.recipe, skips_inert=False)
     equal = [(with_equal_rewards(row), turns) for row, turns in episodes[:8]]
-    batch = random_cut([*equal, *episodes[8:]], 1, 3, seed=0)
-    graded, run = [], learner.policy.forward
-
-    def forward(tokens: Any, **options: Any) -> Any:
-        graded.append((torch.is_grad_enabled(), tokens.ids.numel()))
-        return run(tokens, **options)
-
-    monkeypatch.setattr(learner.policy, "forward", forward)
-    found = final_gradients(learner, batch)
-    lean = sum(size for grad, size in graded if grad)
-    assert any(not grad for grad, _ in graded) is read
-    metrics = run_batch(learner, batch)
+    batch, again = (random_cut([*equal, *episodes[8:]], 1, 3, seed=seed) for seed in (0, 1))
+    assert difference(final_gradients(learner, batch), final_gradients(other, batch)) < TOLERANCE
+    metrics, recut, whole_metrics = (
+        run_batch(learner, batch),
+        run_batch(at_step(learner), again),
+        run_batch(other, batch),
+    )
     assert metrics["critic/zero_advantage_frac"] >= 0.5
-    graded.clear()
-    other = at_step(make_learner(unmasked, world))
-    other.recipe = dataclasses.replace(learner.recipe, proportional=False)
-    run = other.policy.forward
-    monkeypatch.setattr(other.policy, "forward", forward)
-    assert difference(found, final_gradients(other, batch)) < TOLERANCE
-    assert lean < 0.6 * sum(size for grad, size in graded if grad) and all(grad for grad, _ in graded)
-    whole_metrics = run_batch(other, batch)
-    if not read:
-        same = ("trainer/", "staleness/", "critic/", "actor/pg_loss", "actor/grad_norm", "response_length/")
-        assert metrics.pop("actor/entropy") != whole_metrics.pop("actor/entropy")
-        metrics, whole_metrics = (
-            {name: value for name, value in found.items() if name.startswith(same)}
-            for found in (metrics, whole_metrics)
-        )
-        assert "staleness/lag/mean" in metrics
-    assert metrics == pytest.approx(whole_metrics, rel=1e-9, abs=1e-12)
+    assert metrics["perf/computed_tokens"] < 0.7 * whole_metrics["perf/computed_tokens"]
+    assert metrics["actor/entropy"] != whole_metrics["actor/entropy"]
+    for name in ("trainer/kept_tokens", "staleness/lag/mean", "rollout_corr/logprob_diff_tokens"):
+        assert metrics[name] == recut[name], name
+    same = ("trainer/", "staleness/", "critic/", "actor/pg_loss", "actor/grad_norm", "response_length/")
+    lean, full = (
+        {n: v for n, v in found.items() if n.startswith(same)} for found in (metrics, whole_metrics)
+    )
+    assert "staleness/lag/mean" in lean and lean == pytest.approx(full, rel=1e-9, abs=1e-12)
 
 
 def test_a_batch_without_any_advantage_shows_its_log_prob_gap(
     world: World, model_path: str, model: Any
 ) -> None:
-    """One episode of each micro-batch is scored, and the step is taken, as with Adam's moments of before."""
+    """One episode of each group is scored, and the step is taken, as with Adam's moments of before."""
     equal = [(with_equal_rewards(row), t) for row, t in Recorder(model, seed=6).groups(2, 4, [0])]
     metrics = run_batch(make_learner(tiny_config(model_path), world), random_cut(equal, 1, 2, seed=0))
     assert metrics["rollout_corr/logprob_diff_tokens"] > 0 and metrics["actor/skipped_steps"] == 0
@@ -235,20 +217,13 @@ def test_a_batch_without_any_advantage_shows_its_log_prob_gap(
         {"algorithm": {"entropy_coef": 0.01}},
         {"kl": {"where": "loss"}},
         {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}},
+        {"algorithm": {"ess_lr": True}},
+        {"algorithm": {"correction": {"truncate": {}, "batch_mean": {}}}},
     ],
 )
-def test_a_gradient_beside_the_advantage_is_kept(sections: Any, model_path: str) -> None:
-    assert compose(tiny_config(model_path)).proportional
-    assert not compose(tiny_config(model_path, **sections)).proportional
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [{"algorithm": {"ess_lr": True}}, {"algorithm": {"correction": {"truncate": {}, "batch_mean": {}}}}],
-)
-def test_a_step_that_reads_all_ratios_has_all_scored(sections: Any, model_path: str) -> None:
-    assert not compose(tiny_config(model_path)).ratios_of_all
-    assert compose(tiny_config(model_path, **sections)).ratios_of_all
+def test_all_episodes_are_scored_where_something_reads_them(sections: Any, model_path: str) -> None:
+    assert compose(tiny_config(model_path)).skips_inert
+    assert not compose(tiny_config(model_path, **sections)).skips_inert
 
 
 def with_equal_rewards(row: Any) -> Any:
