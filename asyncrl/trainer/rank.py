@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
-import psutil
 import torch
 
 from asyncrl.config import RunConfig
@@ -28,6 +27,7 @@ from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import heap, world
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.rehearsal import try_largest
 from asyncrl.trainer.step import Learner
@@ -55,12 +55,6 @@ BEAT_EVERY = 0.5
 RESEND_EVERY = 2.0
 SAVE_POLL = 0.05
 SAVE_AGAIN = 5.0  # seconds after a last checkpoint that could not be written
-# Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
-# update_critic is the step of the critic's optimizer.
-TIMED = (
-    *("update_actor", "update_critic", "values", "ref", "adv"),
-    *("update_weights", "save_checkpoint", "wait_data"),
-)
 # What answers a request, and the fields in which both must agree. A request without an entry has no answer.
 ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     TrainerHello: (Welcome, ()),
@@ -116,6 +110,7 @@ class TrainerRank:
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
         self.trainer_epoch = 0
         self.watch = self.learner.watch
+        self.peak_flops = peak_flops(mesh.device, config.model.dtype)
         self.waiting = ""
         self.work = 0  # micro-batches done, for the beats
         self.learner.pulse = self._pulse
@@ -165,7 +160,7 @@ class TrainerRank:
         metrics["trainer/trajectories_total"] = float(self.saving.trained_total)
         if self.publishing.noise_floor is not None:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
-        metrics |= performance(*self.watch.lap(), metrics.get("perf/total_num_tokens", 0.0))
+        metrics |= performance(*self.watch.lap(), metrics, self.peak_flops, self.mesh.size)
         with self.watch.phase("wait_commit", waiting=True):  # the other ranks: for the first one's ack
             publish = self._commit(plan, metrics) if self.first else True
             publish = self.mesh.gather(publish, bool)[0]
@@ -365,15 +360,3 @@ def with_turns(
         raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
     turns = map(_turns.decode, frames)
     return [(p, list(islice(turns, p.frames))) for p in planned]
-
-
-def performance(seconds: float, phases: dict[str, float], tokens: float) -> dict[str, float]:
-    """Times and memory of this rank since its last commit; a phase that did not happen is left out.
-
-    `update_weights` and `save_checkpoint` are those that followed the commit before this one.
-    """
-    found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
-    if tokens:
-        found["timing_per_token_ms/update_actor"] = 1e3 * phases.get("update_actor", 0.0) / tokens
-    memory = psutil.Process().memory_info().rss / 1e9
-    return found | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}

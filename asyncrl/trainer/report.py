@@ -40,8 +40,10 @@ def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
         _tally_staleness(tally, e)
 
 
-def tally_computed(tally: MetricSums, tokens: int) -> None:
-    """Of one rank: tokens that the policy's forwards had, padding included, prefixes that rows share once."""
+def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:
+    """Of one rank: tokens that the policy's forwards had, padding included, shared prefixes once, and the
+    floating point operations for them."""
+    tally.total("perf/model_tflop", flops / 1e12)
     tally.total("perf/computed_tokens", tokens)
     tally.high("global_seqlen/balanced_max", tokens)
     tally.low("global_seqlen/balanced_min", tokens)

@@ -32,6 +32,7 @@ from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.objective import evaluate
 from asyncrl.trainer.optimizer import make_optimizer, take_step
 from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.performance import FlopCount
 from asyncrl.trainer.prefix_tree import common
 from asyncrl.trainer.reference import load_reference
 from asyncrl.trainer.report import (
@@ -96,7 +97,8 @@ class Learner:
         self._expected = 256.0  # estimate of D, for a loss of about 1; see apply
         self._held: list[Example] = []
         self._tally = MetricSums()
-        self._computed = 0  # tokens, padding included, of its forwards since the last optimizer step
+        self._flop_count = FlopCount.of(self.policy.lm)
+        self._computed, self._flops = 0, 0.0  # tokens, padding included, of its forwards in this step
 
     # -- a batch ---------------------------------------------------------------------------------------
 
@@ -251,7 +253,9 @@ class Learner:
     def _evaluate(self, examples: Sequence[Example], tally: MetricSums, progress: float) -> Tensor:
         """The loss of some episodes, undivided; what it is made of goes to `tally`."""
         micro = self._collate(examples)
-        self._computed += micro.selected.ids.numel()
+        computed, scored = micro.selected.ids.numel(), len(micro.selected.labels)
+        self._computed += computed
+        self._flops += computed * self._flop_count.body + scored * self._flop_count.head
         scores = self.policy(micro.selected, entropy_grad=self.config.algorithm.entropy_coef > 0)
         value = scores.value
         if self.critic is not None:
@@ -284,8 +288,8 @@ class Learner:
 
         Without a kept token there is nothing to learn, and neither Adam's moments nor weight decay act.
         """
-        tally_computed(tally, self._computed)
-        self._computed = 0
+        tally_computed(tally, self._computed, self._flops)
+        self._computed, self._flops = 0, 0.0
         whole = merged(self.world.gather(tally, MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
         if denominator:

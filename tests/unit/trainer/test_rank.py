@@ -21,7 +21,6 @@ from asyncrl.trainer.rank import (
     Stopped,
     TrainerRank,
     is_answer,
-    performance,
 )
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -73,7 +72,9 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
     monkeypatch.setattr(module, "Poller", lambda *about: None)
     publishing = SimpleNamespace(check=lambda: None, announced=None, unwritten="")
     monkeypatch.setattr(module, "Publishing", lambda *about: publishing)
-    mesh: Any = SimpleNamespace(rank=0, size=1, gather=lambda value, kind: [value])
+    mesh: Any = SimpleNamespace(
+        rank=0, size=1, device=torch.device("cpu"), gather=lambda value, kind: [value]
+    )
     mesh.apart = lambda seconds: mesh
     monkeypatch.setattr(checkpoint, "snapshot", lambda learner, copy=True: {})
     of = lambda learner, **lineage: CheckpointManifest(step=learner.step, **lineage)  # noqa: E731
@@ -254,18 +255,3 @@ def test_only_the_answer_to_this_request_is_taken() -> None:
     assert not is_answer(WorkPlan(7, 1, "work"), take) and not is_answer(WorkPlan(6, 2, "step"), take)
     assert not is_answer(Committed(7, True), take)
     assert not is_answer(WorkPlan(7, 2, "step"), TrainerBeat(0, 0.0, 0.0))  # it asks for nothing
-
-
-def test_only_what_happened_since_the_last_commit_is_timed() -> None:
-    found = performance(4.0, {"update_actor": 2.0, "wait_data": 1.5, "wait_commit": 0.5}, tokens=1000)
-    assert found.pop("perf/cpu_memory_used_gb") > 0
-    assert found == {
-        "timing_s/update_actor": 2.0,
-        "timing_s/wait_data": 1.5,
-        "timing_per_token_ms/update_actor": 2.0,
-        "perf/time_per_step": 4.0,
-    }
-
-
-def test_a_batch_without_a_token_has_no_time_per_token() -> None:
-    assert "timing_per_token_ms/update_actor" not in performance(1.0, {}, tokens=0)

@@ -1,0 +1,81 @@
+"""Speed and memory of a rank, under verl's metric names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Phases reported as timing_s/*. One backward serves policy and critic: it counts as update_actor,
+# update_critic is the step of the critic's optimizer.
+TIMED = (
+    *("update_actor", "update_critic", "values", "ref", "adv"),
+    *("update_weights", "save_checkpoint", "wait_data"),
+)
+PEAK_SIZE = {"cpu": 512, "cuda": 8192}  # of the matrices multiplied
+GB = 1e9
+
+
+class FlopCount(NamedTuple):
+    """Floating point operations of the policy's matrix products in a forward and backward: `body` for a token
+    computed, `head` for one scored. Attention's own products and what is computed twice are left out."""
+
+    body: float
+    head: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> FlopCount:
+        """2 in the forward, 2 in the backward, and 2 for a weight that is trained."""
+        config, head = model.config.get_text_config(), model.get_output_embeddings().weight
+        left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        share = config.num_experts_per_tok / experts if experts else 1.0
+        body = sum(
+            _of(weight) * (share if weight.ndim == 3 or ".experts." in name else 1.0)
+            for name, weight in model.named_parameters()
+            if weight.ndim > 1 and id(weight) not in left_out
+        )
+        return cls(body, _of(head))
+
+
+def _of(weight: torch.Tensor) -> int:
+    return (6 if weight.requires_grad else 4) * weight.numel()
+
+
+def peak_flops(device: torch.device, dtype: str) -> float:
+    """Operations per second of a large matrix product here, of the type that a forward computes in: what
+    perf/mfu is a share of."""
+    size = PEAK_SIZE[device.type]
+    one = torch.ones(size, size, dtype=getattr(torch, dtype), device=device)
+    best = float("inf")
+    for _ in range(4):  # the first warms up
+        start = time.perf_counter()
+        float((one @ one)[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def performance(
+    seconds: float, phases: Mapping[str, float], metrics: Mapping[str, float], peak: float, ranks: int
+) -> dict[str, float]:
+    """Times and memory of this rank since its last commit; a phase that did not happen is left out. `metrics`
+    are those of the step, of all `ranks`; `peak`: `peak_flops` of one.
+
+    `update_weights` and `save_checkpoint` are those that followed the commit before this one.
+    """
+    found = {f"timing_s/{name}": phases[name] for name in TIMED if name in phases}
+    tokens, busy = metrics.get("perf/total_num_tokens", 0.0), phases.get("update_actor", 0.0)
+    if tokens:
+        found["timing_per_token_ms/update_actor"] = 1e3 * busy / tokens
+    if busy:
+        found["perf/mfu/actor"] = 1e12 * metrics.get("perf/model_tflop", 0.0) / (busy * peak * ranks)
+    if torch.cuda.is_initialized():
+        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
+        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
+    memory = psutil.Process().memory_info().rss / GB
+    return found | {"perf/time_per_step": seconds, "perf/cpu_memory_used_gb": memory}

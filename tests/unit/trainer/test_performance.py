@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from asyncrl.trainer.performance import FlopCount, peak_flops, performance
+
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+
+
+def test_only_what_happened_since_the_last_commit_is_timed() -> None:
+    phases = {"update_actor": 2.0, "wait_data": 1.5, "wait_commit": 0.5}
+    metrics = {"perf/total_num_tokens": 1000.0, "perf/model_tflop": 0.3}
+    found = performance(4.0, phases, metrics, peak=1e11, ranks=3)
+    assert found.pop("perf/cpu_memory_used_gb") > 0
+    assert found == {
+        "timing_s/update_actor": 2.0,
+        "timing_s/wait_data": 1.5,
+        "timing_per_token_ms/update_actor": 2.0,
+        "perf/mfu/actor": pytest.approx(0.5),
+        "perf/time_per_step": 4.0,
+    }
+
+
+def test_a_batch_without_a_token_has_no_time_per_token() -> None:
+    assert "timing_per_token_ms/update_actor" not in performance(1.0, {}, {}, peak=1.0, ranks=1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_operations_are_those_that_torch_counts(kind: str, tied: bool) -> None:
+    """One token: attention's own products are next to nothing, and the first layer's input gets no gradient
+    where embeddings are frozen."""
+    model = (
+        LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=tied))
+        if kind == "dense"
+        else Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **EXPERTS, tie_word_embeddings=tied))
+    )
+    model.set_experts_implementation("eager") if kind == "experts" else None
+    count = FlopCount.of(model)
+    with FlopCounterMode(display=False) as seen:
+        model(torch.zeros(1, 1, dtype=torch.int64)).logits.sum().backward()
+    assert count.body + count.head == pytest.approx(seen.get_total_flops(), rel=0.02)
+
+
+def test_the_peak_is_above_what_the_same_product_reaches_in_float64() -> None:
+    cpu = torch.device("cpu")
+    assert peak_flops(cpu, "float32") > 0.8 * peak_flops(cpu, "float64") > 1e8
