@@ -1,8 +1,9 @@
 """Presets at several learning rates, on the pretrained model's example: held-out success before and after.
 
-    python tools/bench/learning_rates.py --presets grpo gspo --rates 5e-6 2e-5 5e-5    # 4 minutes a run, quiet
+    python tools/bench/learning_rates.py --presets grpo gspo --rates 5e-6 2e-5 5e-5    # 4 minutes a run
 
-A run that is complete is not repeated. `--draw` prints the table of what is there. Overrides stand behind `--`.
+A run that is complete is not repeated. `--draw` prints the table of what is there, and runs nothing. Overrides
+stand behind `--`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from common import ROOT, summary, table, train
 
+KINDS, WHEN = ("success", "greedy"), ("before", "after")
 HEADER = ["preset", "lr", "steps", "sampled before", "after", "greedy before", "after", "minutes"]
 OVERRIDES = ["validation.samples=32", "checkpoint.every=0"]  # of 32, each sampled once and greedily
 
