@@ -2,8 +2,8 @@
 
     python tools/bench/learning_rates.py --presets grpo gspo --rates 5e-6 2e-5 5e-5    # 4 minutes a run
 
-A run that is complete is not repeated. `--draw` prints the table of what is there, and runs nothing. Overrides
-stand behind `--`.
+A run that is complete is not repeated. `--draw` prints the table of what is there, and runs nothing.
+Overrides stand behind `--`.
 """
 
 from __future__ import annotations
