@@ -58,7 +58,7 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
 
 
 def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
-    """A line of the plan, and a warning, or ''."""
+    """A line of the plan, or two with adapters, and a warning, or ''."""
     from asyncrl.trainer.footprint import footprint
 
     with recorded() as failure:
@@ -73,6 +73,8 @@ def describe_memory(config: RunConfig, gpu: bool | None) -> tuple[str, str]:
         f"memory        tensors of a trainer rank: {each}, {micro}, {sized(found.total)} in all; "
         f"its process takes about {sized(own)} beside them"
     )
+    if found.adapted:
+        line += f"\nadapters      {found.adapted}"
     needed = ranks * found.total
     if there is None or needed <= there:
         return line, ""

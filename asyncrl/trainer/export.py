@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ def export_hf(
     tensors = _published(policy, weights, world)
     try:
         if world.rank == 0:
-            _write_weights(create, policy, weights, tensors)
+            _write_weights(create, policy, tensors)
             _write_rest(create, policy, Path(source), template)
     finally:
         for _ in tensors:  # every rank takes part in the gathering to its end, also when a write has failed
@@ -51,21 +53,20 @@ def export_hf(
 
 
 def _published(policy: Policy, weights: Mapping[str, DTensor], world: World) -> Iterator[Tensor]:
-    """The weights as they are published, whole on rank 0."""
-    for name in policy.published:
+    """The weights as they are published, one piece after another, whole on rank 0."""
+    for name, own in groupby(policy.published, key=attrgetter("parameter")):
         tensor = world.collect(weights[name])
         names = policy.adapters.names(name) if policy.adapters is not None else None
         if policy.adapters is not None and names is not None:
             a, b = (world.collect(weights[adapter]) for adapter in names)
             if world.rank == 0:
                 tensor = tensor + policy.adapters.change(name, a, b)
-        yield tensor.to(policy.export_dtype)
+        flat = tensor.to(policy.export_dtype).flatten()
+        yield from (flat[piece.offset : piece.offset + piece.count] for piece in own)
 
 
-def _write_weights(
-    create: Create, policy: Policy, weights: Mapping[str, DTensor], tensors: Iterator[Tensor]
-) -> None:
-    layout = layout_of({name: weights[name] for name in policy.published}, policy.export_dtype)
+def _write_weights(create: Create, policy: Policy, tensors: Iterator[Tensor]) -> None:
+    layout = layout_of(policy.published, policy.export_dtype)
     parts = [layout[part] for part in split(layout, FILE_BYTES)]
     where: dict[str, str] = {}
     for number, part in enumerate(parts, 1):

@@ -43,7 +43,8 @@ from asyncrl.trainer.world import World
 
 @dataclass(frozen=True)
 class Footprint:
-    """Live bytes of tensors on one rank. `work`: what comes and goes in a micro-batch, at its highest."""
+    """Live bytes of tensors on one rank. `work`: what comes and goes in a micro-batch, at its highest.
+    `adapted`: what adapters cover, if there are some."""
 
     weights: int
     optimizer: int
@@ -51,6 +52,7 @@ class Footprint:
     work: int
     rows: int
     length: int
+    adapted: str = ""
 
     @property
     def static(self) -> int:
@@ -129,7 +131,8 @@ def footprint(config: RunConfig) -> Footprint:
             live.peak = live.now
             forward_backward(policy, critic, reference, tokens, config.algorithm.entropy_coef > 0)
         gradients = live.now - before
-        return Footprint(weights, held - weights, gradients, live.peak - live.now, rows, length)
+        adapted = policy.adapters.coverage if policy.adapters is not None else ""
+        return Footprint(weights, held - weights, gradients, live.peak - live.now, rows, length, adapted)
 
 
 def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Reference | None]:

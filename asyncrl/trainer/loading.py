@@ -27,6 +27,7 @@ from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.slices import FileTensor, copy_shard, fill, locate
 from asyncrl.trainer.world import World
+from asyncrl.weights.names import Piece
 
 logger = logging.getLogger(__name__)
 LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slower
@@ -34,11 +35,11 @@ LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slo
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """A model without weights (on the meta device; its buffers are real), and where each rank reads them: by
-    name; or, if `places` is empty, the model with its weights on rank 0."""
+    """A model without weights (on the meta device; its buffers are real), and where each rank reads them; or,
+    if `places` is empty, the model with its weights on rank 0."""
 
     model: PreTrainedModel
-    places: dict[str, FileTensor]
+    places: dict[Piece, FileTensor]
     filled: PreTrainedModel | None
     dtype: str
 
@@ -67,6 +68,8 @@ def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which SDPA ignores
     own = {"attn_implementation": "eager"} if capped else {}
+    if dtype == "float64":  # for which grouped products of experts do not exist
+        own["experts_implementation"] = "eager"
     with init_empty_weights(include_buffers=False):
         model = kind.from_config(config, dtype=_master(dtype), **own)
     model.tie_weights()  # emptying parameters one by one separates shared ones
@@ -133,7 +136,7 @@ def _empty(root: nn.Module, device: torch.device, shards: torch.device) -> None:
 def _initialise(source: WeightsSource) -> None:
     """What was added since the model was read."""
     state = source.model.state_dict(keep_vars=True)
-    read = {id(state[name]) for name in source.places}
+    read = {id(state[piece.parameter]) for piece in source.places}
     for name, tensor in state.items():
         if id(tensor) not in read:
             copy_shard(initial(name, tensor), tensor)

@@ -7,7 +7,8 @@ output by a hook. So the weights keep their names, and merging is arithmetic on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -24,7 +25,8 @@ A, B = "lora_a", "lora_b"  # [rank, in], [out, rank]
 
 
 class Adapters:
-    """The adapters on all linear layers of a model but the output layer; its own parameters do not train."""
+    """The adapters on all linear layers of a model but the output layer; its own parameters do not train.
+    `coverage`: what is adapted and what is not, for people."""
 
     def __init__(self, model: PreTrainedModel, rank: int, alpha: float) -> None:
         self._on = True
@@ -36,6 +38,7 @@ class Adapters:
         }
         if not self._layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
+        self.coverage = _coverage(model, self._layers.keys())
         model.requires_grad_(False)
         for layer in self._layers.values():
             _add(layer, rank)
@@ -73,6 +76,23 @@ class Adapters:
         """What the adapters of a weight are called; None if it has none."""
         stem = name.removesuffix("weight")
         return (stem + A, stem + B) if name in self._layers else None
+
+
+def _coverage(model: PreTrainedModel, adapted: Container[str]) -> str:
+    """The matrices by kind, with their number and share of all parameters. (Stacked experts are no linear
+    layers.)"""
+    sizes = {True: defaultdict[str, list[int]](list), False: defaultdict[str, list[int]](list)}
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+        if parameter.dim() > 1:
+            sizes[name in adapted][".".join(parts[-2:])].append(parameter.numel())
+    total = sum(parameter.numel() for parameter in named.values())
+    yes, no = (
+        ", ".join(f"{kind} ({len(n)} x, {sum(n) / total:.1%})" for kind, n in sizes[which].items())
+        for which in (True, False)
+    )
+    return f"model.lora_rank adapts {yes}; not adapted: {no or 'nothing'}"
 
 
 def _add(layer: nn.Linear | Conv1D, rank: int) -> None:

@@ -1,8 +1,8 @@
 """The policy in training: a Hugging Face causal LM under FSDP2 that scores sampled tokens.
 
-Files and published weights carry Hugging Face's names. With dtype bfloat16 the master weights and the
-gradient reduction are float32, forward and backward bfloat16: plain bfloat16 weights would lose
-updates below 1/256 of a weight.
+Files and published weights carry the names of Hugging Face's files (weights/names.py). With dtype bfloat16
+the master weights and the gradient reduction are float32, forward and backward bfloat16: plain bfloat16
+weights would lose updates below 1/256 of a weight.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
 from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.world import World
+from asyncrl.weights.names import pieces
 
 logger = logging.getLogger(__name__)
 AGREE = 1e-3  # log-probs of one model computed in two ways differ by less
@@ -34,15 +35,15 @@ AGREE = 1e-3  # log-probs of one model computed in two ways differ by less
 class Policy(nn.Module):
     """The FSDP root around the language model: head and softmax run on the selected tokens only.
 
-    `published`: names of the weights that make up the model for others; a value head and adapters are not
-    among them. `whole`: logits of all selected tokens at once, for a model that cannot be cut.
+    `published`: the weights that make up the model for others, as they know them; a value head and adapters
+    are not among them. `whole`: logits of all selected tokens at once, for a model that cannot be cut.
     """
 
     def __init__(self, lm: PreTrainedModel, config: ModelConfig, *, value_head: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.export_dtype = getattr(torch, config.dtype)
-        self.published = tuple(name for name, _ in lm.named_parameters())
+        self.published = pieces(lm)
         self.packing: Packing = "padded"  # how rows must be laid out for it
         self.attention = lm.config._attn_implementation  # of padded rows
         self.adapters: Adapters | None = None
@@ -82,6 +83,8 @@ def load_policy(
     policy = Policy(source.model, config, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
+    if policy.adapters is not None and world.rank == 0:
+        logger.warning(policy.adapters.coverage)
     shard_and_fill(policy, source, world, offload=offload)
     _check_cut(policy, world)
     return policy
@@ -114,7 +117,7 @@ def score(policy: Policy, ids: tuple[int, ...], device: torch.device, *, rows: i
 
 
 def shards(policy: Policy) -> dict[str, DTensor]:
-    """The weights that others are given, under Hugging Face's names: the trained ones themselves, or copies
+    """The weights that others are given, by the model's own names: the trained ones themselves, or copies
     with an adapter merged in. One that two modules share has the first name only. A collective."""
     return dict(_published(policy))
 
@@ -123,6 +126,6 @@ def shards(policy: Policy) -> dict[str, DTensor]:
 def _published(policy: Policy) -> Iterator[tuple[str, DTensor]]:
     weights = dict(policy.lm.named_parameters())
     assert all(isinstance(weight, DTensor) for weight in weights.values()), "between forward and backward"
-    for name in policy.published:
+    for name in dict.fromkeys(piece.parameter for piece in policy.published):
         weight = cast(DTensor, weights[name])
         yield name, weight if policy.adapters is None else policy.adapters.merged(name, weight)

@@ -45,7 +45,9 @@ class Publishing:
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
         self._probe_ids = probe_ids(policy.lm.config.vocab_size)
-        self._host = HostShards(shards(policy), policy.export_dtype, config.launch.stall_timeout)
+        self._host = HostShards(
+            shards(policy), policy.published, policy.export_dtype, config.launch.stall_timeout
+        )
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
         self._links: list[Link] = []  # used by the publisher's thread only, while that lives

@@ -1,12 +1,14 @@
 """A model's weights in its safetensors files: each rank reads the slices that it holds, and no others.
 
-Names in the files are those of whoever saved them; transformers knows how they became the model's. Where it
-also computes (experts in one tensor, quantized weights), there are no slices to be read.
+Names in the files are those of whoever saved them; transformers knows how they became the model's. Experts
+that it stacks are read one by one into their place. Where it computes anything else (quantized weights, other
+conversions), there are no slices to be read.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from asyncrl.weights.model_files import weight_files
+from asyncrl.weights.names import Piece, pieces
 
 
 class FileTensor(NamedTuple):
@@ -32,24 +35,30 @@ def open_slices(file: str) -> Any:
     return safe_open(file, "pt", backend="pread")
 
 
-def locate(model: PreTrainedModel, path: str) -> dict[str, FileTensor]:
-    """Where each tensor of `model`, tied and on any device, lies in the files of `path`, by its name. Empty
-    where they do not hold it as it is: converted, quantized, of another shape, missing, or no safetensors."""
+def locate(model: PreTrainedModel, path: str) -> dict[Piece, FileTensor]:
+    """Where the tensors of `model`, tied and on any device, lie in the files of `path`, whole or in pieces.
+    Empty where they do not hold them as they are: converted, quantized, of another shape, missing, or no
+    safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
-    wanted, found = model.state_dict(keep_vars=True), dict[str, FileTensor]()
+    tensors, found = model.state_dict(keep_vars=True), dict[Piece, FileTensor]()
+    whole = (Piece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    wanted = {piece.name: piece for piece in (*pieces(model, tensors), *whole)}
     for file in map(str, weight_files(path)):
         with open_slices(file) as opened:
             for key, name in _named(model, list(opened.keys()), wanted):
                 if opened.get_slice(key).get_shape() != list(wanted[name].shape):
                     return {}
-                found[name] = FileTensor(file, key)
-    there = {id(wanted[name]) for name in found}  # of a shared tensor one name is enough
-    return found if all(id(tensor) in there for tensor in wanted.values()) else {}
+                found[wanted[name]] = FileTensor(file, key)
+    counts = Counter[str]()
+    for piece in found:
+        counts[piece.parameter] += piece.count
+    there = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
+    return found if all(id(tensor) in there for tensor in tensors.values()) else {}
 
 
-def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, Tensor]) -> list[tuple[str, str]]:
-    """The keys of a file that are tensors of the model, each with its name there."""
+def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, Piece]) -> list[tuple[str, str]]:
+    """The keys of a file that are wanted, each with the name that it is wanted under."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -64,15 +73,29 @@ def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, Tensor]) -
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, places: dict[str, FileTensor]) -> None:
+def fill(model: PreTrainedModel, places: dict[Piece, FileTensor]) -> None:
     """Read this rank's shards, and whole what is not sharded, into the memory that `model` has."""
-    wanted, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[str]](list)
-    for name, place in places.items():
-        by_file[place.file].append(name)
-    for file, names in by_file.items():
+    tensors, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[Piece]](list)
+    for piece, place in places.items():
+        by_file[place.file].append(piece)
+    for file, inside in by_file.items():
         with open_slices(file) as opened:
-            for name in names:
-                copy_shard(opened.get_slice(places[name].key), wanted[name])
+            for piece in inside:
+                copy_piece(opened.get_slice(places[piece].key), tensors[piece.parameter], piece)
+
+
+@torch.no_grad()
+def copy_piece(whole: Any, target: Tensor, piece: Piece) -> None:
+    """Copy into `target` its part of a piece, a slice of a file."""
+    if piece.shape == tuple(target.shape):
+        copy_shard(whole, target)
+        return
+    start = 0
+    if isinstance(target, DTensor):  # sharded by experts: all of a piece is on one rank
+        (chunk,) = target.__create_chunk_list__()
+        start, target = chunk.offsets[0] * math.prod(target.shape[1:]), target.to_local()
+    if start <= piece.offset < start + target.numel():
+        piece.within(target, start).copy_(whole[...])
 
 
 @torch.no_grad()

@@ -10,8 +10,9 @@ order. As all ranks copy together, the n-th copy is of the same version on each;
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Buffers, Superseded
 from asyncrl.weights.manifest import Layout, Probe, TensorSpec, WeightsError
+from asyncrl.weights.names import Piece
 from asyncrl.weights.snapshot import Read, Snapshot, Tensors
 
 log = logging.getLogger("asyncrl.weights")
@@ -34,16 +36,17 @@ _END = torch.tensor([-1, 0, 0, 0])
 
 class HostShards:
     """One rank's end, made by all ranks together. On one rank there is neither group nor thread, and what is
-    read is the buffer itself. `deadline`: seconds in which a rank must deliver a bucket."""
+    read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as. `deadline`:
+    seconds in which a rank must deliver a bucket."""
 
-    def __init__(self, shards: Shards, dtype: torch.dtype, deadline: float) -> None:
-        self.layout = layout_of(shards, dtype)
+    def __init__(self, shards: Shards, pieces: Sequence[Piece], dtype: torch.dtype, deadline: float) -> None:
+        self.layout = layout_of(pieces, dtype)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._dtype, self._deadline = dtype, deadline
         self._group: dist.ProcessGroup | None = None
         if self.ranks > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
-        self._sizes = self._exchange([_local(shard).numel() for shard in shards.values()])
+        self._sizes = self._exchange([_held(piece, shards[piece.parameter]) for piece in pieces])
         pinned = any(shard.device.type == "cuda" for shard in shards.values())
         self._buffers = Buffers(sum(self._sizes[self.rank]), dtype, pinned)
         self._wire = threading.Lock()  # one bucket is collected at a time
@@ -147,10 +150,18 @@ class HostShards:
         return [sizes.tolist() for sizes in everyone]
 
 
-def layout_of(shards: Shards, dtype: torch.dtype) -> Layout:
+def layout_of(pieces: Sequence[Piece], dtype: torch.dtype) -> Layout:
     """The whole tensors, as they are exported."""
     kind = str(dtype).removeprefix("torch.")
-    return tuple(TensorSpec(name, tuple(shard.shape), kind) for name, shard in shards.items())
+    return tuple(TensorSpec(piece.name, piece.shape, kind) for piece in pieces)
+
+
+def _held(piece: Piece, shard: DTensor) -> int:
+    """How many numbers of a piece lie on this rank."""
+    count = _local(shard).numel()
+    (chunk,) = shard.__create_chunk_list__()
+    start = chunk.offsets[0] * math.prod(shard.shape[1:])
+    return max(0, min(start + count, piece.offset + piece.count) - max(start, piece.offset))
 
 
 def _wait(work: dist.Work | None, timeout: float) -> None:

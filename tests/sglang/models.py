@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.fakes.chatml import save_tiny_chat_model
 
-FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONTEXT = 1024  # tokens
 
 
@@ -44,6 +45,8 @@ def random_model(family: str, vocabulary: int, seed: int, **changes: object) -> 
         "pad_token_id": None,
     }
     name = FAMILIES[family]
+    if name in ("Qwen3Moe", "Mixtral"):
+        sizes |= EXPERTS
     config = getattr(transformers, f"{name}Config")(**sizes | changes)
     torch.manual_seed(seed)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()

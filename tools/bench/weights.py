@@ -97,7 +97,7 @@ class Bench:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self.host = HostShards(shards(self.policy), self.policy.export_dtype, 60.0)
+        self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
         self.writer = DeltaWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
         self.world, self.place, self.times = world, place, Times()
         self.probe = probe_ids(VOCABULARY)

@@ -3,12 +3,14 @@ SGLang supports.
 
     .venv-sglang/bin/python tools/sglang_cpu/launch.py --model-path DIR --port 30000 [any argument of SGLang]
 
-The server is the stock wheel, computing with its own torch-native paths. Two things keep it from importing:
+The server is the stock wheel, computing with its own torch-native paths. Three things keep it from running:
 
 - On a CPU it imports names from `sgl_kernel`, whose wheel needs CUDA. They are called for speculative
   decoding and for moving KV between pools, neither of which runs here: functions that raise are enough.
 - The wheel of torchvision may be built for CUDA. Its operators do not load then, and its import fails because
   two of them were never declared.
+- For `--enable-return-routed-experts` it registers main memory with CUDA, to copy to it from a GPU: there is
+  none, and nothing to register.
 
 SGLang's other processes import this file again when they start, so that it serves all of them.
 """
@@ -75,6 +77,8 @@ sys.modules.setdefault("sgl_kernel", kernels)
 torchvision_operators = torch.library.Library("torchvision", "FRAGMENT")  # declared for as long as it lives
 for operator in ("nms", "qnms"):
     torchvision_operators.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+torch.cuda.cudart = lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
 
 if __name__ == "__main__":
     sys.argv[1:1] = ARGUMENTS

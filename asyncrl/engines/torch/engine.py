@@ -21,6 +21,7 @@ from asyncrl.errors import EngineError, one_line
 from asyncrl.types import Generation, StopReason
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.names import pieces
 
 PREFILL_TOKENS = 1024  # of prompts, at most, between two decode steps; on a CPU more is not faster
 
@@ -215,7 +216,8 @@ def _vocabulary(model: PreTrainedModel) -> int:
 def replace_weights(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy published tensors into the model, in place and cast to its types. Tied weights may be published
     under any of their names, or several. Raises WeightsError, changing nothing, if names or shapes differ."""
-    own = model.state_dict()
+    state = model.state_dict()
+    own = {piece.name: piece.within(state[piece.parameter]) for piece in pieces(model, state)}
     unknown = sorted(tensors.keys() - own.keys())
     given = {own[name].data_ptr() for name in tensors.keys() & own.keys()}
     missing = sorted(name for name, tensor in own.items() if tensor.data_ptr() not in given)

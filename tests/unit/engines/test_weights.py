@@ -13,13 +13,16 @@ from asyncrl.errors import EngineError
 from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
+from asyncrl.weights.names import pieces
 from tests.fakes import weights as fake_weights
 
-from .tiny import FAMILIES, ask, assert_logprobs, generated, prompt, serve, tiny
+from .tiny import FAMILIES, MIXTURES, ask, assert_logprobs, generated, prompt, serve, tiny
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> WeightsRef:
-    return fake_weights.publish(dict(model.named_parameters()), directory, PolicyVersion(0, version))
+    own = dict(model.named_parameters())
+    tensors = {piece.name: piece.within(own[piece.parameter]) for piece in pieces(model)}
+    return fake_weights.publish(tensors, directory, PolicyVersion(0, version))
 
 
 @torch.no_grad()
@@ -33,7 +36,7 @@ def mixed_logprobs(
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[split + 1 :])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
     async def main() -> None:
         engine, request = serve(tiny(family)), ask(prompt(8), 80)

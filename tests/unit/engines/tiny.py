@@ -14,6 +14,8 @@ from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.types import Generation
 
 FAMILIES = ("Qwen2", "Llama", "Qwen3")
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURES = {"Qwen3Moe": EXPERTS, "Mixtral": EXPERTS}
 VOCABULARY = 61
 
 
@@ -28,7 +30,7 @@ def tiny(family: str = "Qwen2", seed: int = 0, **changes: object) -> PreTrainedM
         num_key_value_heads=2,
         max_position_embeddings=256,
         initializer_range=0.25,
-        **changes,
+        **MIXTURES.get(family, {}) | changes,
     )
     torch.manual_seed(seed)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()

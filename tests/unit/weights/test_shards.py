@@ -61,7 +61,7 @@ def threads() -> list[str]:
 
 def collect_twice(world: World, folder: Path) -> Any:
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
     assert len(threads()) == (world.rank > 0)
     found: dict[str, Any] = {"wanted": [], "found": []}
     for version in (1, 2):
@@ -92,7 +92,7 @@ def test_whole_tensors_as_they_were_copied(tmp_path: Path, ranks: int):
 def overtake(world: World, folder: Path) -> Any:
     """Rank 0 reads one version slowly while three newer ones are copied."""
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
     wanted, snapshots, found = [], [], {}
     for version in range(4):
         wanted.append(full_state(policy))
@@ -123,7 +123,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     """Rank 1 copies only when rank 0 has asked for it."""
     policy = policy_of(world, folder)
     wanted = full_state(policy)
-    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
     asked, waiting = threading.Event(), host._buffers._changed
     wait_for = waiting.wait_for
 
@@ -160,7 +160,7 @@ def lose_a_rank(world: World, folder: Path) -> Any:
     """Rank 1 dies or freezes between two buckets."""
     how = (folder / "how").read_text()
     policy = policy_of(world, folder)
-    host = HostShards(shards(policy), torch.bfloat16, DEADLINE)
+    host = HostShards(shards(policy), policy.published, torch.bfloat16, DEADLINE)
     snapshot = taken(host, world, policy, 1)
     if world.rank == 1:
         (folder / "pid").write_text(str(os.getpid()))

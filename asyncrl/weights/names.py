@@ -1,0 +1,87 @@
+"""The names that others know a model's weights by: those of Hugging Face's files.
+
+transformers stacks the experts of a layer while it reads them: `experts.gate_up_proj` [experts, 2 * width,
+hidden] is made of `experts.0.gate_proj.weight`, `experts.0.up_proj.weight`, `experts.1.gate_proj.weight`, …
+Files and servers have them one by one. Each is one contiguous piece of the stacked tensor, so to split it is
+to read it piece by piece: nothing is copied, and a tensor that is sharded by experts stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+
+class Piece(NamedTuple):
+    """A tensor of the files, `name`, as part of a model's: `offset` numbers of `parameter` are before it."""
+
+    name: str
+    parameter: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, tensor: Tensor, start: int = 0) -> Tensor:
+        """Its place in the parameter, of which `tensor` holds what follows the first `start` numbers."""
+        if tuple(tensor.shape) == self.shape:
+            return tensor
+        at = self.offset - start
+        return tensor.view(-1)[at : at + self.count].view(self.shape)
+
+
+def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[Piece, ...]:
+    """Of the parameters, or other `tensors` of the model, by name: what `save_pretrained` would write, in the
+    order of the tensors, and within one as they lie in memory. What is converted in another way than by
+    stacking experts keeps the model's names."""
+    tensors = dict(model.named_parameters()) if tensors is None else tensors
+    mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    # A prefix that files may lack or have: which, `save_pretrained` does not know either.
+    reverse = [rule.reverse_transform() for rule in mapping if not isinstance(rule, PrefixChange)]
+    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    found = {}
+    for parameter in sorted(tensors, key=dot_natural_key):  # some rules depend on the order
+        name, pattern = rename_source_key(parameter, renamings, converters, reverse=True)
+        used = [rule for rule in converters if pattern in rule.source_patterns]
+        stacked = _stacked(name, used[0]) if used else (name,)
+        found[parameter] = tuple(_cut(stacked or (parameter,), parameter, tuple(tensors[parameter].shape)))
+    return tuple(piece for parameter in tensors for piece in found[parameter])
+
+
+def _stacked(name: str, rule: WeightConverter) -> tuple[str, ...]:
+    """What lies side by side in each expert of a stack, with `*` for its number; () for another conversion.
+    `rule` takes the stack apart, and has given it the first of the names."""
+    *joined, stack = rule.operations
+    if not isinstance(stack, SplitModulelist) or stack.dim != 0 or rule.target_patterns[0] not in name:
+        return ()
+    if not all(isinstance(one, Chunk) and (one.dim, one.num_shards_attribute) == (1, None) for one in joined):
+        return ()
+    return tuple(name.replace(rule.target_patterns[0], part) for part in rule.target_patterns)
+
+
+def _cut(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    if "*" not in names[0]:
+        yield Piece(names[0], parameter, shape)
+        return
+    experts, rows, *rest = shape
+    part = (rows // len(names), *rest)
+    for index in range(experts * len(names)):
+        expert, which = divmod(index, len(names))
+        yield Piece(names[which].replace("*", str(expert)), parameter, part, index * math.prod(part))

@@ -1,0 +1,201 @@
+"""Mixtures of experts: what transformers stacks in one tensor, others know expert by expert."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import ModelConfig, TrainerConfig
+from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.critic import load_critic
+from asyncrl.trainer.model import Policy, load_policy, shards
+from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.slices import locate
+from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.shards import HostShards
+from tests.fakes.live_bytes import LiveBytes
+from tests.fakes.ranks import run_ranks
+from tests.fakes.training import (
+    export,
+    full_state,
+    load_checkpoint,
+    make_learner,
+    save_checkpoint,
+    tiny_config,
+)
+from tests.unit.trainer.test_packing import distance, make, rows, select
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ("Qwen3Moe", "Mixtral")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The families' models as `save_pretrained` writes them."""
+    folder = tmp_path_factory.mktemp("experts")
+    for family in FAMILIES:
+        make(family).save_pretrained(folder / family)
+    return folder
+
+
+def gradients(policy: Policy, world: World) -> dict[str, Tensor]:
+    """Of the rows of all ranks, which have different ones, as trees; each token has a weight of its own."""
+    mine = rows()[world.rank :: world.size]
+    tokens = replace(select(mine, "tree"), temperature=torch.ones(sum(map(len, mine)) - len(mine)))
+    weights = torch.cat([torch.linspace(0.1, 1, len(row) - 1, dtype=torch.float64) for row in mine])
+    (policy(tokens).logp * weights).sum().backward()
+    named = policy.named_parameters()
+    return {name: p.grad.full_tensor() * world.size for name, p in named if p.grad is not None}
+
+
+def published(policy: Policy, world: World) -> dict[str, Tensor]:
+    """What rank 0 collects of a version, in small buckets, from host memory."""
+    host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
+    host.copy(0, shards(policy))
+    found: dict[str, Tensor] = {}
+    if world.rank == 0:
+        snapshot = host.snapshot(0, PolicyVersion(0, 1), None, 0.0)
+        found = {name: t.clone() for bucket in snapshot.buckets(3000) for name, t in bucket.items()}
+    world.gather(0, int)
+    host.close(60.0)
+    return found
+
+
+def through_all(world: World, folder: Path) -> dict[str, Any]:
+    """Each family loaded, differentiated, published, exported; with layers that are sharded one by one."""
+    results = {}
+    for family in FAMILIES:
+        path = str(folder.parent / family)
+        with patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
+            exact = ModelConfig(path=path, dtype="float64")  # type: ignore[arg-type]
+            policy = load_policy(exact, world, trainer=TrainerConfig(activation_checkpointing="full"))
+            policy.lm.set_attn_implementation(NAME)
+            found = {"gradients": gradients(policy, world)}
+            # A forward that follows gathers parameters, as any does.
+            with patch("asyncrl.trainer.model._check_cut"), LiveBytes() as counted:
+                policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
+        found["published"] = published(policy, world)
+        found["exported"] = export(folder / family, policy, world, path)
+        shard = sum(p.to_local().nbytes for p in policy.parameters())
+        results[family] = found | {"peak": counted.peak, "shard": shard}
+    return results
+
+
+@pytest.fixture(scope="module")
+def one(world: World, saved: Path) -> dict[str, Any]:
+    return through_all(world, saved / "one")
+
+
+@pytest.fixture(scope="module")
+def two(saved: Path) -> dict[str, Any]:
+    return run_ranks(2, through_all, saved / "two")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_have_the_gradients_of_one(family: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    found, wanted = two[family]["gradients"], one[family]["gradients"]
+    assert sum("experts" in name for name in wanted) == 6, "stacks of three layers"
+    assert all(gradient.any() for name, gradient in wanted.items() if "experts" in name or "gate" in name)
+    assert distance(found, wanted) < 1e-6  # norms and routers compute in float32, whatever the dtype
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_others_get_what_save_pretrained_writes(
+    family: str, ranks: str, saved: Path, request: pytest.FixtureRequest
+) -> None:
+    wanted = load_file(saved / family / "model.safetensors")
+    found = request.getfixturevalue(ranks)[family]
+    assert any(".experts.3." in name for name in wanted)
+    for what in (found["published"], load_file(Path(found["exported"]) / "model.safetensors")):
+        assert what.keys() == wanted.keys()
+        assert all(torch.equal(what[name], tensor) for name, tensor in wanted.items())
+    read, plain = (AutoModelForCausalLM.from_pretrained(path) for path in (found["exported"], saved / family))
+    assert all(map(torch.equal, read.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_reads_the_experts_that_it_holds(family: str, two: dict[str, Any]) -> None:
+    shard, peak = two[family]["shard"], two[family]["peak"]
+    assert shard <= peak < 1.2 * shard, "its part of the model, and one piece of a file after another"
+
+
+def test_stacks_in_the_files_are_read_in_slices_too(world: World, saved: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved / "Mixtral")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert locate(model, str(tmp_path))
+    found = full_state(load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world))
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+
+
+def test_a_conversion_that_is_not_known_is_left_to_transformers(
+    world: World, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(saved / "Mixtral")
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    with patch("asyncrl.weights.names.SplitModulelist", tuple):
+        policy = load_policy(ModelConfig(path=path, dtype="float32"), world)
+    assert "rank 0 reads all" in caplog.text
+    exported = export(tmp_path, policy, world, path)
+    assert "model.layers.0.mlp.experts.down_proj" in load_file(Path(exported) / "model.safetensors")
+    read = AutoModelForCausalLM.from_pretrained(exported)
+    assert all(map(torch.equal, read.parameters(), plain.parameters()))
+
+
+def test_a_critic_reads_them_under_a_backbones_names(world: World, saved: Path) -> None:
+    for family in FAMILIES:
+        config = tiny_config(str(saved / family), critic={"backbone": "own"})
+        critic = load_critic(config, world)
+        plain = dict(AutoModelForCausalLM.from_pretrained(saved / family).model.named_parameters())
+        found = {n: p.full_tensor() for n, p in critic.backbone.named_parameters() if "value_head" not in n}
+        assert found.keys() == plain.keys()
+        assert all(torch.equal(found[name], p) for name, p in plain.items())
+
+
+def test_in_bfloat16_they_are_trained_too(world: World, saved: Path) -> None:
+    for family in FAMILIES:
+        policy = load_policy(ModelConfig(path=str(saved / family), dtype="bfloat16"), world)
+        assert packing_for([policy], "tree", "bfloat16", world) == "tree"
+        found = gradients(policy, world)
+        assert all(gradient.isfinite().all() for gradient in found.values())
+        assert all(found[name].any() for name in found if "experts" in name)
+
+
+def test_a_checkpoint_goes_on(world: World, saved: Path, tmp_path: Path) -> None:
+    config = tiny_config(str(saved / "Qwen3Moe"))
+    learner, other = (make_learner(config, world, "float32") for _ in range(2))
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            parameter.mul_(1.5)
+    save_checkpoint(tmp_path, learner, CheckpointManifest(step=0, trainer_epoch=0, parent=-1, trained=()))
+    load_checkpoint(tmp_path / "step-0", other)
+    wanted, found = full_state(learner.policy), full_state(other.policy)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step-0" / "hf")
+    assert all(torch.equal(p, wanted[name]) for name, p in exported.named_parameters())
+
+
+def test_adapters_say_that_they_leave_experts_out(
+    world: World, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ModelConfig(path=str(saved / "Qwen3Moe"), dtype="float32", lora_rank=2)
+    with caplog.at_level(logging.WARNING):
+        policy = load_policy(model, world)
+    (line,) = caplog.messages
+    adapted, left = line.split("; not adapted: ")
+    assert adapted.startswith("model.lora_rank adapts self_attn.q_proj (3 x, ") and "experts" not in adapted
+    assert "experts.gate_up_proj (3 x, " in left and "experts.down_proj (3 x, " in left
+    assert "mlp.gate (3 x, " in left and "model.embed_tokens (1 x, " in left
+    assert policy.adapters is not None and policy.adapters.coverage == line
