@@ -160,6 +160,12 @@ def full_state(policy: Policy) -> dict[str, Tensor]:
     return {name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(policy).items()}
 
 
+def stored(policy: Policy) -> dict[str, Tensor]:
+    """The same as they are published: under the names of files. A collective."""
+    whole = full_state(policy)
+    return {piece.name: piece.within(whole[piece.parameter]) for piece in policy.published}
+
+
 def save_checkpoint(directory: Path, learner: Learner, manifest: CheckpointManifest, hf: bool = True) -> Path:
     """Write one as a run does, without waiting beside training. A collective."""
     to, state = Checkpoints(directory), checkpoint.manifest_of(learner, trainer_epoch=0).state

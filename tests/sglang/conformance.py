@@ -33,7 +33,7 @@ from asyncrl.wire.messages.worker_control import EngineEntry, EngineUse
 from tests.fakes import weights as fake_weights
 from tests.fakes.loop import Intervals
 from tests.fakes.sglang import sglang_config
-from tests.fakes.training import full_state
+from tests.fakes.training import stored
 from tests.sglang.models import CONTEXT, build
 
 VOCABULARY = 258
@@ -62,7 +62,7 @@ class Versions:
         self.policies = [
             load_policy(ModelConfig(path=str(path), dtype="float32"), world) for path in self.paths
         ]
-        self.refs = [self.publish(full_state(policy), at) for at, policy in enumerate(self.policies)]
+        self.refs = [self.publish(stored(policy), at) for at, policy in enumerate(self.policies)]
 
     def tensors(self, version: int) -> dict[str, Tensor]:
         return disk.read(self.refs[version])[1]

@@ -32,6 +32,7 @@ STAGES = (
     ("qwen2", "test_collective", "test_traps"),
     ("test_fatal_traps",),
     ("test_server_pool",),
+    ("test_experts",),
     ("test_training",),
 )
 
