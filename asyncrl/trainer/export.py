@@ -62,7 +62,7 @@ def _published(policy: Policy, weights: Mapping[str, DTensor], world: World) -> 
             if world.rank == 0:
                 tensor = tensor + policy.adapters.change(name, a, b)
         flat = tensor.to(policy.export_dtype).flatten()
-        yield from (flat[piece.offset : piece.offset + piece.count] for piece in own)
+        yield from (flat[piece.offset : piece.offset + piece.numel] for piece in own)
 
 
 def _write_weights(create: Create, policy: Policy, tensors: Iterator[Tensor]) -> None:

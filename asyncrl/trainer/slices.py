@@ -52,7 +52,7 @@ def locate(model: PreTrainedModel, path: str) -> dict[Piece, FileTensor]:
                 found[wanted[name]] = FileTensor(file, key)
     counts = Counter[str]()
     for piece in found:
-        counts[piece.parameter] += piece.count
+        counts[piece.parameter] += piece.numel
     there = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
     return found if all(id(tensor) in there for tensor in tensors.values()) else {}
 

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     offset: int = 0
 
     @property
-    def count(self) -> int:
+    def numel(self) -> int:
         return math.prod(self.shape)
 
     def within(self, tensor: Tensor, start: int = 0) -> Tensor:
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
         if tuple(tensor.shape) == self.shape:
             return tensor
         at = self.offset - start
-        return tensor.view(-1)[at : at + self.count].view(self.shape)
+        return tensor.view(-1)[at : at + self.numel].view(self.shape)
 
 
 def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[Piece, ...]:

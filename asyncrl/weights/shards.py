@@ -161,7 +161,7 @@ def _held(piece: Piece, shard: DTensor) -> int:
     count = _local(shard).numel()
     (chunk,) = shard.__create_chunk_list__()
     start = chunk.offsets[0] * math.prod(shard.shape[1:])
-    return max(0, min(start + count, piece.offset + piece.count) - max(start, piece.offset))
+    return max(0, min(start + count, piece.offset + piece.numel) - max(start, piece.offset))
 
 
 def _wait(work: dist.Work | None, timeout: float) -> None:
