@@ -1,5 +1,4 @@
-"""Mixtures of experts on real servers: the weights that the trainer publishes are those that they sample with,
-whichever way they come."""
+"""Mixtures of experts on real servers: they sample with the weights that the trainer publishes."""
 
 from __future__ import annotations
 
