@@ -27,7 +27,7 @@ from asyncrl.trainer.lora import initial
 from asyncrl.trainer.scores import widened
 from asyncrl.trainer.slices import FileTensor, copy_shard, fill, locate
 from asyncrl.trainer.world import World
-from asyncrl.weights.names import Piece
+from asyncrl.weights.names import FilePiece
 
 logger = logging.getLogger(__name__)
 LAYER_MIN_PARAMETERS = 10_000_000  # with fewer, gathering layer by layer is slower
@@ -39,7 +39,7 @@ class WeightsSource:
     if `places` is empty, the model with its weights on rank 0."""
 
     model: PreTrainedModel
-    places: dict[Piece, FileTensor]
+    places: dict[FilePiece, FileTensor]
     filled: PreTrainedModel | None
     dtype: str
 

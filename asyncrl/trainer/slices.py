@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from asyncrl.weights.model_files import weight_files
-from asyncrl.weights.names import Piece, pieces
+from asyncrl.weights.names import FilePiece, pieces
 
 
 class FileTensor(NamedTuple):
@@ -35,14 +35,14 @@ def open_slices(file: str) -> Any:
     return safe_open(file, "pt", backend="pread")
 
 
-def locate(model: PreTrainedModel, path: str) -> dict[Piece, FileTensor]:
+def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
     """Where the tensors of `model`, tied and on any device, lie in the files of `path`, whole or in pieces.
     Empty where they do not hold them as they are: converted, quantized, of another shape, missing, or no
     safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
-    tensors, found = model.state_dict(keep_vars=True), dict[Piece, FileTensor]()
-    whole = (Piece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    tensors, found = model.state_dict(keep_vars=True), dict[FilePiece, FileTensor]()
+    whole = (FilePiece(name, name, tuple(tensor.shape)) for name, tensor in tensors.items())
     wanted = {piece.name: piece for piece in (*pieces(model, tensors), *whole)}
     for file in map(str, weight_files(path)):
         with open_slices(file) as opened:
@@ -57,7 +57,7 @@ def locate(model: PreTrainedModel, path: str) -> dict[Piece, FileTensor]:
     return found if all(id(tensor) in there for tensor in tensors.values()) else {}
 
 
-def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, Piece]) -> list[tuple[str, str]]:
+def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, FilePiece]) -> list[tuple[str, str]]:
     """The keys of a file that are wanted, each with the name that it is wanted under."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -73,9 +73,9 @@ def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, Piece]) ->
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, places: dict[Piece, FileTensor]) -> None:
+def fill(model: PreTrainedModel, places: dict[FilePiece, FileTensor]) -> None:
     """Read this rank's shards, and whole what is not sharded, into the memory that `model` has."""
-    tensors, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[Piece]](list)
+    tensors, by_file = model.state_dict(keep_vars=True), defaultdict[str, list[FilePiece]](list)
     for piece, place in places.items():
         by_file[place.file].append(piece)
     for file, inside in by_file.items():
@@ -85,7 +85,7 @@ def fill(model: PreTrainedModel, places: dict[Piece, FileTensor]) -> None:
 
 
 @torch.no_grad()
-def copy_piece(whole: Any, target: Tensor, piece: Piece) -> None:
+def copy_piece(whole: Any, target: Tensor, piece: FilePiece) -> None:
     """Copy into `target` its part of a piece, a slice of a file."""
     if piece.shape == tuple(target.shape):
         copy_shard(whole, target)

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A tensor of the files, `name`, as part of a model's: `offset` numbers of `parameter` are before it."""
 
     name: str
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
         return tensor.view(-1)[at : at + self.numel].view(self.shape)
 
 
-def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[Piece, ...]:
+def pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor] | None = None) -> tuple[FilePiece, ...]:
     """Of the parameters, or other `tensors` of the model, by name: what `save_pretrained` would write, in the
     order of the tensors, and within one as they lie in memory. What is converted in another way than by
     stacking experts keeps the model's names."""
@@ -76,12 +76,12 @@ def _stacked(name: str, rule: WeightConverter) -> tuple[str, ...]:
     return tuple(name.replace(rule.target_patterns[0], part) for part in rule.target_patterns)
 
 
-def _cut(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+def _cut(names: tuple[str, ...], parameter: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
     if "*" not in names[0]:
-        yield Piece(names[0], parameter, shape)
+        yield FilePiece(names[0], parameter, shape)
         return
     experts, rows, *rest = shape
     part = (rows // len(names), *rest)
     for index in range(experts * len(names)):
         expert, which = divmod(index, len(names))
-        yield Piece(names[which].replace("*", str(expert)), parameter, part, index * math.prod(part))
+        yield FilePiece(names[which].replace("*", str(expert)), parameter, part, index * math.prod(part))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Buffers, Superseded
 from asyncrl.weights.manifest import Layout, Probe, TensorSpec, WeightsError
-from asyncrl.weights.names import Piece
+from asyncrl.weights.names import FilePiece
 from asyncrl.weights.snapshot import Read, Snapshot, Tensors
 
 log = logging.getLogger("asyncrl.weights")
@@ -39,7 +39,9 @@ class HostShards:
     read is the buffer itself. `pieces`: what the shards, by name and in their order, are read as. `deadline`:
     seconds in which a rank must deliver a bucket."""
 
-    def __init__(self, shards: Shards, pieces: Sequence[Piece], dtype: torch.dtype, deadline: float) -> None:
+    def __init__(
+        self, shards: Shards, pieces: Sequence[FilePiece], dtype: torch.dtype, deadline: float
+    ) -> None:
         self.layout = layout_of(pieces, dtype)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._dtype, self._deadline = dtype, deadline
@@ -150,13 +152,13 @@ class HostShards:
         return [sizes.tolist() for sizes in everyone]
 
 
-def layout_of(pieces: Sequence[Piece], dtype: torch.dtype) -> Layout:
+def layout_of(pieces: Sequence[FilePiece], dtype: torch.dtype) -> Layout:
     """The whole tensors, as they are exported."""
     kind = str(dtype).removeprefix("torch.")
     return tuple(TensorSpec(piece.name, piece.shape, kind) for piece in pieces)
 
 
-def _held(piece: Piece, shard: DTensor) -> int:
+def _held(piece: FilePiece, shard: DTensor) -> int:
     """How many numbers of a piece lie on this rank."""
     count = _local(shard).numel()
     (chunk,) = shard.__create_chunk_list__()
