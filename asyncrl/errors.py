@@ -14,6 +14,8 @@ import msgspec
 # What msgspec raises for bytes that are not the struct asked for: no text in a string, too deeply nested.
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+# What torch's CPU allocator, the CUDA runtime, and cuBLAS and cuDNN say.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 _PACKAGE = (f"{Path(__file__).parent}/", "<")
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -122,6 +124,10 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether there was too little memory, of a GPU or of the machine. torch's error by its name."""
-    told = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's CPU allocator
-    return told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    """Whether there was too little memory, of a GPU or of the machine: the error says so, or the one that it
+    was raised from. A ConfigError from such an one is advice for a person. torch's error by its name."""
+    told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    if told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    cause = None if isinstance(error, ConfigError) else error.__cause__
+    return cause is not None and lacks_memory(cause)

@@ -82,8 +82,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         log.info("leaving: %s", stop)
         trainer.publishing.drain()
     except Exception as error:
-        if not lacks_memory(error) or not trainer.trainer_epoch:
-            raise
+        if not lacks_memory(error) or not any(trainer.learner.size):
+            raise  # outside a micro-batch a smaller one would help nothing: a crash like others
         raise OutOfMemoryError(trainer.report_lack(error)) from error
     finally:
         trainer.close()

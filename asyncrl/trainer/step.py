@@ -90,7 +90,7 @@ class Learner:
         self.averaging: float = world.size  # what FSDP2 divides gradients by
         self.bound = config.buffer.max_staleness
         self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
-        self.size = (0, 0)  # tokens, padding included, and episodes of the newest micro-batch
+        self.size = (0, 0)  # tokens, padding included, and episodes of the micro-batch under way; 0: none
         self.dtype = next(self.policy.parameters()).dtype
         self.watch = Stopwatch()
         self.pulse: Callable[[], None] = lambda: None  # called after every micro-batch, for signs of life
@@ -290,6 +290,7 @@ class Learner:
         """
         tally_computed(tally, self._computed, self._flops)
         self._computed, self._flops = 0, 0.0
+        self.size = (0, 0)
         whole = merged(self.world.gather(tally, MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
         if denominator:

@@ -36,27 +36,25 @@ def test_kill_9(tmp_path: Path) -> None:
 
 
 LACKING = '''
-"""AdamW; in the third step of whichever rank comes first there is once too little memory."""
+"""A loss; in the third micro-batch of whichever rank comes first there is once too little memory."""
 import os
+from itertools import count
 from pathlib import Path
 
 import torch
 
-MARKER = Path(__file__).with_suffix(".lacked")
+from asyncrl.algorithms.losses import TokenLoss, loss
+
+MARKER, calls = Path(__file__).with_suffix(".lacked"), count(1)
 
 
-def adamw(parameters, lr, betas, weight_decay):
-    steps = []
-
-    def lack(optimizer, *about):
-        steps.append(optimizer.param_groups[0]["lr"] > 0)
-        if sum(steps) == 3 and not MARKER.exists():
-            os.close(os.open(MARKER, os.O_CREAT | os.O_EXCL))  # the other rank fails otherwise
-            raise torch.OutOfMemoryError("no room for it")
-
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
-    optimizer.register_step_pre_hook(lack)
-    return optimizer
+@loss("lacking", ratio="prox")
+def lacking(given):
+    if next(calls) == 3 and not MARKER.exists():
+        os.close(os.open(MARKER, os.O_CREAT | os.O_EXCL))  # the other rank fails otherwise
+        raise torch.OutOfMemoryError("no room for it")
+    value = -given.correction.weight * given.advantage * given.logp
+    return TokenLoss(value, clipped=torch.zeros_like(given.fresh))
 '''
 
 
@@ -64,7 +62,7 @@ def adamw(parameters, lr, betas, weight_decay):
 def test_a_rank_that_lacks_memory_goes_on_with_smaller_micro_batches(tmp_path: Path) -> None:
     """No restart is allowed: this one does not count."""
     (tmp_path / "lacking.py").write_text(LACKING)
-    more = (f"trainer.optimizer={tmp_path}/lacking.py:adamw", "trainer.ranks=2", "launch.restarts=0")
+    more = (f"algorithm.loss={tmp_path}/lacking.py:lacking", "trainer.ranks=2", "launch.restarts=0")
     with Run(tmp_path, "total_steps=5", "data.test=''", *more) as run:
         run.completed(5)
         assert run.text().count("is restarted") == 1 and "no room for it" in run.text()

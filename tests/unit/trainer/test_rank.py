@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.config import parse
-from asyncrl.errors import DeadlineError, lacks_memory
+from asyncrl.errors import ConfigError, DeadlineError, OutOfMemoryError, lacks_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer import rank as module
@@ -234,12 +234,38 @@ def test_what_took_too_much_memory_is_told_until_the_coordinator_knows(
     assert len(sent) > 1 and set(sent) == {OutOfMemory(0, 0, 1000, 4, "MemoryError: no more")}
 
 
+@pytest.mark.parametrize(("size", "raised"), [((1000, 4), OutOfMemoryError), ((0, 0), MemoryError)])
+def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], raised: type[Exception]
+) -> None:
+    """Elsewhere (the optimizer's step, a copy of the weights) it is a crash, and counts as a restart."""
+
+    def loop() -> None:
+        raise MemoryError
+
+    rank = SimpleNamespace(loop=loop, close=lambda: None, report_lack=lambda error: "less")
+    rank.learner = SimpleNamespace(size=size)
+    monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
+    config = parse({"model": {"path": "m", "device": "cpu"}, "data": {"train": "d"}})
+    with pytest.raises(raised):
+        module.run(config, Endpoints("", ""), 0, "x")
+
+
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "lacks"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (raised_from(ValueError("a user's loss"), torch.OutOfMemoryError()), True),
+        (raised_from(ConfigError("set a smaller model"), torch.OutOfMemoryError()), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (OSError("no space left"), False),
     ],
