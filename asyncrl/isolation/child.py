@@ -32,9 +32,7 @@ from asyncrl.registry import load_object
 from asyncrl.values import encodable
 
 GRACE = 1.0  # seconds from SIGTERM to SIGKILL
-SAME_SIGNAL = (
-    0.3  # seconds in which the signal that ended a child may reach this process, too, and end its work
-)
+SAME_SIGNAL = 0.3  # seconds in which the signal that ended a child may end this process's work, too
 HEAD = 4  # bytes of the length before each frame
 MAX_REQUEST = 64 << 20  # bytes of a frame to a child
 MAX_ERROR = 1 << 16  # characters of an error

@@ -8,6 +8,7 @@ from asyncrl.config import LESS_MEMORY, RunConfig, TrainerConfig
 from asyncrl.errors import ConfigError, recorded
 from asyncrl.launch.estimates import MASTER, own_critic, sized
 from asyncrl.launch.model_directory import parameter_count
+from asyncrl.runtime.memory import main_memory
 
 
 def static_bytes(config: RunConfig) -> int:
@@ -42,7 +43,7 @@ def room(config: RunConfig, gpu: bool | None) -> int | None:
 
         devices = range(min(config.trainer.ranks, device_count()))
         return sum(int(get_device_properties(index).total_memory) for index in devices)
-    return int(psutil.virtual_memory().total)
+    return main_memory().total
 
 
 def check_memory(config: RunConfig, gpu: bool | None) -> None:

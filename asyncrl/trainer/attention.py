@@ -1,25 +1,32 @@
 """Attention over a forest of rows that lie in one sequence: a node attends to its ancestors and itself.
 
-It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU nodes of similar
+It is registered with transformers under NAME; a forward must be given a `forest`. On a CPU pieces of similar
 size are computed together, by matrix products; on a GPU torch's flex attention is given the mask (flex.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest
 
-NAME = "asyncrl_forest"
-WASTE = 1.3  # nodes of different sizes are padded to each other, up to so many times their own work
+NAME, CPU = "asyncrl_forest", torch.device("cpu")
+QUERIES = 256  # of a piece: a longer node is cut, so that a piece does not look at what is ahead of all of it
+SCORES = 1 << 19  # of a bucket and a head, unless it is one piece
+KEPT = (
+    1024  # keys of a bucket whose scores are kept for the backward; of a longer one they are computed again
+)
+WASTE = 1.3  # pieces of different sizes are padded to each other, up to so many times their own work
 HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 
 
@@ -37,22 +44,29 @@ class ForestAttention:
     attention that were ignored."""
 
     forest: Forest
-    kernel: AttentionKernel
+    device: torch.device = CPU
     unknown: set[str] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, forest: Forest) -> ForestAttention:
-        return cls(forest, BucketKernel.of(forest))
+    @cached_property
+    def kernel(self) -> AttentionKernel:
+        if self.device.type == "cpu":
+            return BucketKernel.of(self.forest)
+        return FlexKernel(self.forest, self.device)
 
     def to(self, device: torch.device) -> ForestAttention:
-        if device.type == "cpu":
-            return self
-        return ForestAttention(self.forest, FlexKernel(self.forest, device), self.unknown)
+        return replace(self, device=device) if device != self.device else self
+
+
+class Piece(NamedTuple):
+    """`own` successive tokens of a node, and the indices of all that the last of them sees, itself too."""
+
+    path: np.ndarray
+    own: int
 
 
 class Bucket(NamedTuple):
-    """n nodes of similar size. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded at the end;
-    `positions` [n, q] are those of the queries; key j of a node has position j."""
+    """n pieces of similar size. `queries` [n, q] and `keys` [n, k] are indices of tokens, padded at the end;
+    `positions` [n, q] are those of the queries; key j of a piece has position j."""
 
     queries: Tensor
     keys: Tensor
@@ -61,7 +75,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketKernel:
-    """Nodes of similar size together. `order` [T]: where each token is among the queries of all buckets."""
+    """Pieces of similar size together. `order` [T]: where each token is among the queries of all buckets."""
 
     buckets: tuple[Bucket, ...]
     order: Tensor
@@ -69,14 +83,19 @@ class BucketKernel:
 
     @classmethod
     def of(cls, forest: Forest) -> BucketKernel:
-        buckets = tuple(_bucket(forest, nodes) for nodes in _similar(forest))
-        queries = torch.cat([bucket.queries.flatten() for bucket in buckets]).numpy()
-        _, order = np.unique(queries, return_index=True)  # the first: a token's padding is behind it
-        return cls(buckets, torch.from_numpy(order))
+        parts = [_indices(pieces) for pieces in _similar(_pieces(forest))]
+        _, order = np.unique(np.concatenate([queries.ravel() for queries, _ in parts]), return_index=True)
+        buckets = (
+            Bucket(*map(torch.from_numpy, (queries, keys, forest.positions[queries])))
+            for queries, keys in parts
+        )
+        return cls(tuple(buckets), torch.from_numpy(order))  # the first: a token's padding is behind it
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         parts = [
-            _attend(query, key, value, bucket, mask, scoring)
+            (_attend_again if bucket.keys.shape[1] > KEPT else _attend)(
+                query, key, value, bucket, mask, scoring
+            )
             for bucket, mask in zip(self.buckets, self._hidden(scoring.window), strict=True)
         ]
         return torch.cat(parts)[self.order]
@@ -88,28 +107,37 @@ class BucketKernel:
         return self._masks[window]
 
 
-def _similar(forest: Forest) -> list[list[int]]:
-    """The nodes in lists of similar sizes."""
-    lists: list[list[int]] = []
+def _pieces(forest: Forest) -> list[Piece]:
+    """The longest first."""
+    found = []
+    for path, size in zip(forest.paths, forest.sizes, strict=True):
+        before = len(path) - size
+        for start in range(0, size, QUERIES):
+            own = min(QUERIES, size - start)
+            found.append(Piece(path[: before + start + own], own))
+    return sorted(found, key=lambda piece: (-len(piece.path), -piece.own))
+
+
+def _similar(pieces: list[Piece]) -> list[list[Piece]]:
+    """Successive ones in lists of similar sizes."""
+    lists: list[list[Piece]] = []
     work = queries = keys = 0
-    for node in sorted(range(len(forest.sizes)), key=lambda n: (-len(forest.paths[n]), -forest.sizes[n])):
-        own, reach = forest.sizes[node], len(forest.paths[node])
+    for piece in pieces:
+        own, reach = piece.own, len(piece.path)
         longest = max(queries, own)
-        if lists and (len(lists[-1]) + 1) * longest * keys <= WASTE * (work + own * reach):
-            lists[-1].append(node)
+        padded = (len(lists[-1]) + 1) * longest * keys if lists else 0
+        if lists and padded <= min(SCORES, WASTE * (work + own * reach)):
+            lists[-1].append(piece)
             work, queries = work + own * reach, longest
         else:
-            lists.append([node])
+            lists.append([piece])
             work, queries, keys = own * reach, own, reach
     return lists
 
 
-def _bucket(forest: Forest, nodes: list[int]) -> Bucket:
-    paths = [forest.paths[node] for node in nodes]
-    own = [path[-forest.sizes[node] :] for node, path in zip(nodes, paths, strict=True)]
-    queries = _padded(own)
-    found = (queries, _padded(paths), forest.positions[queries])
-    return Bucket(*map(torch.from_numpy, found))
+def _indices(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """Of a bucket's queries and keys."""
+    return _padded([piece.path[-piece.own :] for piece in pieces]), _padded([piece.path for piece in pieces])
 
 
 def _padded(arrays: list[np.ndarray]) -> np.ndarray:
@@ -148,6 +176,9 @@ def _attend(
     out = weights.flatten(2, 3) @ v
     out = out.view(kv_heads, count, share, width, -1).permute(1, 3, 0, 2, 4)
     return out.reshape(count * width, heads, -1)
+
+
+_attend_again = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
 
 
 def _attention(

@@ -19,10 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, DeadlineError, one_line
+from asyncrl.runtime.memory import main_memory
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints, checkpoints_of
 from asyncrl.trainer import checkpoint
 from asyncrl.trainer.step import Learner
@@ -133,7 +132,7 @@ class Checkpointing:
         no memory for a copy. Micro-batches of an open batch are not in it: their plan is in the store, and is
         trained again."""
         assert self._job is None, "one at a time"
-        free = psutil.virtual_memory().available > ROOM * self._bytes * self._neighbours
+        free = main_memory().available > ROOM * self._bytes * self._neighbours
         copied = all(self._world.gather(free, bool))
         if not copied:
             log.warning(

@@ -58,9 +58,20 @@ def read_model(kind: Any, path: str, dtype: str, world: World, key: str) -> Weig
                 "%s: its files do not hold the weights as they are: rank 0 reads all of them", path
             )
             filled = kind.from_pretrained(path, dtype=_master(dtype))
+            _check_tied(model, filled)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{key} {path!r}: cannot load it ({one_line(error)})") from error
     return WeightsSource(model, places if sliced else {}, filled, dtype)
+
+
+def _check_tied(model: PreTrainedModel, filled: PreTrainedModel) -> None:
+    """ValueError where the files have different values for what the configuration says is one tensor:
+    transformers keeps them apart then."""
+    if apart := model.all_tied_weights_keys.keys() - filled.all_tied_weights_keys.keys():
+        raise ValueError(
+            f"config.json ties {', '.join(sorted(apart))} to another tensor, and the files hold other values "
+            "for it; set tie_word_embeddings=false there"
+        )
 
 
 def skeleton(kind: Any, path: str, dtype: str) -> PreTrainedModel:

@@ -72,7 +72,7 @@ class Selected:
         places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
-        return cls(ids, token, predictor, temperature, positions, ForestAttention.of(forest))
+        return cls(ids, token, predictor, temperature, positions, ForestAttention(forest))
 
     def to(self, device: torch.device) -> Selected:
         """All of it on `device`."""

@@ -22,6 +22,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from asyncrl.weights.model_files import weight_files
 from asyncrl.weights.names import FilePiece, pieces
 
+ROWS = 1024  # that are compared at once
+
 
 class FileTensor(NamedTuple):
     """One tensor of a file."""
@@ -37,8 +39,8 @@ def open_slices(file: str) -> Any:
 
 def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
     """Where the tensors of `model`, tied and on any device, lie in the files of `path`, whole or in pieces.
-    Empty where they do not hold them as they are: converted, quantized, of another shape, missing, or no
-    safetensors."""
+    Empty where they do not hold them as they are: converted, quantized, of another shape, missing, twice
+    with different values (of tied tensors), or no safetensors."""
     if getattr(model.config, "quantization_config", None):
         return {}
     tensors, found = model.state_dict(keep_vars=True), dict[FilePiece, FileTensor]()
@@ -50,11 +52,23 @@ def locate(model: PreTrainedModel, path: str) -> dict[FilePiece, FileTensor]:
                 if opened.get_slice(key).get_shape() != list(wanted[name].shape):
                     return {}
                 found[wanted[name]] = FileTensor(file, key)
-    counts = Counter[str]()
-    for piece in found:
+    counts, first = Counter[str](), dict[tuple[int, int], FileTensor]()
+    for piece, place in found.items():
         counts[piece.parameter] += piece.numel
+        if not _equal(first.setdefault((id(tensors[piece.parameter]), piece.offset), place), place):
+            return {}
     there = {id(tensors[name]) for name, count in counts.items() if count == tensors[name].numel()}
     return found if all(id(tensor) in there for tensor in tensors.values()) else {}
+
+
+def _equal(one: FileTensor, other: FileTensor) -> bool:
+    if one is other:
+        return True
+    with open_slices(one.file) as first, open_slices(other.file) as second:
+        a, b = first.get_slice(one.key), second.get_slice(other.key)
+        count = a.get_shape()[0]
+        parts = (slice(start, min(start + ROWS, count)) for start in range(0, count, ROWS))
+        return all(torch.equal(a[part], b[part]) for part in parts)
 
 
 def _named(model: PreTrainedModel, keys: list[str], wanted: dict[str, FilePiece]) -> list[tuple[str, str]]:

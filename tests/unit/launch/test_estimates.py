@@ -17,6 +17,7 @@ from asyncrl.launch.estimates import checkpoint_bytes, cost_warnings, describe_c
 from asyncrl.launch.memory import check_memory, describe_memory, static_bytes
 from asyncrl.launch.model_directory import check_model, parameter_count
 from asyncrl.launch.placement import describe, plan
+from asyncrl.runtime.memory import MainMemory
 from asyncrl.trainer.footprint import Footprint
 
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "buffer": {"filter_zero_variance": False}}
@@ -166,7 +167,7 @@ def test_what_stays_in_memory(model: Path, keys: dict[str, Any], bytes_each: int
 def test_what_cannot_fit_is_refused_with_the_keys_that_help(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=1_500_000_000))
+    monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(1_500_000_000, 0))
     with pytest.raises(ConfigError, match=r"take 1\.6 GB, and there are 1\.5 GB; .*model\.lora_rank"):
         check_memory(config(model), gpu=False)
     check_memory(config(model, trainer={"optimizer": "sgd"}), gpu=False)
@@ -176,7 +177,7 @@ def test_what_cannot_fit_is_refused_with_the_keys_that_help(
 def test_the_dry_run_warns_of_what_a_micro_batch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Footprint(2 * 10**8, 4 * 10**8, 2 * 10**8, 3 * 10**8, rows=4, length=512)
     monkeypatch.setattr("asyncrl.trainer.footprint.footprint", lambda config: found)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=2_000_000_000))
+    monkeypatch.setattr(memory, "main_memory", lambda: MainMemory(2_000_000_000, 0))
     line, warning = describe_memory(config(model), gpu=False)
     assert "optimizer 400.0 MB, a micro-batch of 4 x 512 tokens 300.0 MB, 1.1 GB in all" in line
     assert not warning

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -201,7 +200,7 @@ def test_training_waits_where_there_is_no_memory_for_a_copy(
     config = tiny_config(save_tiny_model(tmp_path / "model"), checkpoint={"directory": str(tmp_path)})
     learner = make_learner(config, world, "float32")
     saving = Checkpointing(config, shared_place(config, tmp_path, world), learner)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=saving._bytes))
+    monkeypatch.setattr(checkpointing, "main_memory", lambda: SimpleNamespace(available=saving._bytes))
     assert not saving.begin(0), "a copy and its room do not fit"
     while saving.busy:
         saving.poll()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer import packing, prefix_tree
+from asyncrl.trainer import attention, packing, prefix_tree
 from asyncrl.trainer.attention import BucketKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.model import load_policy
@@ -23,6 +23,7 @@ from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
+from tests.fakes.live_bytes import LiveBytes
 from tests.fakes.training import full_state
 
 pytestmark = pytest.mark.slow
@@ -158,6 +159,8 @@ def test_attention_is_that_under_a_dense_mask(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "LEAST", 1)
         forest = plant([np.array(row) for row in given], shared=True)
+        patch.setattr(attention, "QUERIES", 7)
+        kernel = BucketKernel.of(forest)
     size = len(forest.ids)
     generator = torch.Generator().manual_seed(size)
     query, key, value = (
@@ -171,7 +174,7 @@ def test_attention_is_that_under_a_dense_mask(
     scores = 0.4 * query @ key.repeat_interleave(2, 0).transpose(1, 2)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 0)
-    found = BucketKernel.of(forest).attend(query, key, value, Scoring(0.4, window, softcap))
+    found = kernel.attend(query, key, value, Scoring(0.4, window, softcap))
     assert torch.allclose(found, wanted.transpose(0, 1), atol=1e-12)
     flex = FlexKernel(forest, torch.device("cpu"))
     at = torch.arange(size)
@@ -190,6 +193,21 @@ def test_flex_attention_with_the_mask_is_that_of_the_buckets() -> None:
             query, key, value, Scoring(0.4, window, softcap)
         )
         assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_of_a_long_row_no_scores_are_kept_and_few_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward computes them again, a bucket at a time. Of four heads they take 67 MB."""
+    for limit, small in (("QUERIES", 64), ("SCORES", 1 << 16), ("KEPT", 64)):
+        monkeypatch.setattr(attention, limit, small)
+    size = 2048
+    kernel = BucketKernel.of(plant([np.arange(size)], shared=False))
+    masks = sum(mask.nbytes for mask in kernel._hidden(None))  # which all layers share
+    given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
+    with LiveBytes() as counted:
+        found = kernel.attend(*given, Scoring(0.4))
+        assert counted.live <= masks + found.nbytes + 4 * 4 * 64**2 * 3  # those of one short piece
+        found.sum().backward()
+    assert counted.peak < 4 * 4 * size**2 / 4
 
 
 UNFIT = {

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.critic import load_critic
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.reference import load_reference
@@ -81,6 +82,22 @@ def test_names_are_found_as_transformers_finds_them(world: World, tmp_path: Path
         policy = load_policy(ModelConfig(path=other, dtype="float32"), world)
         assert len(locate(policy.lm, other)) == len(wanted), "nothing was read whole"
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in full_state(policy).items())
+
+
+def test_files_that_disagree_with_what_is_tied_are_refused(world: World, tmp_path: Path) -> None:
+    """Both names with one value are as good as one name."""
+    path = Path(save_tiny_qwen(tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    for value, fits in ((head, True), (head + 1, False)):
+        save_file(weights | {"lm_head.weight": value}, path / "model.safetensors", {"format": "pt"})
+        if fits:
+            policy = load_policy(ModelConfig(path=str(path), dtype="float32"), world)
+            assert torch.equal(full_state(policy)["model.embed_tokens.weight"], head)
+            assert locate(policy.lm, str(path)), "nothing was read whole"
+        else:
+            with pytest.raises(ConfigError, match=r"ties lm_head\.weight.*tie_word_embeddings=false"):
+                load_policy(ModelConfig(path=str(path), dtype="float32"), world)
 
 
 def save_pickled(path: Path) -> str:
