@@ -57,7 +57,7 @@ class ForestAttention:
         return replace(self, device=device) if device != self.device else self
 
 
-class Piece(NamedTuple):
+class NodePart(NamedTuple):
     """`own` successive tokens of a node, and the indices of all that the last of them sees, itself too."""
 
     path: np.ndarray
@@ -107,20 +107,20 @@ class BucketKernel:
         return self._masks[window]
 
 
-def _pieces(forest: Forest) -> list[Piece]:
+def _pieces(forest: Forest) -> list[NodePart]:
     """The longest first."""
     found = []
     for path, size in zip(forest.paths, forest.sizes, strict=True):
         before = len(path) - size
         for start in range(0, size, QUERIES):
             own = min(QUERIES, size - start)
-            found.append(Piece(path[: before + start + own], own))
+            found.append(NodePart(path[: before + start + own], own))
     return sorted(found, key=lambda piece: (-len(piece.path), -piece.own))
 
 
-def _similar(pieces: list[Piece]) -> list[list[Piece]]:
+def _similar(pieces: list[NodePart]) -> list[list[NodePart]]:
     """Successive ones in lists of similar sizes."""
-    lists: list[list[Piece]] = []
+    lists: list[list[NodePart]] = []
     work = queries = keys = 0
     for piece in pieces:
         own, reach = piece.own, len(piece.path)
@@ -135,7 +135,7 @@ def _similar(pieces: list[Piece]) -> list[list[Piece]]:
     return lists
 
 
-def _indices(pieces: list[Piece]) -> tuple[np.ndarray, np.ndarray]:
+def _indices(pieces: list[NodePart]) -> tuple[np.ndarray, np.ndarray]:
     """Of a bucket's queries and keys."""
     return _padded([piece.path[-piece.own :] for piece in pieces]), _padded([piece.path for piece in pieces])
 
