@@ -38,7 +38,8 @@ class ModelConfig(Section, frozen=True):
     """Arguments of the chat template, e.g. `{enable_thinking: false}`, `{reasoning_effort: high}`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Compute type of the trainer, whose master weights and optimizer are float32; type of the published
-    weights and of the embedded engine. auto: bfloat16 on a GPU and on a CPU with instructions for it."""
+    weights and of the embedded engine. auto: bfloat16 on a GPU (on Ray one is
+    expected, unless `device` is cpu) and on a CPU with instructions for it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer ranks and embedded engines compute. On Ray an embedded engine gets a GPU of its own
     with `cuda` only."""
@@ -143,7 +144,8 @@ class LaunchConfig(Section, frozen=True):
     start_timeout: Seconds = 120.0
     """Deadline for a role to report in, beside the time to read models and a checkpoint at 50 MB/s."""
     stop_timeout: Seconds = 600.0
-    """Deadline of a graceful stop: the micro-batch under way and a checkpoint. A second Ctrl-C ends it."""
+    """Deadline of a graceful stop: the micro-batch under way and a checkpoint, which takes longer the larger
+    the model (12 bytes a parameter; one that is being written is ended first). A second Ctrl-C ends it."""
     stall_timeout: Seconds = 300.0
     """A run without a sign of life for this long, beyond the longest deadline of a wait, has stalled:
     processes that hang are replaced, else the run ends, with a checkpoint and who waits for what."""

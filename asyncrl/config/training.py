@@ -192,7 +192,8 @@ class CheckpointConfig(Section, frozen=True):
     keep: Positive = 2
     """Newest checkpoints kept."""
     best: bool = False
-    """Keep the one with the best validation, too, of those whose step was validated."""
+    """Keep the one with the best validation, too, of those whose step was validated: with the version that
+    was published when the validation began, which may be some steps older."""
     directory: str = ""
     """Where the run's directory of checkpoints is made: an absolute path or a URL that fsspec knows, which
     all trainer ranks share; empty: in the run directory."""

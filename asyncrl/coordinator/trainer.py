@@ -65,6 +65,7 @@ class TrainerHandler:
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
         stored = state.store.read.meta("validated", "{}")
         self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
+        self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
         self._exhausted = -1  # the trainer epoch in which a rank had too little memory
 
@@ -152,11 +153,14 @@ class TrainerHandler:
             self.state.store.put_meta("validated", msgspec.json.encode(self._scores).decode())
 
     def _best(self) -> int:
-        """Of equal ones the first: what was the best once, and is pruned, never is again."""
+        """Of the best so far and the newest `checkpoint.keep`, which are there; others are deleted."""
         if not self.state.config.checkpoint.best:
             return -1
-        known = sorted(self._scores.keys() & set(self.state.store.read.checkpoints()))
-        return max(known, key=lambda step: self._scores[step], default=-1)
+        newest = self.state.store.read.checkpoints()[-self.state.config.checkpoint.keep :]
+        known = sorted(self._scores.keys() & {*newest, self.best})
+        self.best = max(known, key=lambda step: self._scores[step], default=-1)
+        self.state.store.put_meta("best", str(self.best))
+        return self.best
 
     def out_of_memory(self, peer: bytes, message: OutOfMemory) -> None:
         """A rank ends for want of memory, and its supervisor ends the others: the next trainer epoch trains

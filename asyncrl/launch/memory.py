@@ -13,7 +13,7 @@ from asyncrl.runtime.memory import main_memory
 
 def static_bytes(config: RunConfig) -> int:
     """Weights, gradients and optimizer state of all ranks together, also those of a critic and of a reference
-    of its own. Adapters count as nothing."""
+    of its own. Of adapters, which take little, the model only: it is a lower bound."""
     trained = MASTER * (2 + _state_share(config.trainer))
     size = parameter_count(config.model.path) * (MASTER if config.model.lora_rank else trained)
     if own_critic(config):

@@ -24,6 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 
 MANIFEST = "manifest.json"
+TOKEN = "ranks-"
 BLOCK = 4 << 20  # bytes read at once
 Files = dict[str, tuple[int, str]]  # path in a checkpoint → (bytes, xxh3)
 
@@ -184,26 +185,34 @@ class Checkpoints:
                 if self._fs.exists(path):
                     self._fs.rm(path, recursive=True)
 
-    def prune(self, keep: int, best: int = -1) -> None:
-        """Delete all but the `keep` newest checkpoints and the one of step `best`, and what crashes left
-        half-written, a manifest, too."""
-        kept = {*islice(filter(self._sealed, self._begun()), keep), best}
+    def prune(self, newest: int, keep: int, best: int = -1) -> None:
+        """Delete all but the `keep` newest checkpoints up to step `newest` and the one of step `best`, and
+        what crashes left half-written, a manifest, too. Later ones are of steps that are repeated, as they
+        were found damaged."""
+        earlier = (step for step in self._begun() if step <= newest)
+        kept = {*islice(filter(self._sealed, earlier), keep), best}
         for step in self._begun():
-            if step not in kept:
+            if step > newest or step not in kept:
                 self.remove(step)
 
     # -- whether all see the same place ----------------------------------------------------------------
 
+    def sweep_tokens(self) -> None:
+        """Those of ranks that were killed before they took theirs away."""
+        with suppress(OSError):
+            for path in self._fs.glob(f"{self.root}/{TOKEN}*"):
+                self._fs.rm_file(path)
+
     def put_token(self, token: str, rank: int) -> None:
         self._fs.makedirs(self.root, exist_ok=True)
-        self._fs.pipe_file(f"{self.root}/{token}-{rank}", b"")
+        self._fs.pipe_file(f"{self.root}/{TOKEN}{token}-{rank}", b"")
 
     def sees_tokens(self, token: str, ranks: int) -> bool:
         self._fs.invalidate_cache()
-        return all(self._fs.exists(f"{self.root}/{token}-{rank}") for rank in range(ranks))
+        return all(self._fs.exists(f"{self.root}/{TOKEN}{token}-{rank}") for rank in range(ranks))
 
     def drop_token(self, token: str, rank: int) -> None:
-        self._fs.rm_file(f"{self.root}/{token}-{rank}")
+        self._fs.rm_file(f"{self.root}/{TOKEN}{token}-{rank}")
 
     # -- parts -----------------------------------------------------------------------------------------
 

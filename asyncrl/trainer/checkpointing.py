@@ -45,7 +45,9 @@ def shared_place(config: RunConfig, run_dir: Path, world: World) -> Checkpoints:
     """The checkpoints of a run. A collective: ConfigError, on all ranks, unless each of them sees what the
     others write. A place that cannot be written to now may be later, and is not looked at."""
     place = checkpoints_of(config, run_dir)
-    token = "ranks-" + world.gather(secrets.token_hex(8), str)[0]
+    if world.rank == 0:
+        place.sweep_tokens()
+    token = world.gather(secrets.token_hex(8), str)[0]
     try:
         place.put_token(token, world.rank)
         written = True
@@ -179,7 +181,7 @@ class Checkpointing:
             return str(error)
         if self._world.rank == 0:
             try:
-                self.place.prune(self._config.keep, self.best)
+                self.place.prune(manifest.step, self._config.keep, self.best)
             except OSError as error:
                 log.warning("older checkpoints are not deleted: %s", error)
         return ""

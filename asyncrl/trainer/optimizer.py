@@ -41,8 +41,9 @@ def make_optimizer(model: nn.Module, trainer: TrainerConfig, *, lr: float) -> Op
 
     torch makes a parameter's state when its first gradient comes. What is saved before (a critic's warm-up,
     a batch that was skipped or is under way) would not fit a learner that expects the state of them all. So a
-    first step is taken here, of zero gradients at rate 0 without decay, and not counted. Raises ConfigError
-    when it cannot be built, or cannot step on sharded weights, as torch's Adafactor cannot.
+    first step is taken here, of zero gradients at rate 0 without decay, and not counted. State that
+    does not begin as zeros stays as it leaves it: Rprop, NAdam and ASGD begin otherwise than in torch. Raises
+    ConfigError when it cannot be built, or cannot step on sharded weights, as torch's Adafactor cannot.
     """
     parameters = trainable(model)
     optimizer = build(parameters, trainer, lr)

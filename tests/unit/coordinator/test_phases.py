@@ -148,6 +148,22 @@ def test_a_stall_ends_the_run_with_a_checkpoint_and_says_who_waits(coordinator: 
     assert "trainer 0: trajectories of step 3" in coordinator.lifecycle.error
 
 
+def test_a_disk_that_stays_full_ends_the_run(coordinator: Coordinator) -> None:
+    """The last checkpoint is written again and again: a sign of life, but no progress."""
+    trained(coordinator, 3)
+    rank(coordinator, 0.0)
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
+    for now in range(0, int(PROGRESS) + 20, 10):
+        assert coordinator.lifecycle.phase is Phase.RUNNING
+        beat = TrainerBeat(0, 0.0, 0.0, "not saved: no space left", written=1000 * now)
+        coordinator._on_control(RANK, beat, [], float(now))
+        coordinator._on_control(WORKER, Heartbeat(0, (), 0.0, 0.0, 0), [], float(now))
+        tick(coordinator, float(now))
+    assert coordinator.lifecycle.phase is Phase.STOPPING
+    assert "nothing was trained" in coordinator.lifecycle.error
+    assert "trainer 0: not saved: no space left" in coordinator.lifecycle.error
+
+
 def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
     """It is silent: in a forward, or in a collective. The next one is given the same time."""
     trained(coordinator, 3)

@@ -199,15 +199,19 @@ def test_a_new_trainer_fences_the_old_one_and_repeats_the_plans(setup: TrainerSe
 
 
 def test_the_best_validated_checkpoint_is_known_after_a_restart_too(setup: TrainerSetup) -> None:
-    """Of those that there are. Of equal ones the first, as a later one may have let it go."""
+    """Of those that there are: two are kept beside it. Of equal ones the first."""
     state = setup.state
     config = msgspec.structs.replace(state.config.checkpoint, best=True)
     state.config = msgspec.structs.replace(state.config, checkpoint=config)
     assert setup.handler._best() == -1
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.5), (5, 0.1)):
-        setup.handler.validated(step, {"val-core/all/sampled/mean@1": score})
         if step != 2:  # validated without a checkpoint
             state.store.put_checkpoint(step, 1, "")
+        state.persist()
+        setup.handler.validated(step, {"val-core/all/sampled/mean@1": score})
+        setup.handler._best()
+    state.store.put_checkpoint(6, 1, "")
+    setup.handler.validated(4, {"val-core/all/sampled/mean@1": 0.8})  # late: it is deleted
     setup.handler.validated(5, {"val-aux/episodes": 0.0})  # it was abandoned
     state.persist()
     assert setup.handler._best() == TrainerHandler(state, lambda commit: None)._best() == 3

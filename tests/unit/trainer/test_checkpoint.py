@@ -165,17 +165,18 @@ def test_a_half_written_checkpoint_does_not_exist(learner: Learner, directory: P
 def test_prune_keeps_the_newest_and_the_best_and_sweeps_leftovers(
     directory: Path, best: int, kept: list[int]
 ) -> None:
-    """Neither files without a manifest nor half a manifest are a checkpoint that counts."""
+    """Neither files without a manifest nor half a manifest are a checkpoint that counts, nor one beyond the
+    step that was just written: it was passed over as damaged."""
     checkpoints = Checkpoints(directory)
-    for step in (1, 5, 9, 10, 12):
+    for step in (1, 5, 9, 10, 12, 15):
         files: Files = {}
         with checkpoints.create(step, "state/x", files) as file:
             file.write(b"12")
-        if step < 12:
+        if step != 12:
             checkpoints.seal(CheckpointManifest(step=step, trainer_epoch=0, files=files))
     (directory / "step-11").mkdir()
     (directory / "step-11" / "manifest.json").write_text('{"step": 1')
-    checkpoints.prune(keep=2, best=best)
+    checkpoints.prune(10, keep=2, best=best)
     assert sorted(checkpoints.steps()) == kept
     assert sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir()) == kept
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -51,8 +52,11 @@ def place_of(world: World, folder: Path, directory: str) -> str:
 
 
 def try_places(world: World, folder: Path) -> Any:
-    """As on two nodes without a shared disk, each rank with a directory of its own; with a shared one; and
+    """As on two nodes without a shared disk, each rank with a directory of its own; with a shared one, where
+    ranks that were killed have left tokens; and
     as if the directories had been parted after the start."""
+    if world.rank == 0:
+        Checkpoints(folder / "shared" / "t").put_token("killed", 0)
     own, shared = (place_of(world, folder, str(folder / name)) for name in (f"node-{world.rank}", "shared"))
     learner = make_learner(tiny_config(str(folder.parent / "model")), world, "float32")
     apart, manifest = (
@@ -83,11 +87,19 @@ def saved_while_training(world: World, folder: Path) -> Any:
     run_batch(learner, share)
     saving.add(["a", "b"])
     wanted = full_state(learner.policy)
-    assert saving.begin(3)
-    for _ in range(3):
-        run_batch(learner, share)
-    while saving.busy:
-        saving.poll()
+    write, trained = checkpoint.write, threading.Event()
+
+    def write_late(*given: Any) -> None:
+        assert trained.wait(60)
+        write(*given)
+
+    with mock.patch.object(checkpoint, "write", write_late):
+        assert saving.begin(3)
+        for _ in range(3):
+            run_batch(learner, share)
+        trained.set()
+        while saving.busy:
+            saving.poll()
     assert saving.newest is not None and not saving.problem
     other = make_learner(config, world, "float32")
     again = Checkpointing(config, saving.place, other)
@@ -167,7 +179,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_one_before(tmp_path: Path) -
     to = Checkpoints(tmp_path / "saved")
     assert (tmp_path / "saved" / "step-2").exists(), "it was begun"
     assert to.steps() == [1] and checkpoint.newest(to) == 1
-    to.prune(keep=2)
+    to.prune(1, keep=2)
     assert not (tmp_path / "saved" / "step-2").exists()
 
 

@@ -98,6 +98,7 @@ def train(budget: int, sections: dict[str, Any], world: World, folder: Path) -> 
     sizes: list[int] = []
     learner.pulse = lambda: sizes.append(learner.size[1])
     metrics = run_batch(learner, random_cut(batch_of(folder), world.size, 3, seed=0))
+    assert not any(learner.size), "none is under way"
     return full_state(learner.policy), sizes, metrics["trainer/trajectories"]
 
 
@@ -109,7 +110,7 @@ def run(ranks: int, work: Any, world: World, folder: Path) -> Any:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_weights_are_those_of_the_untouched_run(
+def test_what_lacks_memory_is_told_and_smaller_micro_batches_give_the_same_weights(
     world: World, tmp_path: Path, place: str, kind: str, ranks: int
 ) -> None:
     save_tiny_model(tmp_path / "model")
