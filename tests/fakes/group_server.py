@@ -91,8 +91,9 @@ def _run(connection: Connection, rank: int) -> None:
         connection.send((call, result))
 
 
-class _Rank:
-    """The other end of one rank's process. Answers that nobody waits for any more are dropped."""
+class ServerRank:
+    """The other end of one rank's process, which an argument of a new process may be. Answers that nobody
+    waits for any more are dropped."""
 
     def __init__(self, rank: int) -> None:
         self._connection, theirs = FORKED.Pipe()
@@ -100,6 +101,9 @@ class _Rank:
         self.process.start()
         theirs.close()
         self._calls = itertools.count()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"process": None}
 
     def call(self, seconds: float, name: str, *arguments: object) -> Any:
         number = next(self._calls)
@@ -119,10 +123,11 @@ class _Rank:
 
 
 class FakeServer:
-    """A server of so many ranks. `calls`: what it was told, by name; `before(name)` is called first."""
+    """A server of so many ranks, or of some that another process has started. `calls`: what it was told, by
+    name; `before(name)` is called first."""
 
-    def __init__(self, ranks: int = 1) -> None:
-        self.ranks = [_Rank(rank) for rank in range(ranks)]
+    def __init__(self, ranks: int = 1, started: Sequence[ServerRank] = ()) -> None:
+        self.ranks = list(started) or [ServerRank(rank) for rank in range(ranks)]
         self.calls: list[str] = []
         self.before: Callable[[str], None] = lambda name: None
         self.labels: list[str | None] = []

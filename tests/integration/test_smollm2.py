@@ -17,6 +17,7 @@ FEW = (
     "rollout.slots=4",
     "rollout.max_turns=2",
     "rollout.max_new_tokens=12",
+    "trainer.micro_batch_tokens=320",  # one row: the largest micro-batch is tried before the first step
     "checkpoint.every=0",
     "launch.lease=60",
     f"rollout.reward={Path(__file__).resolve().parents[1]}/fakes/any_reward.py:compute_score",

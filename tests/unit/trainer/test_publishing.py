@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, Weight
 from asyncrl.wire.messages.channels import ToCoordinatorControl
 from asyncrl.wire.messages.trainer import Published
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
-from tests.fakes.group_server import FakeServer, described
+from tests.fakes.group_server import FakeServer, ServerRank, described
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen, tiny_config
 
@@ -89,12 +90,13 @@ class Files:
 
 
 class Broadcasts:
-    """A server, and its keeper's end."""
+    """A server, and its keeper's end. The test has started the server's process: a rank of the trainer would
+    have to import everything again for that."""
 
     weights: ClassVar = {"transport": "collective"}
 
-    def __init__(self) -> None:
-        self._server, self._loop = FakeServer(), asyncio.Runner()
+    def __init__(self, started: Sequence[ServerRank]) -> None:
+        self._server, self._loop = FakeServer(started=started), asyncio.Runner()
         self._receiver = Receiver(self._server, "engine 0", 1)
 
     def read(self, ref: WeightsRef) -> Found:
@@ -103,7 +105,6 @@ class Broadcasts:
     def close(self) -> None:
         self._loop.run(self._receiver.close())
         self._loop.close()
-        self._server.end()
 
     async def _pushed(self, ref: WeightsRef) -> Found:
         async with self._receiver.push(ref, DEADLINE) as push:
@@ -113,11 +114,11 @@ class Broadcasts:
         return manifest, entries
 
 
-def publish_three(reader: type[Files | Broadcasts], world: World, folder: Path) -> Any:
-    trainer, found = Trainer(world, folder, **reader.weights), []
+def publish_three(server: Sequence[ServerRank], world: World, folder: Path) -> Any:
+    trainer, found = Trainer(world, folder, **(Broadcasts if server else Files).weights), []
     measured, measure = [], trainer.publishing._measure_noise
     trainer.publishing._measure_noise = lambda: measured.append(trainer.step) or measure()
-    with closing(reader()) if world.rank == 0 else nullcontext() as reading:
+    with nullcontext() if world.rank else closing(Broadcasts(server) if server else Files()) as reading:
         for step in range(1, 4):
             state, logprobs = trainer.publish()
             if reading is None:
@@ -141,19 +142,27 @@ def _described(tensors: dict[str, torch.Tensor]) -> Entries:
     return {name: described(name, tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("reader", [Files, Broadcasts])
+@pytest.fixture
+def server() -> Iterator[list[ServerRank]]:
+    server = FakeServer()
+    yield server.ranks
+    server.end()
+
+
+@pytest.mark.parametrize("transport", ["files", "broadcasts"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_versions_are_published_and_announced(
-    tmp_path: Path, reader: type[Files | Broadcasts], ranks: int
+    request: pytest.FixtureRequest, tmp_path: Path, transport: str, ranks: int
 ) -> None:
-    found = run_ranks(ranks, partial(publish_three, reader), tmp_path)
-    assert [is_delta for *_, is_delta in found] == [False, *[reader is Files] * 2]
+    server = request.getfixturevalue("server") if transport == "broadcasts" else []
+    found = run_ranks(ranks, partial(publish_three, server), tmp_path)
+    assert [is_delta for *_, is_delta in found] == [False, *[not server] * 2]
     versions = [entries for _, entries, _ in found]
     assert versions == [state for state, *_ in found]
     assert all(versions.count(entries) == 1 for entries in versions)
 
 
-def lose_a_rank(world: World, folder: Path) -> Any:
+def lose_a_rank(server: Sequence[ServerRank], world: World, folder: Path) -> Any:
     trainer = Trainer(world, folder, **Broadcasts.weights)
     trainer.publish()
     if world.rank:
@@ -161,15 +170,17 @@ def lose_a_rank(world: World, folder: Path) -> Any:
     with pytest.raises(RuntimeError):
         world.gather(0, int)  # it is gone, with all of its connections
     trainer.publishing.check()
-    with closing(Broadcasts()) as reading, pytest.raises(WeightsError):
+    with closing(Broadcasts(server)) as reading, pytest.raises(WeightsError):
         reading.read(trainer.told().ref)
     with pytest.raises(WeightsError) as caught:
         trainer.publishing.check()
     return str(caught.value)
 
 
-def test_a_rank_that_delivers_nothing_to_broadcast_ends_the_trainers_loop(tmp_path: Path) -> None:
-    assert "did not deliver its shards" in run_ranks(2, lose_a_rank, tmp_path)
+def test_a_rank_that_delivers_nothing_to_broadcast_ends_the_trainers_loop(
+    server: list[ServerRank], tmp_path: Path
+) -> None:
+    assert "did not deliver its shards" in run_ranks(2, partial(lose_a_rank, server), tmp_path)
 
 
 def fail_to_write(world: World, folder: Path) -> Any:

@@ -38,7 +38,7 @@ from tests.fakes.weights import publish, snapshot_of
 pytestmark = pytest.mark.slow
 
 LONG = 60.0  # seconds in which everything is over that does not hang
-FEW = 5.0  # for what ends at its deadline only
+FEW = 3.0  # for what ends at its deadline only
 Spawn = Callable[..., FakeServer]
 
 
