@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from asyncrl.buffer.packing import Piece, micro_batches
 from asyncrl.config import RunConfig, parse
@@ -25,8 +25,8 @@ from asyncrl.trainer.step_files import StepFiles
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from asyncrl.wire.messages.trainer import PlannedTrajectory
+from tests.fakes.models import VOCABULARY, save_small
 
-VOCABULARY = 40
 Episode = tuple[PlannedTrajectory, list[Turn]]
 
 
@@ -52,19 +52,7 @@ def save_tiny_model(path: Path) -> str:
 
 def save_tiny_qwen(path: Path, *, tied: bool = True) -> str:
     """A two-layer Qwen2."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return save_small(path, "Qwen2", tie_word_embeddings=tied)
 
 
 def tiny_config(path: str, **sections: dict[str, Any]) -> RunConfig:

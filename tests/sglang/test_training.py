@@ -108,10 +108,10 @@ def test_servers_keepers_and_the_coordinator_die_in_mid_run(tmp_path: Path) -> N
         reach(run, 2)
         kill(server_of(run, "engine-1"))
         reach(run, run.step + 2)  # on the other server alone
+        kill(run.children()["coordinator-0"])  # while a new server starts
+        reach(run, run.step + 2)
         run.until(lambda: run.rows()[-1]["async/engines"] == 2, "a new server", DEADLINE)
         kill(run.children()["engine-0"])
-        reach(run, run.step + 2)
-        kill(run.children()["coordinator-0"])
         reach(run, run.step + 2)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(DEADLINE) == 130, f"{run.text()}\n{run.logs()}"

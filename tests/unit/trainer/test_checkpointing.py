@@ -21,10 +21,11 @@ from asyncrl.errors import ConfigError, DeadlineError
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.trainer import checkpoint, checkpointing
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
+from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.world import World
 from tests.fakes.forked import FORKED
-from tests.fakes.live_bytes import LiveBytes, save_llama
+from tests.fakes.models import save_llama
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     Recorder,

@@ -18,13 +18,13 @@ from asyncrl.config import ModelConfig, TrainerConfig
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.critic import load_critic
+from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import Policy, load_policy, shards
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.slices import locate
 from asyncrl.trainer.world import World
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.shards import HostShards
-from tests.fakes.live_bytes import LiveBytes
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     export,

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import RunConfig
 from asyncrl.trainer.footprint import Footprint, LiveBytes, footprint
@@ -17,6 +16,7 @@ from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
 from asyncrl.types import EpisodeResult, StopReason, Turn, VersionSpan
 from tests.fakes.forked import FORKED
+from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import Episode, make_row, tiny_config
 
@@ -27,11 +27,9 @@ ROWS, LENGTH = 4, 128
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """0.9M parameters in four layers: 3.6 MB of weights, about as much as a micro-batch takes."""
-    path = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2000}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(path)
-    return str(path)
+    return save_small(tmp_path_factory.mktemp("model"), "Qwen2", **sizes, **heads)
 
 
 def config_of(path: str, dtype: str = "float32", length: int = LENGTH, **trainer: Any) -> RunConfig:

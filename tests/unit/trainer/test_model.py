@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM
 
 from asyncrl.config import ModelConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model import Policy, Selected, load_policy, score
 from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.world import World
+from tests.fakes.models import save_small, small_model
 from tests.fakes.training import full_state, plain_model, save_tiny_model, save_tiny_qwen
 
 
@@ -119,34 +119,12 @@ def test_large_models_are_sharded_layer_by_layer(
 
 def save_capped(directory: Path) -> str:
     """A tiny Gemma 2: it caps its logits softly, here at 2."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=40,
-        initializer_range=0.3,
-        final_logit_softcapping=2.0,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(directory)
-    return str(directory)
+    return save_small(directory, "Gemma2", head_dim=8, final_logit_softcapping=2.0)
 
 
 def save_biased(directory: Path) -> str:
     """A tiny Phi: its output layer has a bias, here not zero."""
-    torch.manual_seed(0)
-    config = PhiConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=40,
-        initializer_range=0.3,
-    )
-    model = PhiForCausalLM(config)
+    model = small_model("Phi")
     torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(directory)
     return str(directory)
