@@ -29,7 +29,7 @@ demo-smollm: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M paramete
 	$(BIN)/asyncrl train experiment=smollm2 observe.console=auto $(ARGS)
 
 test: $(VENV)/dev  ## all but `long`; parts are skipped without `make sglang-cpu tokenizers smollm2`
-	$(PYTEST) tests --ignore=tests/gpu -m "not long" $(PARALLEL) $(ARGS)
+	$(PYTEST) tests --ignore=tests/gpu -m "not long" --durations=40 --durations-min=5 $(PARALLEL) $(ARGS)
 
 test-sglang: $(VENV)/dev sglang-cpu  ## the tests with real SGLang servers; SGLANG=0.5.20 for that version
 	ASYNCRL_SGLANG_ENV=$(SGLANG_VENV) ASYNCRL_REQUIRE_SGLANG=1 $(PYTEST) tests/sglang $(ARGS)

@@ -222,6 +222,7 @@ def test_a_trainer_that_dies_during_a_stop_is_not_waited_for(tmp_path: Path) -> 
         _, second = play.hear(Stop)
         assert not second.save and second.reason == "trainer-0 was killed by SIGKILL"
         play.hub.send(peer, RunEnd("failed", "stopped without a checkpoint"))
+        play.processes["rollout-0"].code = 0  # otherwise it is waited for
         play.processes["coordinator-0"].code = 1
 
     assert play.run(part) == RunOutcome(1, "stopped without a checkpoint")

@@ -41,7 +41,7 @@ def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
     assert (point.step, point.value) == (3, 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_gets_the_metrics_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
