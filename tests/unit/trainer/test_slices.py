@@ -54,9 +54,9 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(tmp_path: Path) -> None:
     whole = sum(p.nbytes for p in plain.parameters())
     assert len(found["peaks"]) == 6
     for index, (peak, shard) in enumerate(found["peaks"]):
-        optimizer = 3 * shard if index in (2, 3) else 0  # a critic's: moments, by a step on gradients of zero
+        own = 3 * shard if index in (2, 3) else 0  # a critic's optimizer: moments, and gradients of zero
         assert 0.25 * whole < shard < 0.55 * whole
-        assert shard <= peak <= shard + optimizer + layer, f"{peak - shard} beyond the shard, a layer: {layer}"
+        assert shard <= peak <= shard + own + layer, f"{peak - shard} beyond the shard, a layer: {layer}"
     assert all(torch.equal(found["state"][name], p) for name, p in plain.named_parameters())
 
 
