@@ -18,12 +18,12 @@ from asyncrl.config import ModelConfig
 from asyncrl.trainer import attention, packing, prefix_tree
 from asyncrl.trainer.attention import BucketKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
+from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.world import World
-from tests.fakes.live_bytes import LiveBytes
 from tests.fakes.training import full_state
 
 pytestmark = pytest.mark.slow
@@ -205,7 +205,7 @@ def test_of_a_long_row_no_scores_are_kept_and_few_are_held(monkeypatch: pytest.M
     given = [torch.randn(heads, size, 8, requires_grad=True) for heads in (4, 2, 2)]
     with LiveBytes() as counted:
         found = kernel.attend(*given, Scoring(0.4))
-        assert counted.live <= masks + found.nbytes + 4 * 4 * 64**2 * 3  # those of one short piece
+        assert counted.now <= masks + found.nbytes + 4 * 4 * 64**2 * 3  # those of one short piece
         found.sum().backward()
     assert counted.peak < 4 * 4 * size**2 / 4
 
