@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,24 +165,18 @@ def _resolved(path: Any) -> Any:
 
 @contextmanager
 def locked(config: RunConfig) -> Iterator[None]:
-    """The run directory with its config.yaml, locked: one launcher at a time."""
+    """The run directory with its config.yaml, and another one of its checkpoints, locked: one launcher at a
+    time."""
     run_dir = run_directory(config)
-    with _writable(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / "lock").open("a+")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise ConfigError(
-                f"{run_dir}: is being trained by process {file.read() or '?'}; end it first"
-            ) from None
+    with ExitStack() as held:
+        with _writable(run_dir):
+            held.enter_context(_lock(run_dir))
+        elsewhere = config.checkpoint.directory
+        if elsewhere and "://" not in elsewhere:
+            with suppress(OSError):  # it may be writable later
+                held.enter_context(_lock(Path(elsewhere) / config.name))
         try:
             with _writable(run_dir):
-                file.truncate(0)
-                file.write(str(os.getpid()))
-                file.flush()
                 (run_dir / "summary.json").unlink(missing_ok=True)
                 mark_start(run_dir)
                 (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
@@ -192,6 +186,24 @@ def locked(config: RunConfig) -> Iterator[None]:
                 (run_dir / "config.yaml").unlink(missing_ok=True)
                 (run_dir / "started").unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Makes the directory, too."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"{directory}: is being trained by process {file.read() or '?'}; end it first"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 @contextmanager

@@ -79,6 +79,18 @@ def test_a_full_disk_is_one_line_and_leaves_no_run(
     run_directory.check_run_directory(config)  # with resume=never: there is no run
 
 
+def test_two_runs_of_one_name_do_not_share_a_place_for_checkpoints(tmp_path: Path, config: RunConfig) -> None:
+    """Before either of them has saved one; each has a run directory of its own, as on two machines."""
+    shared = msgspec.structs.replace(config.checkpoint, directory=str(tmp_path / "shared"))
+    first, second = (
+        msgspec.structs.replace(config, run_dir=str(tmp_path / name), checkpoint=shared) for name in "ab"
+    )
+    with run_directory.locked(first), pytest.raises(ConfigError, match=r"shared/x: is being trained by"):
+        run_directory.locked(second).__enter__()
+    with run_directory.locked(second):
+        assert (tmp_path / "b" / "x" / "config.yaml").exists()
+
+
 def test_a_disk_that_is_full_at_the_end_costs_no_more_than_the_picture(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
