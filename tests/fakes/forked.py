@@ -1,7 +1,8 @@
 """Processes of tests, forked from one that has the slow imports behind it: torch, transformers and the like.
 
 Python has one such process, with the imports that were asked for last before it started: so all tests ask
-for the same."""
+for the same. A process that was forked has none: one that it starts imports everything again, which takes
+seconds. So a test starts all processes itself, and passes on what connects them."""
 
 from __future__ import annotations
 
