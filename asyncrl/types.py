@@ -185,14 +185,29 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     kv_version: int
 
 
+class Routes(msgspec.Struct, frozen=True, array_like=True):
+    """The experts that a server's routers chose for tokens [start, start + tokens) of a row: in `data` as
+    little-endian uint16 [tokens, layers, k]. The last token of a row has none: no layer has read it yet."""
+
+    start: int
+    tokens: int
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+
 class Generation(msgspec.Struct, frozen=True):
-    """What an engine returns for one request. Spans are relative to `ids`."""
+    """What an engine returns for one request. Spans are relative to `ids`. `routes`: where they were asked
+    for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     stop: StopReason
     seconds: float = 0.0
+    routes: Routes | None = None
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -201,7 +216,8 @@ class Turn(msgspec.Struct, frozen=True):
     An episode is one row of tokens, or several where its history was rewritten or branched. The tokens of a
     row are, turn by turn, `context` (written by the template) followed by `ids` (written by the model); a
     turn that begins a row has the whole prompt as its context. Spans are relative to `ids`. `agent`: who
-    asked for it, by the `model` of the request, where an agent program leads the episode.
+    asked for it, by the `model` of the request, where an agent program leads the episode. `routes`: of the
+    tokens of its row up to here that no turn before it has routes of.
     """
 
     index: int
@@ -215,6 +231,7 @@ class Turn(msgspec.Struct, frozen=True):
     row: int = 0
     observation: Observation | None = None
     agent: str = ""
+    routes: Routes | None = None
 
 
 class TurnReply(msgspec.Struct, frozen=True):

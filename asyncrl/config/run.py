@@ -244,6 +244,12 @@ def _check_combinations(config: RunConfig) -> None:
         "weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
             config.weights.transport == "collective" and not config.engine.remote
         ),
+        "trainer.router_replay needs servers that tell their routes; set engine=sglang, or leave it out": (
+            config.trainer.router_replay and not config.engine.remote
+        ),
+        "trainer.router_replay is not for compiled layers; leave out trainer.compile": (
+            config.trainer.router_replay and config.trainer.compile
+        ),
         "weights.full_every is for files: a broadcast goes straight into a server, which knows no deltas; "
         "use weights.transport=disk": config.weights.full_every > 1
         and config.weights.transport == "collective",

@@ -176,6 +176,8 @@ class TrainerConfig(Section, frozen=True):
     """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
     rows share at their beginning is computed once, and members of a group go to one rank. Where the model
     would give other gradients than padded: padded, and a warning."""
+    router_replay: bool = False
+    """Mixtures of experts: tokens go to the experts that the server chose for them, when it sampled."""
 
     @property
     def checkpointed_every(self) -> int:

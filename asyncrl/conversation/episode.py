@@ -127,7 +127,7 @@ def resume(rules: Rules, sample: Sample, opened: Opened, turns: Sequence[Turn]) 
             or asked.ids != _row(episode, asked) + turn.context
         ):
             raise ProtocolError(f"recorded turn {turn.index} does not continue the tokens before it")
-        generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds)
+        generation = Generation(turn.ids, turn.logprobs, turn.spans, turn.stop, turn.seconds, turn.routes)
         episode = advance(rules, episode, TurnGenerated(generation))
         if isinstance(episode.command, Fail) and len(episode.turns) == turn.index:
             raise ProtocolError(f"recorded turn {turn.index}: {episode.command.detail}")

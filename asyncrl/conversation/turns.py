@@ -49,7 +49,8 @@ def make_turn(
 ) -> Turn:
     """The turn of a generation; nothing answers it yet."""
     sampled = (generation.ids, generation.logprobs, generation.spans, generation.stop)
-    return Turn(index, context, *sampled, seconds=generation.seconds, row=row, agent=agent)
+    turn = Turn(index, context, *sampled, seconds=generation.seconds, row=row, agent=agent)
+    return replace(turn, routes=generation.routes) if generation.routes else turn
 
 
 def opening(rules: Rules, context: tuple[int, ...]) -> str:

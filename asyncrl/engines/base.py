@@ -34,7 +34,8 @@ class Request(msgspec.Struct, frozen=True):
     `session` names the episode: its prefix may be kept between turns. `ids` is the whole prefix.
     `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
     weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
-    ids that were sampled after that one are dropped.
+    ids that were sampled after that one are dropped. `routes_from`: of the tokens before it the routes are
+    known.
     """
 
     session: str
@@ -42,6 +43,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     key: int = 0
     watch: Watch | None = None
+    routes_from: int = 0
 
 
 class EngineRefused(EngineError):

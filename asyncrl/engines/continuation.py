@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from asyncrl.engines.base import Request, Watch
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 NOTHING = Generation((), (), (), StopReason.ABORT)
 """What is sampled of a turn before it begins."""
@@ -21,7 +21,9 @@ def rest(request: Request, sampled: Generation) -> Request:
     grammar = "" if sampled.ids else request.sampling.grammar  # it is of whole turns
     sampling = msgspec.structs.replace(request.sampling, max_new_tokens=left, grammar=grammar)
     watch = None if request.watch is None else _after(sampled.ids, request.watch)
-    return msgspec.structs.replace(request, ids=request.ids + sampled.ids, sampling=sampling, watch=watch)
+    known = request.routes_from if sampled.routes is None else sampled.routes.end
+    ids = request.ids + sampled.ids
+    return msgspec.structs.replace(request, ids=ids, sampling=sampling, watch=watch, routes_from=known)
 
 
 def _after(sampled: tuple[int, ...], watch: Watch) -> Watch:
@@ -34,7 +36,16 @@ def extended(request: Request, sampled: Generation, part: Generation) -> Generat
     ids = sampled.ids + part.ids
     stop = ending(request, ids) if part.stop is StopReason.ABORT else part.stop
     spans = sampled.spans + tuple(shifted(span, len(sampled.ids)) for span in part.spans)
-    return Generation(ids, sampled.logprobs + part.logprobs, spans, stop, sampled.seconds + part.seconds)
+    seconds, routes = sampled.seconds + part.seconds, joined(sampled.routes, part.routes)
+    return Generation(ids, sampled.logprobs + part.logprobs, spans, stop, seconds, routes)
+
+
+def joined(one: Routes | None, other: Routes | None) -> Routes | None:
+    """The routes of a turn's beginning, and of what follows it. A server that is lost has told none: then
+    those of the server that went on are of all of it."""
+    if one is None or other is None:
+        return one or other
+    return Routes(one.start, one.tokens + other.tokens, one.data + other.data)
 
 
 def ending(request: Request, ids: tuple[int, ...]) -> StopReason:

@@ -21,6 +21,7 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
+from asyncrl.trainer.routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
 from asyncrl.types import EpisodeResult, Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
@@ -35,7 +36,7 @@ class Example:
     `stale` marks tokens over the bound, `exact` those whose whole context was computed by the version in
     training; `excluded`: the episode is kept out of the loss. `prox`, `reference`, `value` (the critic's,
     before the batch moved it), `prepared` (by the loss) and `collision` (Σ π²) are there where the recipe
-    asks for them.
+    asks for them. `routes`: of each row the experts of its first tokens, [·, layers * k], -1 for a gap.
     """
 
     planned: PlannedTrajectory
@@ -51,6 +52,7 @@ class Example:
     lag: np.ndarray
     stale: np.ndarray
     exact: np.ndarray
+    routes: tuple[np.ndarray, ...] = ()
     excluded: bool = False
     advantage: np.ndarray | None = None
     returns: np.ndarray | None = None
@@ -144,6 +146,7 @@ class MicroBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in tensors if tensor is not None})
 
 
+NO_ROUTES = np.empty((0, 0), dtype=np.int32)
 ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
 
 
@@ -190,8 +193,23 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
+        routes=row_routes(turns, len(rows)),
         excluded=mask_truncated and planned.own.end.truncated,
     )
+
+
+def row_routes(turns: Sequence[Turn], rows: int) -> tuple[np.ndarray, ...]:
+    """The experts of the first tokens of each row. A token that two turns tell of (the second one was sampled
+    by a worker that did not know the first) went as the first one says."""
+    found: list[list[np.ndarray]] = [[NO_ROUTES] for _ in range(rows)]
+    for turn in turns:
+        if turn.routes is not None:
+            told = np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
+            parts = found[turn.row]
+            known = sum(map(len, parts))
+            gap = np.full((max(0, turn.routes.start - known), told.shape[1]), UNKNOWN, dtype=np.int32)
+            parts += [gap, told[max(0, known - turn.routes.start) :]]
+    return tuple(np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in found)
 
 
 def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:
@@ -233,6 +251,7 @@ def collate(examples: Sequence[Example], dtype: torch.dtype, packing: Packing = 
             join("position").numpy(),
             spread([e.planned.temperature for e in examples]),
             packing,
+            [own for e in examples for own in e.routes or [NO_ROUTES] * len(e.rows)],
         ),
         episode=torch.from_numpy(np.repeat(np.arange(len(examples)), counts)),
         turn=join("turn"),

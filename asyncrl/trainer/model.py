@@ -23,6 +23,7 @@ from asyncrl.config import ModelConfig, Packing, TrainerConfig
 from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.lora import Adapters
+from asyncrl.trainer.routes import Replay
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
 from asyncrl.trainer.split_head import SplitModel
 from asyncrl.trainer.world import World
@@ -46,6 +47,7 @@ class Policy(nn.Module):
         self.published = pieces(lm)
         self.packing: Packing = "padded"  # how rows must be laid out for it
         self.attention = lm.config._attn_implementation  # of padded rows
+        self.replay: Replay | None = None  # of its routers
         self.adapters: Adapters | None = None
         if config.lora_rank:
             self.adapters = Adapters(lm, config.lora_rank, config.lora_alpha)
@@ -55,6 +57,8 @@ class Policy(nn.Module):
         self.whole = not self.cut.possible
 
     def forward(self, tokens: Selected, entropy_grad: bool = False, collision: bool = False) -> Scores:
+        if self.replay is not None:
+            self.replay.give(tokens.routes)
         hidden, features, logits_of = (self.cut.whole if self.whole else self.cut.split)(tokens)
         scores = score_chunks(logits_of, features, tokens, entropy_grad=entropy_grad, collision=collision)
         value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
@@ -83,6 +87,7 @@ def load_policy(
     policy = Policy(source.model, config, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
+        policy.replay = Replay(source.model) if trainer.router_replay else None
     if policy.adapters is not None and world.rank == 0:
         logger.warning(policy.adapters.coverage)
     shard_and_fill(policy, source, world, offload=offload)

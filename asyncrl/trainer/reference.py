@@ -6,7 +6,7 @@ read from the model directory, or, with adapters, their base.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import msgspec
@@ -30,8 +30,8 @@ class Reference:
     def logp(self, tokens: Selected) -> Tensor:
         """Log-probs [N] at the tokens' temperatures, without gradient. A collective. Gathered weights are
         freed."""
-        with self.policy.base():
-            found = self.policy(tokens).logp
+        with self.policy.base():  # it goes its own way, as it has its own weights
+            found = self.policy(replace(tokens, routes=None)).logp
         if self.policy.adapters is None:  # those of the policy in training are about to be used
             cast(FSDPModule, self.policy).reshard()
         return found

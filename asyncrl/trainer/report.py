@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from asyncrl.algorithms.credit import Scale
 from asyncrl.algorithms.diagnostics import TokenSums, metrics_of
@@ -38,6 +39,12 @@ def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
         tally.total("trainer/trajectories", 1)
         tally.total("trainer/model_tokens", e.tokens)
         _tally_staleness(tally, e)
+
+
+def tally_routes(tally: MetricSums, routes: Tensor | None) -> None:
+    """The share of the tokens that went to the experts that the server had chosen."""
+    if routes is not None:
+        tally.ratio("trainer/replayed_share", float((routes[:, 0] >= 0).sum()), len(routes))
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:

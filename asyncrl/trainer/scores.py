@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config import Packing
 from asyncrl.trainer.attention import ForestAttention
 from asyncrl.trainer.prefix_tree import plant
+from asyncrl.trainer.routes import UNKNOWN
 
 CHUNK = 512  # tokens whose logits exist at once
 LOWEST = -1e30  # in place of log 0: zero times it is zero
@@ -43,7 +44,8 @@ class Selected:
     the hidden state of ids[predictor[i]] and logits divided by temperature[i].
 
     `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
-    `ids` is a sequence by itself, padded on the right.
+    `ids` is a sequence by itself, padded on the right. `routes` [B * T, ·]: the experts of every token, those
+    of the first row for what rows share; -1: not known.
     """
 
     ids: Tensor
@@ -52,6 +54,7 @@ class Selected:
     temperature: Tensor
     positions: Tensor | None = None
     forest: ForestAttention | None = None
+    routes: Tensor | None = None
 
     @classmethod
     def of(
@@ -61,18 +64,23 @@ class Selected:
         position: np.ndarray,
         temperature: Tensor,
         packing: Packing = "padded",
+        routes: Sequence[np.ndarray] = (),
     ) -> Selected:
-        """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says."""
+        """The tokens rows[row[i]][position[i]] of some rows of ids, laid out as `packing` says. `routes`: of
+        the first tokens of each row; or nothing."""
         if packing == "padded":
             width = max(map(len, rows))
+            at = [index * width + np.arange(len(one)) for index, one in enumerate(rows)]
+            laid = _laid(routes, at, width * len(rows))
             padded = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
             flat = torch.from_numpy(row * width + position)
-            return cls(torch.from_numpy(padded), flat, flat - 1, temperature)
+            return cls(torch.from_numpy(padded), flat, flat - 1, temperature, routes=laid)
         forest = plant(rows, shared=packing == "tree")
         places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
         token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
-        return cls(ids, token, predictor, temperature, positions, ForestAttention(forest))
+        laid = _laid(routes, forest.rows, len(forest.ids))
+        return cls(ids, token, predictor, temperature, positions, ForestAttention(forest), laid)
 
     def to(self, device: torch.device) -> Selected:
         """All of it on `device`."""
@@ -100,6 +108,18 @@ class Selected:
     def predictors(self, hidden: Tensor) -> Tensor:
         """Of hidden states [B, T, H] those that predict the tokens, [N, H]."""
         return hidden.flatten(0, 1)[self.predictor]
+
+
+def _laid(routes: Sequence[np.ndarray], rows: Sequence[np.ndarray], size: int) -> Tensor | None:
+    """Routes by row, where the tokens of each row lie among `size`; None: none are known."""
+    width = max((one.shape[1] for one in routes if len(one)), default=0)
+    if not width:
+        return None
+    laid = np.full((size, width), UNKNOWN, dtype=np.int32)
+    for own, places in reversed([*zip(routes, rows, strict=True)]):
+        if len(own):
+            laid[places[: len(own)]] = own
+    return torch.from_numpy(laid)
 
 
 def score_chunks(

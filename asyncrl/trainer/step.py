@@ -42,6 +42,7 @@ from asyncrl.trainer.report import (
     tally_computed,
     tally_credit,
     tally_examples,
+    tally_routes,
     tally_terms,
     tally_tokens,
     tally_unscored,
@@ -266,6 +267,7 @@ class Learner:
             micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
         denominator = math.fsum(e.denominator for e in examples)
+        tally_routes(tally, micro.selected.routes)
         tally.total("_D", denominator)
         tally_tokens(tally, token_sums(found.state), denominator)
         tally_terms(tally, found.terms, denominator)

@@ -15,12 +15,15 @@ from asyncrl.config import RunConfig, parse
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def sglang_config(max_tokens: int, mode: str = "in_place", silence: float = 30.0) -> RunConfig:
+def sglang_config(
+    max_tokens: int, mode: str = "in_place", silence: float = 30.0, replay: bool = False
+) -> RunConfig:
     """What a client reads of a run's configuration."""
     required = {"name": "x", "model": {"path": "m"}, "data": {"train": "d"}}
     rollout = {"max_tokens": max_tokens, "max_new_tokens": max_tokens}
     engine = {"name": "sglang", "request_timeout": silence}
-    return parse(required | {"rollout": rollout, "engine": engine, "weights": {"mode": mode}})
+    sections = {"rollout": rollout, "engine": engine, "trainer": {"router_replay": replay}}
+    return parse(required | sections | {"weights": {"mode": mode}})
 
 
 class Script:

@@ -152,8 +152,8 @@ def embedded(model: Path) -> Open:
 class Served:
     """A server as a run sees it: a keeper loads weights into it, and a worker samples from a pool of it."""
 
-    def __init__(self, url: str, mode: PauseMode, salt: str = "a run") -> None:
-        config = sglang_config(MAX_LEN, mode)
+    def __init__(self, url: str, mode: PauseMode, salt: str = "a run", replay: bool = False) -> None:
+        config = sglang_config(MAX_LEN, mode, replay=replay)
 
         def connect(entry: EngineEntry, use: EngineUse) -> SGLangClient:
             return SGLangClient(ServerApi(entry.url), config, VOCABULARY, use, salt)

@@ -7,11 +7,17 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from asyncrl.engines.base import Request
+from asyncrl.types import Generation
 from asyncrl.weights.collective import Sender
-from tests.sglang.conformance import TOLERANCE, Versions, prompt
+from tests.sglang.conformance import TOLERANCE, Served, Versions, ask, in_use, prompt, seen, under_way
 from tests.sglang.conftest import Start
 from tests.sglang.test_collective import BUCKET_BYTES, LONG, BroadcastServer, keeping, offer
 
@@ -49,5 +55,54 @@ def test_what_is_published_is_served(
                     await check(keeper, versions, version)
 
     assert any(".experts.3." in name for name in versions.tensors(1))
+    asyncio.run(main())
+    server.kill()
+
+
+@torch.no_grad()
+def routes_of(path: Path, ids: tuple[int, ...]) -> np.ndarray:
+    """What the routers of a model choose for all tokens but the last, [tokens, layers, k], sorted."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    seen: list[Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda module, args, output: seen.append(output[2]))
+    model(torch.tensor([ids[:-1]]))
+    return torch.stack(seen, 1).sort(-1).values.numpy()
+
+
+def assert_routes(path: Path, request: Request, generation: Generation, first: int = 0) -> None:
+    """From `first` on; where two experts are nearly equal, rounding decides."""
+    ids, told = request.ids + generation.ids, generation.routes
+    assert told is not None and (told.start, told.end) == (request.routes_from, len(ids) - 1)
+    found = np.sort(np.frombuffer(told.data, "<u2").reshape(told.tokens, 2, 2), -1)
+    wanted = routes_of(path, ids)[told.start :]
+    assert (found == wanted)[max(0, first - told.start) :].mean() > 0.95
+
+
+def test_routes_are_those_of_the_trainers_model(
+    sglang_server: Start, tiny_models: dict[str, Path], versions_of: Callable[[str], Versions]
+) -> None:
+    """Of a first turn, of one that follows it, and of one that an update ends and another request continues."""
+    versions = versions_of("qwen3_moe")
+    server = sglang_server(tiny_models["qwen3_moe"], "--enable-return-routed-experts")
+
+    async def main() -> None:
+        served = Served(server.url, "abort", replay=True)
+        async with asyncio.timeout(4 * LONG), in_use(served) as engine:
+            await engine.load(versions.refs[0])
+            one = ask(prompt(30), 20)
+            first = await engine.generate(one)
+            assert_routes(versions.paths[0], one, first)
+            assert first.routes is not None
+            two = replace(ask(one.ids + first.ids + prompt(5), 12), routes_from=first.routes.end)
+            assert_routes(versions.paths[0], two, await engine.generate(two))
+            cut = ask(prompt(40, "cut"), 900)
+            (task,) = await under_way(engine, cut)
+            await engine.load(versions.refs[1])
+            generation = await task
+            assert seen(generation) == [0, 1]
+            assert_routes(versions.paths[1], cut, generation, first=len(cut.ids) + generation.spans[0].end)
+
     asyncio.run(main())
     server.kill()

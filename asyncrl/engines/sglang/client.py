@@ -130,6 +130,8 @@ class SGLangClient:
             },
             "return_logprob": True,
         }
+        if self._config.trainer.router_replay:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         if sampling.grammar:
             body["sampling_params"]["structural_tag"] = sampling.grammar
         if self._in_place:

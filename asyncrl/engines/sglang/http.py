@@ -49,6 +49,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     tp_size: int = 1
     dp_size: int = 1
     max_req_input_len: int | None = None
+    enable_return_routed_experts: bool = False
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -38,6 +38,7 @@ def arguments(config: RunConfig, index: int, host: str, port: int, gpus: int) ->
         "tp-size": engine.tp,
         "mem-fraction-static": MEMORY_FRACTION,
         "incremental-streaming-output": True,
+        "enable-return-routed-experts": config.trainer.router_replay,
         "stream-interval": STREAM_INTERVAL,
         "base-gpu-id": base_gpu(config, index, gpus),
         "skip-server-warmup": True,  # the first load is checked anyway

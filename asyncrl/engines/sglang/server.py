@@ -115,6 +115,11 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
             f"server {url} has --dp-size {info.dp_size}, and weights.transport=collective needs 1: start a "
             "server for each replica, or set weights.transport=disk"
         )
+    if config.trainer.router_replay and not info.enable_return_routed_experts:
+        raise ConfigError(
+            f"server {url} tells no routes: start it with --enable-return-routed-experts, or set "
+            "trainer.router_replay=false"
+        )
     room, needed = info.max_req_input_len, config.rollout.max_tokens
     if room is not None and room < needed:
         remedy = "lower it, or start the server with a larger --context-length or --max-total-tokens"

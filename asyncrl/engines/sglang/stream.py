@@ -7,15 +7,17 @@ log-prob entries, so that ids and log-probs cannot be out of step. Nothing here 
 
 from __future__ import annotations
 
+import base64
 import time
 
 import msgspec
+import numpy as np
 
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request
 from asyncrl.engines.continuation import ending
 from asyncrl.engines.sglang.transport import error_text
 from asyncrl.errors import EngineError
-from asyncrl.types import Generation, PolicyVersion, StopReason, VersionSpan
+from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, VersionSpan
 from asyncrl.weights.manifest import version_of
 
 # Tokens from this one on were sampled by that version; False: or by a newer one.
@@ -23,6 +25,7 @@ Stamp = tuple[int, PolicyVersion, bool]
 
 ABORTED = "Aborted by AbortReq."  # with status 400 where the request waited for its grammar
 _ERRORS: dict[int | None, type[EngineError]] = {400: EngineRefused, 503: EngineBusy}  # by status
+_MOST = 1 << 16  # experts: they are kept as uint16
 UNKNOWN = -1  # kv_version of tokens of which only the oldest possible version is known
 
 
@@ -70,6 +73,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     weight_versions: tuple[LabelSpan, ...] | None = None
     output_token_logprobs: tuple[OutputToken, ...] = ()
     input_token_logprobs: tuple[InputToken, ...] = ()
+    routed_experts: str | None = None  # base64 of int32 [tokens, layers, k], in the last event
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
@@ -114,6 +118,7 @@ class StreamedTurn:
         self._spans: tuple[LabelSpan, ...] | None = None
         self._heard: list[int] = []  # ids that the request's watch has heard of
         self._ended = False  # by the watch
+        self._routes: Routes | None = None
 
     def add(self, event: StreamEvent) -> None:
         """Take in the next event. Raises EngineError when tokens are missing, and when the server refuses the
@@ -128,6 +133,21 @@ class StreamedTurn:
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
         self._labels.add(meta.weight_version)
         self._spans = meta.weight_versions
+        if meta.routed_experts:
+            self._routes = self._decoded(meta.routed_experts)
+
+    def _decoded(self, text: str) -> Routes:
+        """EngineError unless it is of all tokens but the last, from `routes_from` on."""
+        start = self.request.routes_from
+        tokens = len(self.request.ids) + len(self.tokens) - 1 - start
+        try:
+            experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        except ValueError as error:
+            raise EngineError(f"the server's routes cannot be read: {error}") from error
+        whole = tokens > 0 and experts.size and experts.size % tokens == 0
+        if not whole or not 0 <= experts.min() <= experts.max() < _MOST:
+            raise EngineError(f"the server sent {experts.size} routes for {tokens} tokens")
+        return Routes(start, tokens, experts.astype("<u2").tobytes())
 
     def _extend(self, new: tuple[OutputToken, ...], total: int) -> None:
         if len(new) >= total:
@@ -160,7 +180,7 @@ class StreamedTurn:
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
         stop = StopReason.TEXT if self._ended else ending(self.request, ids)
-        return Generation(ids, logprobs, self.spans(), stop, seconds)
+        return Generation(ids, logprobs, self.spans(), stop, seconds, self._routes)
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens. Raises ForeignWeights."""

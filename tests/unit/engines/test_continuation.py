@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.base import Request, Sampling
 from asyncrl.engines.continuation import NOTHING, extended, rest
-from asyncrl.types import Generation, StopReason, VersionSpan
+from asyncrl.types import Generation, Routes, StopReason, VersionSpan
 
 STOP_ID = 9
 REQUEST = Request("s", (1, 2), Sampling(6, (STOP_ID,), temperature=0.7), key=5)
@@ -63,3 +63,16 @@ def test_spans_cover_every_token_however_it_is_cut(sizes: list[int], version: in
     edges = [0, *(span.end for span in sampled.spans)]
     assert [span.start for span in sampled.spans] == edges[:-1]
     assert edges[-1] == len(sampled.ids) == len(sampled.logprobs) == sum(sizes)
+
+
+def test_routes_line_up_whichever_server_told_them() -> None:
+    """The first server told those of all but its last token, or was lost before it told any."""
+    told = msgspec.structs.replace(part(3, 4), routes=Routes(0, 3, b"aabbcc"))
+    left = rest(REQUEST, told)
+    assert (left.ids, left.routes_from) == ((1, 2, 3, 4), 3)
+    more = msgspec.structs.replace(part(5), routes=Routes(3, 1, b"dd"))
+    assert extended(REQUEST, told, more).routes == Routes(0, 4, b"aabbccdd")
+    silent = part(3, 4)
+    assert rest(REQUEST, silent).routes_from == 0
+    assert extended(REQUEST, silent, more).routes == more.routes
+    assert extended(REQUEST, told, part(5)).routes == told.routes

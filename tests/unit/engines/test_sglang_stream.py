@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request, Sampling
 from asyncrl.engines.sglang.stream import ForeignWeights, StreamedTurn, StreamEvent, decode
 from asyncrl.errors import EngineError
-from asyncrl.types import PolicyVersion, StopReason, VersionSpan
+from asyncrl.types import PolicyVersion, Routes, StopReason, VersionSpan
 
 STOP = {"type": "stop", "matched": 9}
 LENGTH = {"type": "length", "length": 4}
@@ -149,3 +151,30 @@ def test_weights_of_nobody_are_refused_but_not_when_nothing_was_sampled():
     with pytest.raises(ForeignWeights, match="'default'"):
         fed(answer_to((0, 3), in_place=False), last(2, ("e0-v3", 0, 1), ("default", 1, 2))).generation()
     assert answer_to((0, 3), in_place=True).generation().ids == ()
+
+
+def routes(*experts: int) -> str:
+    return base64.b64encode(np.array(experts, "<i4").tobytes()).decode()
+
+
+def test_routes_are_of_all_tokens_but_the_last():
+    """The prompt has one token, `total` were sampled; two numbers for each that was read."""
+    answer = answer_to((0, 3), in_place=True)
+    told = routes(0, 300, 2, 3, 4, 5)
+    end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=told)
+    found = fed(answer, end).generation().routes
+    assert found == Routes(0, 3, np.array([0, 300, 2, 3, 4, 5], "<u2").tobytes()) and found.end == 3
+
+
+def test_routes_start_where_they_are_not_known_yet():
+    request = Request("s", (1, 2, 3, 4), Sampling(99, ()), routes_from=3)
+    answer = StreamedTurn(request, PolicyVersion(0, 3), True)
+    found = fed(answer, event([5], 1, finish_reason=LENGTH, routed_experts=routes(7, 8))).generation().routes
+    assert found == Routes(3, 1, np.array([7, 8], "<u2").tobytes())
+
+
+@pytest.mark.parametrize("told", [routes(1, 2), routes(-1, 2, 3), routes(1, 2, 1 << 16), "x"])
+def test_routes_that_do_not_fit_are_an_error(told: str):
+    end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=told)
+    with pytest.raises(EngineError, match="routes"):
+        fed(answer_to((0, 3), in_place=True), end)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,15 +16,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, TrainerConfig
+from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import CheckpointManifest
 from asyncrl.trainer.attention import NAME
+from asyncrl.trainer.batch import row_routes
 from asyncrl.trainer.critic import load_critic
 from asyncrl.trainer.footprint import LiveBytes
 from asyncrl.trainer.model import Policy, load_policy, shards
 from asyncrl.trainer.packing import packing_for
+from asyncrl.trainer.routes import Replay
+from asyncrl.trainer.scores import Selected
 from asyncrl.trainer.slices import locate
 from asyncrl.trainer.world import World
-from asyncrl.types import PolicyVersion
+from asyncrl.types import PolicyVersion, Routes, StopReason, Turn
 from asyncrl.weights.shards import HostShards
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
@@ -34,7 +39,7 @@ from tests.fakes.training import (
     save_checkpoint,
     tiny_config,
 )
-from tests.unit.trainer.test_packing import distance, make, rows, select
+from tests.unit.trainer.test_packing import distance, learned, make, rows, select
 
 pytestmark = pytest.mark.slow
 
@@ -199,3 +204,111 @@ def test_adapters_say_that_they_leave_experts_out(
     assert "experts.gate_up_proj (3 x, " in left and "experts.down_proj (3 x, " in left
     assert "mlp.gate (3 x, " in left and "model.embed_tokens (1 x, " in left
     assert policy.adapters is not None and policy.adapters.coverage == line
+
+
+def replaying(path: Path, world: World, every: Any = "none") -> Policy:
+    trainer = TrainerConfig(router_replay=True, activation_checkpointing=every)
+    exact = ModelConfig(path=str(path), dtype="float64")  # type: ignore[arg-type]
+    policy = load_policy(exact, world, trainer=trainer)
+    policy.lm.set_attn_implementation(NAME)
+    return policy
+
+
+def chosen(policy: Policy, given: list[np.ndarray]) -> list[np.ndarray]:
+    """What the policy's own routers choose for all tokens of each row but the last."""
+    seen: list[Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda module, args, output: seen.append(output[2]))
+        for module in policy.lm.modules()
+        if type(module).__name__.endswith("TopKRouter")
+    ]
+    found = []
+    for row in given:
+        seen.clear()
+        with torch.no_grad():
+            policy(select([row], "packed"))
+        found.append(torch.stack(seen, 1).flatten(1).numpy().astype(np.int32)[:-1])
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def routed(given: list[np.ndarray], how: Any, routes: list[np.ndarray]) -> Selected:
+    row = np.repeat(np.arange(len(given)), [len(one) - 1 for one in given])
+    position = np.concatenate([np.arange(1, len(one)) for one in given])
+    return Selected.of(given, row, position, torch.ones(len(row), dtype=torch.float64), how, routes)
+
+
+def shifted(routes: np.ndarray) -> np.ndarray:
+    """Other experts than these."""
+    return (routes + 1) % 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_go_where_the_server_sent_them(family: str, world: World, saved: Path) -> None:
+    """Whatever the layout: by the routers' own choice nothing changes, by another one everything is as in a
+    model whose routers choose so; and what they choose has gradients, recomputed or not."""
+    policy, given = replaying(saved / family, world), rows()
+    own = chosen(policy, given)
+    plain, _ = learned(policy, [routed(given, "packed", [])])
+    logp, wanted = learned(policy, [routed(given, "packed", [shifted(one) for one in own])])
+    assert not torch.allclose(logp, plain, atol=0.1)
+    for how in ("padded", "packed", "tree"):
+        policy.lm.set_attn_implementation("eager" if how == "padded" else NAME)
+        same, _ = learned(policy, [routed(given, how, own)])
+        assert torch.allclose(same, plain, atol=1e-5)
+        found, gradients = learned(policy, [routed(given, how, [shifted(one) for one in own])])
+        assert torch.allclose(found, logp, atol=1e-5)
+        assert distance(gradients, wanted) < 1e-5
+    again = replaying(saved / family, world, "full")
+    found, gradients = learned(again, [routed(given, "tree", [shifted(one) for one in own])])
+    assert torch.allclose(found, logp, atol=1e-5) and distance(gradients, wanted) < 1e-5
+    assert all(gradients[name].any() for name in gradients if "mlp.gate" in name)
+
+
+def test_the_others_go_as_the_trainer_chooses(world: World, saved: Path) -> None:
+    policy, given = replaying(saved / "Mixtral", world), rows()[3:5]
+    own = chosen(policy, given)
+    logp, _ = learned(policy, [routed(given, "packed", [])])
+    short, none = own[0][:20], np.empty((0, 0), dtype=np.int32)
+    found, _ = learned(policy, [routed(given, "packed", [short, none])])
+    assert torch.allclose(found, logp, atol=1e-5)
+    short = np.concatenate([np.full_like(short, -1)[:5], shifted(short[5:])])
+    found, _ = learned(policy, [routed(given, "packed", [short, none])])
+    assert torch.allclose(found[:5], logp[:5], atol=1e-5) and not torch.allclose(
+        found[5:20], logp[5:20], atol=0.1
+    )
+    assert torch.allclose(found[len(given[0]) - 1 :], logp[len(given[0]) - 1 :], atol=1e-5)
+
+
+def test_routes_of_another_model_are_refused(world: World, saved: Path) -> None:
+    policy, given = replaying(saved / "Mixtral", world), rows()[4:5]
+    with pytest.raises(ConfigError, match=r"router_replay.*5 experts.* 2 in each of 3 layers"):
+        policy(routed(given, "packed", [np.zeros((10, 5), dtype=np.int32)]))
+    with pytest.raises(ConfigError, match="router_replay: LlamaForCausalLM"):
+        Replay(make("Llama"))
+
+
+def turn(index: int, context: int, count: int, routes: Routes | None, row: int = 0) -> Turn:
+    return Turn(index, (1,) * context, (2,) * count, (), (), StopReason.STOP, row=row, routes=routes)
+
+
+def test_turns_tell_of_what_no_turn_before_told() -> None:
+    """Two rows; the second turn's worker knew the first one's routes, the third one's did not; the fifth's
+    server was lost before it told."""
+
+    def told(start: int, *experts: int) -> Routes:
+        return Routes(start, len(experts), np.array(experts, "<u2").tobytes())
+
+    turns = [
+        turn(0, 2, 2, told(0, 10, 11, 12)),
+        turn(1, 1, 1, told(3, 13, 14)),
+        turn(2, 1, 2, told(0, 0, 0, 0, 0, 0, 15, 16, 17)),
+        turn(3, 2, 1, told(0, 20, 21), row=1),
+        turn(4, 1, 2, None, row=1),
+        turn(5, 1, 1, told(5, 25, 26), row=1),
+    ]
+    first, second, third = row_routes(turns, 3)
+    assert first[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert second[:, 0].tolist() == [20, 21, -1, -1, -1, 25, 26]
+    assert not len(third)
