@@ -83,7 +83,7 @@ def assert_routes(path: Path, request: Request, generation: Generation, first: i
 def test_routes_are_those_of_the_trainers_model(
     sglang_server: Start, tiny_models: dict[str, Path], versions_of: Callable[[str], Versions]
 ) -> None:
-    """Of a first turn, of one that follows it, and of one that an update ends and another request continues."""
+    """Of a first turn, of one that follows it, and of one that an update ends and a request continues."""
     versions = versions_of("qwen3_moe")
     server = sglang_server(tiny_models["qwen3_moe"], "--enable-return-routed-experts")
 
