@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
 from asyncrl.config import Packing, RunConfig
@@ -39,6 +40,8 @@ from asyncrl.trainer.packing import unfit
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.rehearsal import forward_backward, largest, shape
 from asyncrl.trainer.world import World
+
+EXPERTS = "asyncrl_sizes"
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,23 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._live.pop(key)
 
 
+def _experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """In place of products by expert, which must know who goes where: tensors of the same sizes."""
+
+    def product(rows: Tensor, stack: Tensor) -> Tensor:
+        return rows @ (stack.mean(0) if module.is_transposed else stack.mean(0).t())
+
+    tokens, k = index.shape
+    order = torch.arange(tokens * k, device=hidden.device)
+    found = product(hidden[order // k], module.gate_up_proj if module.has_gate else module.up_proj)
+    found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
+    found = (product(found, module.down_proj) * weights.reshape(-1, 1))[order]
+    return found.view(tokens, k, -1).sum(1).to(hidden.dtype)
+
+
+ExpertsInterface.register(EXPERTS, _experts)
+
+
 def footprint(config: RunConfig) -> Footprint:
     """Of one rank of this configuration. To be called where there is no process group: it makes one."""
     trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
@@ -140,7 +160,7 @@ def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Ref
     policy = _policy(config, config.model.path, world, trained=True)
     critic = reference = None
     if recipe.own_critic:
-        backbone = skeleton(AutoModel, config.critic.path or config.model.path, config.model.dtype)
+        backbone = _skeleton(AutoModel, config.critic.path or config.model.path, config)
         critic = Critic(backbone)
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
@@ -154,13 +174,19 @@ def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Ref
 
 def _policy(config: RunConfig, path: str, world: World, *, trained: bool) -> Policy:
     model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
-    lm = skeleton(AutoModelForCausalLM, path, config.model.dtype)
+    lm = _skeleton(AutoModelForCausalLM, path, config)
     policy = Policy(lm, model, value_head=trained and compose(config).shared_critic)
     policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
     shard_empty(policy, lm, config.model.dtype, world)
     return policy.requires_grad_(False) if not trained else policy
+
+
+def _skeleton(kind: Any, path: str, config: RunConfig) -> PreTrainedModel:
+    model = skeleton(kind, path, config.model.dtype)
+    model.set_experts_implementation(EXPERTS)
+    return model
 
 
 def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:

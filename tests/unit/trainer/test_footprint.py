@@ -96,6 +96,18 @@ def test_the_estimate_is_what_a_micro_batch_takes(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_of_experts(world: World, tmp_path: Path, dtype: str, recomputed: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 2000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    path = save_small(tmp_path / "model", "Qwen3Moe", **sizes, **heads, **experts)
+    config = config_of(path, dtype, activation_checkpointing=recomputed)
+    assert_near(estimated(config), *measured(config, world, tmp_path))
+
+
+@pytest.mark.long
 def test_of_one_rank_of_two(world: World, model: str, tmp_path: Path) -> None:
     config = config_of(model, ranks=2)
     assert_near(estimated(config), *run_ranks(2, partial(measured, config), tmp_path))
