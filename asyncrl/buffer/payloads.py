@@ -50,12 +50,10 @@ def check_turn(uid: str, turn: Turn, rows: int) -> None:
     for ids in (turn.context, turn.ids):
         if ids and not 0 <= min(ids) <= max(ids) < _MOST:
             raise ProtocolError(f"episode {uid} turn {turn.index}: {min(ids)} or {max(ids)} is no token")
-    if turn.routes is not None and (
-        min(turn.routes.start, turn.routes.tokens - 1) < 0 or len(turn.routes.data) % (2 * turn.routes.tokens)
+    if (told := turn.routes) is not None and (
+        min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):
-        raise ProtocolError(
-            f"episode {uid} turn {turn.index}: routes of {turn.routes.tokens} tokens do not fit"
-        )
+        raise ProtocolError(f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens do not fit")
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:

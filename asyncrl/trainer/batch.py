@@ -193,23 +193,24 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        routes=row_routes(turns, len(rows)),
+        routes=row_routes(turns, [*map(len, rows)]),
         excluded=mask_truncated and planned.own.end.truncated,
     )
 
 
-def row_routes(turns: Sequence[Turn], rows: int) -> tuple[np.ndarray, ...]:
-    """The experts of the first tokens of each row. A token that two turns tell of (the second one was sampled
-    by a worker that did not know the first) went as the first one says."""
-    found: list[list[np.ndarray]] = [[NO_ROUTES] for _ in range(rows)]
+def row_routes(turns: Sequence[Turn], lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """The experts of the first tokens of each row, of such lengths. A token that two turns tell of (the
+    second one was sampled by a worker that did not know the first) went as the first one says."""
+    found: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
     for turn in turns:
         if turn.routes is not None:
             told = np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
-            parts = found[turn.row]
+            parts, start = found[turn.row], min(turn.routes.start, lengths[turn.row])
             known = sum(map(len, parts))
-            gap = np.full((max(0, turn.routes.start - known), told.shape[1]), UNKNOWN, dtype=np.int32)
-            parts += [gap, told[max(0, known - turn.routes.start) :]]
-    return tuple(np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in found)
+            gap = np.full((max(0, start - known), told.shape[1]), UNKNOWN, dtype=np.int32)
+            parts += [gap, told[max(0, known - start) :]]
+    joined = (np.concatenate(parts[1:]) if len(parts) > 1 else parts[0] for parts in found)
+    return tuple(own[:length] for own, length in zip(joined, lengths, strict=True))
 
 
 def token_rewards(own: EpisodeResult, turn: np.ndarray) -> np.ndarray:

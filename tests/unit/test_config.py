@@ -81,6 +81,11 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
             {"engine__name": "sglang", "weights__transport": "collective", "weights__full_every": 2},
             "knows no deltas",
         ),
+        ({"trainer__router_replay": True}, r"trainer\.router_replay needs servers"),
+        (
+            {"engine__name": "sglang", "trainer__router_replay": True, "trainer__compile": True},
+            "not for compiled layers",
+        ),
     ],
 )
 def test_refusals_name_the_key(keys: dict[str, Any], complaint: str) -> None:

@@ -73,6 +73,15 @@ def test_replicas_within_a_server_cannot_be_broadcast_to(config: RunConfig):
         check(msgspec.structs.replace(config, weights=weights), URL, *replicas)
 
 
+def test_a_server_that_tells_no_routes_is_refused_where_they_are_replayed(config: RunConfig):
+    config = msgspec.structs.replace(
+        config, trainer=msgspec.structs.replace(config.trainer, router_replay=True)
+    )
+    check(config, URL, *served(config.model.path, enable_return_routed_experts=True))
+    with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
+        check(config, URL, *served(config.model.path))
+
+
 def test_a_mode_that_a_version_cannot_do_is_refused(config: RunConfig):
     retract = msgspec.structs.replace(config.weights, mode="retract")
     config = msgspec.structs.replace(config, weights=retract)

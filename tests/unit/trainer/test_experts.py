@@ -308,7 +308,9 @@ def test_turns_tell_of_what_no_turn_before_told() -> None:
         turn(4, 1, 2, None, row=1),
         turn(5, 1, 1, told(5, 25, 26), row=1),
     ]
-    first, second, third = row_routes(turns, 3)
+    first, second, third = row_routes(turns, [9, 8, 4])
     assert first[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert second[:, 0].tolist() == [20, 21, -1, -1, -1, 25, 26]
     assert not len(third)
+    (wrong,) = row_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4])
+    assert wrong[:, 0].tolist() == [-1] * 4, "what is beyond the row is no route"
