@@ -228,7 +228,7 @@ def _plain(complaint: str) -> str:
 
 def _check_combinations(config: RunConfig) -> None:
     """Refuse values that are valid alone but cannot work together."""
-    buffer, algorithm = config.buffer, config.algorithm
+    buffer, algorithm, trainer = config.buffer, config.algorithm, config.trainer
     needed, where = config.group_bytes * buffer.groups_per_batch, config.checkpoint.directory
     refusals = {
         f"buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
@@ -265,6 +265,13 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path "
         "or a URL": bool(where) and "://" not in where and not where.startswith("/"),
+        f"trainer.replicas ({trainer.replicas}) does not divide trainer.ranks ({trainer.ranks}); "
+        "change one of them": bool(trainer.ranks % trainer.replicas),
+        f"trainer.sequence_parallel ({trainer.sequence_parallel}) does not divide trainer.ranks "
+        f"({trainer.ranks}); change one of them": bool(trainer.ranks % trainer.sequence_parallel),
+        "trainer.sequence_parallel cuts packed rows; set trainer.packing to packed or tree": (
+            trainer.sequence_parallel > 1 and trainer.packing == "padded"
+        ),
         "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
             config.checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)

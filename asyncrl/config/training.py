@@ -10,8 +10,9 @@ from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seco
 
 Packing = Literal["padded", "packed", "tree"]
 LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
-    "trainer.activation_checkpointing=full, more trainer.ranks, trainer.offload_optimizer=true (with a GPU), "
-    "model.lora_rank, trainer.packing=padded (on a CPU, with long rows), or a smaller rollout.max_tokens"
+    "trainer.activation_checkpointing=full, more trainer.ranks, trainer.sequence_parallel (with long rows), "
+    "trainer.offload_optimizer=true (with a GPU), model.lora_rank, trainer.packing=padded (on a CPU, with "
+    "long rows), or a smaller rollout.max_tokens"
 )
 
 
@@ -146,6 +147,10 @@ class TrainerConfig(Section, frozen=True):
 
     ranks: Positive = 1
     """Trainer processes."""
+    replicas: Positive = 1
+    """Copies of the model, each sharded over `ranks` / `replicas` ranks (HSDP): less traffic, more memory."""
+    sequence_parallel: Positive = 1
+    """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses), for long rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -171,7 +176,8 @@ class TrainerConfig(Section, frozen=True):
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Gradient norm limit; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of one forward/backward on one rank, padding included; a longer row is one by itself."""
+    """Tokens of one forward/backward on one rank, or on those that share it, padding included; a longer row
+    is one by itself."""
     packing: Packing = "tree"
     """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
     rows share at their beginning is computed once, and members of a group go to one rank. Where the model

@@ -274,7 +274,8 @@ class TrainerHandler:
 
     def _answer(self, request: PlanRequest, rank: int) -> tuple[WorkPlan | None, list[bytes]]:
         """The plan asked for, with its payloads. None: the request has to wait."""
-        batches, size = self.state.batches, self.ranks.size
+        batches, sharing = self.state.batches, self.state.config.trainer.sequence_parallel
+        parts = self.ranks.size // sharing
         plan = partial(WorkPlan, request.step, request.micro)
         if request.step > batches.committed:
             raise ProtocolError(
@@ -285,12 +286,13 @@ class TrainerHandler:
             return plan("stop"), []
         if request.step >= self.state.config.total_steps:
             return plan("end"), []
-        uids = batches.plan(request.step, request.micro, size)
+        uids = batches.plan(request.step, request.micro, parts)
         if uids is None:
             return (plan("end") if batches.over and request.micro == 0 else None), []
         if not uids:
             return plan("step", plan_hash=batches.batches[request.step].plan_hash), []
-        trajectories, frames = self._trajectories(request.step, batches.deal(uids, size)[rank])
+        mine = batches.deal(uids, parts)[rank // sharing]
+        trajectories, frames = self._trajectories(request.step, mine)
         return plan("work", trajectories), frames
 
     def _trajectories(self, step: int, uids: list[str]) -> tuple[tuple[PlannedTrajectory, ...], list[bytes]]:

@@ -13,14 +13,14 @@ from asyncrl.runtime.memory import main_memory
 
 def static_bytes(config: RunConfig) -> int:
     """Weights, gradients and optimizer state of all ranks together, also those of a critic and of a reference
-    of its own. Of adapters, which take little, the model only: it is a lower bound."""
+    of its own, in all replicas. Of adapters, which take little, the model only: it is a lower bound."""
     trained = MASTER * (2 + _state_share(config.trainer))
     size = parameter_count(config.model.path) * (MASTER if config.model.lora_rank else trained)
     if own_critic(config):
         size += parameter_count(config.critic.path or config.model.path) * trained
     if config.kl.where != "none" and (config.kl.reference or not config.model.lora_rank):
         size += parameter_count(config.kl.reference or config.model.path) * MASTER
-    return int(size)
+    return int(size) * config.trainer.replicas
 
 
 def _state_share(trainer: TrainerConfig) -> float:
@@ -54,7 +54,8 @@ def check_memory(config: RunConfig, gpu: bool | None) -> None:
         raise ConfigError(
             f"weights, gradients and optimizer state of the trainer take {sized(needed)}, and there are "
             f"{sized(there)}; set model.lora_rank, a trainer.optimizer with less state, a model.path with "
-            "fewer parameters, or, with GPUs, more trainer.ranks or trainer.offload_optimizer=true"
+            "fewer parameters, fewer trainer.replicas, or, with GPUs, more trainer.ranks or "
+            "trainer.offload_optimizer=true"
         )
 
 

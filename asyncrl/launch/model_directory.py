@@ -40,6 +40,13 @@ def check_model(config: RunConfig) -> None:
             f"rollout.max_tokens ({config.rollout.max_tokens}) exceeds the model's context ({longest}); "
             "lower it"
         )
+    heads = settings.get("num_attention_heads", settings.get("n_head"))  # GPT-2
+    sharing = config.trainer.sequence_parallel
+    if isinstance(heads, int) and heads % sharing:
+        raise ConfigError(
+            f"trainer.sequence_parallel ({sharing}) does not divide the model's {heads} attention heads; set "
+            f"it to one of {[n for n in range(1, heads + 1) if heads % n == 0]}"
+        )
 
 
 def chat_template(config: RunConfig) -> str:

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from asyncrl.trainer.flex import FlexKernel, Scoring
 from asyncrl.trainer.prefix_tree import Forest
+from asyncrl.trainer.ulysses import SequenceRanks
 
 NAME, CPU = "asyncrl_forest", torch.device("cpu")
 QUERIES = 256  # of a piece: a longer node is cut, so that a piece does not look at what is ahead of all of it
@@ -191,20 +192,26 @@ def _attention(
     scaling: float | None = None,
     *,
     forest: ForestAttention,
+    ranks: SequenceRanks | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function. What it does not know it notes: ignoring it would change gradients by little
-    enough to be missed."""
+    """The registered function; with `ranks`, of this rank's part of the sequence. What it does not know it
+    notes: ignoring it would change gradients by little enough to be missed."""
     forest.unknown.update(
         name for name, given in others.items() if given is not None and name not in HARMLESS
     )
     if dropout:
         forest.unknown.add("dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap)
-    return forest.kernel.attend(query[0], key[0], value[0], scoring)[None], None
+    scoring, given = Scoring(scale, sliding_window, softcap), (query[0], key[0], value[0])
+
+    def attend(*some_heads: Tensor) -> Tensor:
+        return forest.kernel.attend(*some_heads, scoring)
+
+    found = attend(*given) if ranks is None else ranks.attend(*given, len(forest.forest.ids), attend)
+    return found[None], None
 
 
 AttentionInterface.register(NAME, _attention)

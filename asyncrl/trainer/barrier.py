@@ -56,7 +56,7 @@ def compared(
     examples = [credit(e, recipe, traces[e.group]) for e in examples]
     tally = MetricSums()
     tally_credit(tally, examples)
-    whole = merged(world.gather(tally, MetricSums))
+    whole = merged(world.gather_data(tally, MetricSums))
     change = scaling(recipe, whole, whitening)
     return [rescaled(e, change) for e in examples], whole
 

@@ -119,7 +119,7 @@ def share(
     for planned, named in zip((e.planned for e in examples), arrays, strict=True):
         content = {name: array.astype(_dtype(name)).tobytes() for name, array in named.items()}
         mine.append(Packed(planned.uid, planned.group, planned.own, planned.place, content))
-    everyone = [packed for part in world.gather(mine, list[Packed]) for packed in part]
+    everyone = [packed for part in world.gather_data(mine, list[Packed]) for packed in part]
     return sorted(everyone, key=lambda packed: packed.uid)
 
 

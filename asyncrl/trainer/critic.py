@@ -14,6 +14,8 @@ from asyncrl.trainer.layers import prepare_layers
 from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, values
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.sequence import in_parts
+from asyncrl.trainer.ulysses import SequenceRanks
 from asyncrl.trainer.world import World
 
 
@@ -22,15 +24,20 @@ class Critic(nn.Module):
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, backbone: PreTrainedModel) -> None:
+    def __init__(self, backbone: PreTrainedModel, ranks: SequenceRanks | None) -> None:
         super().__init__()
-        self.backbone = backbone
+        self.backbone, self.ranks = backbone, ranks
         add_value_head(backbone, backbone.config.get_text_config().hidden_size)
 
     def forward(self, tokens: Selected) -> Tensor:
         """Values [N] with gradient, float32 at least."""
+        (found,) = in_parts(self._values, tokens, self.ranks)
+        assert found is not None
+        return found
+
+    def _values(self, tokens: Selected) -> tuple[Tensor]:
         hidden = self.backbone(**tokens.inputs).last_hidden_state
-        return values(self.backbone, tokens.predictors(hidden))
+        return (values(self.backbone, tokens.predictors(hidden)),)
 
 
 def load_critic(config: RunConfig, world: World) -> Critic:
@@ -43,7 +50,7 @@ def load_critic(config: RunConfig, world: World) -> Critic:
     if not path:
         path, key = config.model.path, "model.path"
     source = read_model(AutoModel, path, config.model.dtype, world, key)
-    critic = Critic(source.model)
+    critic = Critic(source.model, world.sequence)
     prepare_layers(source.model, config.trainer)
     shard_and_fill(critic, source, world, offload=config.trainer.offload_optimizer)
     critic.optimizer = make_optimizer(critic, config.trainer, lr=config.critic.lr)

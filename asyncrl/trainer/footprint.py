@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from asyncrl.algorithms.recipe import compose
-from asyncrl.config import Packing, RunConfig
+from asyncrl.config import Packing, RunConfig, TrainerConfig
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.layers import prepare_layers
@@ -136,7 +136,7 @@ def footprint(config: RunConfig) -> Footprint:
     trainer = msgspec.structs.replace(config.trainer, compile=False)  # it runs no fake tensors
     config = msgspec.structs.replace(config, trainer=trainer)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_world(config.trainer.ranks) as world, fake, LiveBytes() as live:
+    with _fake_world(config.trainer) as world, fake, LiveBytes() as live:
         policy, critic, reference = _models(config, world)
         weights = live.now
         optimizers = [make_optimizer(policy, config.trainer, lr=1.0)]
@@ -161,7 +161,7 @@ def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Ref
     critic = reference = None
     if recipe.own_critic:
         backbone = _skeleton(AutoModel, config.critic.path or config.model.path, config)
-        critic = Critic(backbone)
+        critic = Critic(backbone, world.sequence)
         _pack(backbone, config)
         prepare_layers(backbone, config.trainer)
         shard_empty(critic, backbone, config.model.dtype, world)
@@ -175,7 +175,7 @@ def _models(config: RunConfig, world: World) -> tuple[Policy, Critic | None, Ref
 def _policy(config: RunConfig, path: str, world: World, *, trained: bool) -> Policy:
     model = config.model if trained else msgspec.structs.replace(config.model, lora_rank=0)
     lm = _skeleton(AutoModelForCausalLM, path, config)
-    policy = Policy(lm, model, value_head=trained and compose(config).shared_critic)
+    policy = Policy(lm, model, world.sequence, value_head=trained and compose(config).shared_critic)
     policy.whole, policy.packing = not policy.cut.possible, _pack(lm, config)
     if trained:
         prepare_layers(lm, config.trainer)
@@ -193,16 +193,17 @@ def _pack(lm: PreTrainedModel, config: RunConfig) -> Packing:
     """Let a model attend as it will to packed rows, if it can. On a GPU flex attention keeps about as much as
     that of padded rows, and runs no fake tensors of a CPU."""
     gpu = torch.cuda.is_available() and config.model.device != "cpu"
-    if gpu or config.trainer.packing == "padded" or unfit(lm):
+    if gpu or config.trainer.packing == "padded" or unfit(lm, config.trainer.sequence_parallel):
         return "padded"
     lm.set_attn_implementation(NAME)
     return config.trainer.packing
 
 
 @contextmanager
-def _fake_world(ranks: int) -> Iterator[World]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def _fake_world(trainer: TrainerConfig) -> Iterator[World]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trainer.ranks)
     try:
-        yield World(0, ranks, torch.device("cpu"), init_device_mesh("cpu", (ranks,)))
+        world = World(0, trainer.ranks, torch.device("cpu"), init_device_mesh("cpu", (trainer.ranks,)))
+        yield world.arranged(trainer.replicas, trainer.sequence_parallel)
     finally:
         dist.destroy_process_group()

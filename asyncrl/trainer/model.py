@@ -25,7 +25,9 @@ from asyncrl.trainer.loading import add_value_head, read_model, shard_and_fill, 
 from asyncrl.trainer.lora import Adapters
 from asyncrl.trainer.routes import Replay
 from asyncrl.trainer.scores import Scores, Selected, score_chunks
+from asyncrl.trainer.sequence import in_parts
 from asyncrl.trainer.split_head import SplitModel
+from asyncrl.trainer.ulysses import SequenceRanks
 from asyncrl.trainer.world import World
 from asyncrl.weights.names import pieces
 
@@ -38,11 +40,19 @@ class Policy(nn.Module):
 
     `published`: the weights that make up the model for others, as they know them; a value head and adapters
     are not among them. `whole`: logits of all selected tokens at once, for a model that cannot be cut.
+    `ranks`: those that compute a packed micro-batch together.
     """
 
-    def __init__(self, lm: PreTrainedModel, config: ModelConfig, *, value_head: bool = False) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        config: ModelConfig,
+        ranks: SequenceRanks | None,
+        *,
+        value_head: bool = False,
+    ) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self.ranks = lm, ranks
         self.export_dtype = getattr(torch, config.dtype)
         self.published = pieces(lm)
         self.packing: Packing = "padded"  # how rows must be laid out for it
@@ -57,12 +67,15 @@ class Policy(nn.Module):
         self.whole = not self.cut.possible
 
     def forward(self, tokens: Selected, entropy_grad: bool = False, collision: bool = False) -> Scores:
-        if self.replay is not None:
-            self.replay.give(tokens.routes)
-        hidden, features, logits_of = (self.cut.whole if self.whole else self.cut.split)(tokens)
-        scores = score_chunks(logits_of, features, tokens, entropy_grad=entropy_grad, collision=collision)
-        value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
-        return scores._replace(value=value)
+        def run(part: Selected) -> Scores:
+            if self.replay is not None:
+                self.replay.give(part.routes)
+            hidden, features, logits_of = (self.cut.whole if self.whole else self.cut.split)(part)
+            scores = score_chunks(logits_of, features, part, entropy_grad=entropy_grad, collision=collision)
+            value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
+            return scores._replace(value=value)
+
+        return Scores(*in_parts(run, tokens, self.ranks))
 
     def base(self) -> AbstractContextManager[None]:
         """Inside, the policy scores as if it had no adapters."""
@@ -84,7 +97,7 @@ def load_policy(
     naming `key`, when the directory holds no causal language model.
     """
     source = read_model(AutoModelForCausalLM, config.path, config.dtype, world, key)
-    policy = Policy(source.model, config, value_head=value_head)
+    policy = Policy(source.model, config, world.sequence, value_head=value_head)
     if trainer is not None:
         prepare_layers(source.model, trainer)
         policy.replay = Replay(source.model) if trainer.router_replay else None

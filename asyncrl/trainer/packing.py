@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from asyncrl.config import Packing
+from asyncrl.errors import ConfigError
 from asyncrl.trainer.attention import NAME
 from asyncrl.trainer.model import Policy
 from asyncrl.trainer.scores import Scores, Selected
@@ -30,12 +31,18 @@ GROWING = {"dynamic", "longrope"}  # kinds of RoPE in which a token's angle depe
 
 def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world: World) -> Packing:
     """`wanted`, if each of these FSDP roots gives the same gradients with packed rows as with padded ones;
-    else padded, and a warning. Sets their attention accordingly. `dtype`: of a forward. A collective."""
+    else padded, and a warning; ConfigError where ranks are to share a sequence, which padded rows cannot.
+    Sets their attention accordingly. `dtype`: of a forward. A collective."""
     if wanted == "padded":
         return wanted
     own = [_transformer(model).config._attn_implementation for model in models]
+    sharing = world.sequence.count if world.sequence else 1
     for model in models:
-        problem = unfit(_transformer(model)) or _differs(model, wanted, AGREE[dtype], world)
+        problem = unfit(_transformer(model), sharing) or _differs(model, wanted, AGREE[dtype], world)
+        if problem and world.sequence:
+            raise ConfigError(
+                f"trainer.sequence_parallel={sharing} needs packed rows, and {problem}; set it to 1"
+            )
         if problem:
             logger.warning("trainer.packing: padded instead of %s: %s", wanted, problem)
             for other, implementation in zip(models, own, strict=True):
@@ -62,8 +69,9 @@ def _transformer(root: nn.Module) -> PreTrainedModel:
     return next(module for module in root.modules() if isinstance(module, PreTrainedModel))
 
 
-def unfit(model: PreTrainedModel) -> str:
-    """Why rows cannot be packed, as far as it can be seen without a forward."""
+def unfit(model: PreTrainedModel, sharing: int = 1) -> str:
+    """Why rows cannot be packed, or not on so many ranks that share them, as far as it can be seen without a
+    forward."""
     kind, config = type(model).__name__, model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}
@@ -74,6 +82,8 @@ def unfit(model: PreTrainedModel) -> str:
         return f"{kind} has layers of {', '.join(sorted(others))}"
     if kinds & GROWING:
         return f"{kind} has a RoPE that depends on the longest row"
+    if (heads := config.num_attention_heads) % sharing:
+        return f"{kind} has {heads} attention heads, which {sharing} ranks cannot share"
     return ""
 
 

@@ -75,6 +75,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
+    mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel)
     trainer = TrainerRank(config, endpoints, mesh, incarnation)
     try:
         trainer.loop()
@@ -145,16 +146,18 @@ class TrainerRank:
                     self._await_stop(plan.kind)
 
     def _train(self, plan: WorkPlan, frames: list[bytes]) -> None:
+        uids = [planned.uid for planned in plan.trajectories]
+        self.mesh.check_shared(uids, list[str])  # a payload may have become unreadable in between
         with self.timeline.span("train"), self.watch.phase("update_actor"):
             self.learner.accumulate(with_turns(plan.trajectories, frames))
-        self._batch += [planned.uid for planned in plan.trajectories]
+        self._batch += uids
 
     def _finish(self, plan: WorkPlan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""
         with self.timeline.span("step"), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
             heap.trim()
-        everyone = [uid for part in self.mesh.gather(self._batch, list[str]) for uid in part]
+        everyone = [uid for part in self.mesh.gather_data(self._batch, list[str]) for uid in part]
         self.saving.add(everyone)
         self._batch = []
         metrics["trainer/trajectories_total"] = float(self.saving.trained_total)

@@ -19,6 +19,7 @@ from asyncrl.config import Packing
 from asyncrl.trainer.attention import ForestAttention
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.routes import UNKNOWN
+from asyncrl.trainer.ulysses import SequenceRanks
 
 CHUNK = 512  # tokens whose logits exist at once
 LOWEST = -1e30  # in place of log 0: zero times it is zero
@@ -40,21 +41,22 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """Which tokens to score. `ids` [B, T]; token i of N is ids[token[i]] of the flattened ids, predicted by
-    the hidden state of ids[predictor[i]] and logits divided by temperature[i].
+    """Which tokens to score. `ids` [B, T]; token i of N is labels[i], predicted by the hidden state of
+    ids[predictor[i]] (which stays on the host) of the flattened ids and logits divided by temperature[i].
 
     `forest` tells how tokens attend to each other, at these `positions` [B, T]. Without one each row of
     `ids` is a sequence by itself, padded on the right. `routes` [B * T, ·]: the experts of every token, those
-    of the first row for what rows share; -1: not known.
+    of the first row for what rows share; -1: not known. `ranks`: those that have a part of the sequence each.
     """
 
     ids: Tensor
-    token: Tensor
-    predictor: Tensor
+    labels: Tensor
+    predictor: np.ndarray
     temperature: Tensor
     positions: Tensor | None = None
     forest: ForestAttention | None = None
     routes: Tensor | None = None
+    ranks: SequenceRanks | None = None
 
     @classmethod
     def of(
@@ -73,19 +75,20 @@ class Selected:
             at = [index * width + np.arange(len(one)) for index, one in enumerate(rows)]
             laid = _laid(routes, at, width * len(rows))
             padded = np.stack([np.pad(one, (0, width - len(one))) for one in rows]).astype(np.int64)
-            flat = torch.from_numpy(row * width + position)
-            return cls(torch.from_numpy(padded), flat, flat - 1, temperature, routes=laid)
+            ids, token = torch.from_numpy(padded), row * width + position
+            return cls(ids, ids.flatten()[token], token - 1, temperature, routes=laid)
         forest = plant(rows, shared=packing == "tree")
         places, starts = np.concatenate(forest.rows), np.cumsum([0, *map(len, rows[:-1])])
-        token, predictor = (torch.from_numpy(places[starts[row] + at]) for at in (position, position - 1))
+        token, predictor = (places[starts[row] + at] for at in (position, position - 1))
         ids, positions = (torch.from_numpy(array)[None] for array in (forest.ids, forest.positions))
         laid = _laid(routes, forest.rows, len(forest.ids))
-        return cls(ids, token, predictor, temperature, positions, ForestAttention(forest), laid)
+        return cls(ids, ids[0, token], predictor, temperature, positions, ForestAttention(forest), laid)
 
     def to(self, device: torch.device) -> Selected:
         """All of it on `device`."""
-        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        return replace(self, **{name: value.to(device) for name, value in given.items()})
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor | ForestAttention)}
+        return replace(self, **moved)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -99,15 +102,12 @@ class Selected:
             "attention_mask": no_mask,
             "use_cache": False,
             "forest": self.forest,
+            "ranks": self.ranks,
         }
-
-    @property
-    def labels(self) -> Tensor:
-        return self.ids.flatten()[self.token]
 
     def predictors(self, hidden: Tensor) -> Tensor:
         """Of hidden states [B, T, H] those that predict the tokens, [N, H]."""
-        return hidden.flatten(0, 1)[self.predictor]
+        return hidden.flatten(0, 1)[torch.from_numpy(self.predictor).to(hidden.device)]
 
 
 def _laid(routes: Sequence[np.ndarray], rows: Sequence[np.ndarray], size: int) -> Tensor | None:

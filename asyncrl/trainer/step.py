@@ -88,7 +88,7 @@ class Learner:
         self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
-        self.averaging: float = world.size  # what FSDP2 divides gradients by
+        self.averaging: float = world.data_ranks  # of what FSDP2 gives the mean
         self.bound = config.buffer.max_staleness
         self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
         self.size = (0, 0)  # tokens, padding included, and episodes of the micro-batch under way; 0: none
@@ -129,7 +129,7 @@ class Learner:
     def finish(self) -> dict[str, float]:
         """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
         if self.waits:
-            tally = merged(self.world.gather(self._tally, MetricSums))
+            tally = merged(self.world.gather_data(self._tally, MetricSums))
             tally.merge(self._train_held())
         else:
             tally = self.apply(self._tally)
@@ -293,7 +293,7 @@ class Learner:
         tally_computed(tally, self._computed, self._flops)
         self._computed, self._flops = 0, 0.0
         self.size = (0, 0)
-        whole = merged(self.world.gather(tally, MetricSums))
+        whole = merged(self.world.gather_data(tally, MetricSums))
         denominator = self.recipe.aggregate.divisor(whole.totals.pop("_D", 0.0))
         if denominator:
             scale = self._expected / denominator

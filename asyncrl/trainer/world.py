@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, ProtocolError, one_line
+from asyncrl.trainer.ulysses import SequenceRanks
 
 T = TypeVar("T")
 MAX_BYTES = 4 << 30  # of one rank's value; a whole batch takes about 40 bytes per model token
@@ -22,14 +23,33 @@ PART_BYTES = 64 << 20  # of it that travel at once
 
 @dataclass(frozen=True)
 class World:
-    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `group`:
-    what they talk through; None: the default one."""
+    """This process among `size` ranks. Every method is a collective: all ranks call it, or none. `mesh`: over
+    what weights are sharded, [ranks], or [replicas, ranks of each]. `sequence`: the ranks that share this
+    one's micro-batches; None: it has its own. `group`: what all talk through; None: the default one."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    sequence: SequenceRanks | None = None
     group: dist.ProcessGroup | None = None
+
+    @property
+    def data_ranks(self) -> int:
+        """Micro-batches that are computed at once."""
+        return self.size // (self.sequence.count if self.sequence else 1)
+
+    def arranged(self, replicas: int, sequence: int) -> World:
+        """The same ranks with weights sharded over each of `replicas` equal parts of them (HSDP), and with
+        micro-batches that `sequence` neighbours share. Both divide the ranks."""
+        kind, mesh, ranks = self.device.type, self.mesh, None
+        if replicas > 1:
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(kind, (replicas, self.size // replicas), mesh_dim_names=names)
+        if sequence > 1:
+            group = init_device_mesh(kind, (self.size // sequence, sequence)).get_group(1)
+            ranks = SequenceRanks(group, self.rank % sequence, sequence)
+        return replace(self, mesh=mesh, sequence=ranks)
 
     def apart(self, timeout_s: float) -> World:
         """The same ranks with a group of their own on the CPU, for a thread beside training."""
@@ -37,13 +57,13 @@ class World:
 
     def collect(self, shard: DTensor) -> Tensor:
         """The whole of a tensor that is sharded along its first dimension, on rank 0 and the CPU; something
-        else on the others."""
-        mine = shard.to_local().cpu()
-        rows = -(-shard.shape[0] // self.size)
-        if self.size == 1:
+        else on the others. The first replica's ranks send their shards."""
+        mine, shards = shard.to_local().cpu(), self.mesh.shape[-1]
+        rows = -(-shard.shape[0] // shards)
+        if shards == 1:
             return mine
         if self.rank:
-            if mine.numel():
+            if mine.numel() and self.rank < shards:
                 dist.send(mine, 0, group=self.group)
             return mine
         whole = mine.new_empty(shard.shape)
@@ -65,6 +85,18 @@ class World:
             return [msgspec.msgpack.decode(one, type=kind) for one in encoded]
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a trainer rank sent what is no {kind}: {one_line(error)}") from error
+
+    def gather_data(self, value: T, kind: type[T]) -> list[T]:
+        """As `gather`, of what ranks that share micro-batches have alike: one value of them."""
+        return self.gather(value, kind)[:: self.size // self.data_ranks]
+
+    def check_shared(self, value: T, kind: type[T]) -> None:
+        """ProtocolError, on all ranks alike, unless those that share micro-batches have the same value."""
+        if self.sequence is None:
+            return
+        found, sharing = self.gather(value, kind), self.sequence.count
+        if any(other != found[rank - rank % sharing] for rank, other in enumerate(found)):
+            raise ProtocolError(f"trainer ranks that share a micro-batch were given different ones: {found}")
 
     def _exchange(self, mine: bytes) -> list[bytearray]:
         """The bytes of all ranks."""

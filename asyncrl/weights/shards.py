@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Buffers, Superseded
@@ -172,6 +172,10 @@ def _wait(work: dist.Work | None, timeout: float) -> None:
 
 
 def _local(shard: DTensor) -> Tensor:
-    """This rank's part, empty where there are more ranks than rows."""
-    assert shard.placements == (Shard(0),), f"not sharded along the first dimension: {shard.placements}"
-    return shard.to_local().detach()
+    """This rank's part, empty where there are more ranks than rows; of replicas the first one has them."""
+    mesh = shard.device_mesh
+    expected = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    assert shard.placements == expected, f"not sharded along the first dimension: {shard.placements}"
+    *replica, _ = mesh.get_coordinate() or ()
+    mine = shard.to_local().detach()
+    return mine[:0] if any(replica) else mine

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -201,24 +204,36 @@ def balanced_cut(episodes: Sequence[Episode], ranks: int, budget: int) -> list[l
 
 def run_batch(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, float]:
     """One optimizer batch of this rank's share of a cut."""
+    world = learner.world
     for micro in cut:
-        learner.accumulate(micro[learner.world.rank])
+        learner.accumulate(micro[world.rank * world.data_ranks // world.size])
     return learner.finish()
 
 
 def final_gradients(learner: Learner, cut: list[list[list[Episode]]]) -> dict[str, Tensor]:
-    """The gradients that the optimizer would be given; the policy stays as it is, V too."""
+    """The gradients that the optimizers would be given; the models stay as they are, V too."""
+    return gradients_and_metrics(learner, cut)[0]
+
+
+def gradients_and_metrics(
+    learner: Learner, cut: list[list[list[Episode]]]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """As `final_gradients`, with what the batch reports."""
     found: dict[str, Tensor] = {}
 
-    def capture() -> None:
-        named = learner.policy.lm.named_parameters()
-        found.update({name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None})
+    def capture(prefix: str, model: nn.Module) -> None:
+        named = model.named_parameters()
+        found.update({prefix + name: p.grad.full_tensor().clone() for name, p in named if p.grad is not None})
 
-    step, learner.optimizer.step = learner.optimizer.step, capture
-    run_batch(learner, cut)
-    learner.optimizer.step = step
+    with ExitStack() as stack:
+        models = [("", learner.policy.lm, learner.optimizer)]
+        if learner.critic is not None:
+            models.append(("critic.", learner.critic, learner.critic.optimizer))
+        for prefix, model, optimizer in models:
+            stack.enter_context(mock.patch.object(optimizer, "step", partial(capture, prefix, model)))
+        metrics = run_batch(learner, cut)
     learner.step -= 1
-    return found
+    return found, metrics
 
 
 def gradient_gap(

@@ -1,4 +1,4 @@
-"""The number of ranks is a matter of speed only; and a checkpoint does not remember it."""
+"""Ranks, and how they are arranged, are a matter of speed only; and a checkpoint does not remember them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncrl.store.checkpoints import CheckpointManifest
+from asyncrl.trainer.model import shards
 from asyncrl.trainer.step import Learner
 from asyncrl.trainer.world import World
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.shards import HostShards
+from asyncrl.weights.snapshot import Tensors
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import (
     Episode,
@@ -62,19 +67,45 @@ def train(learner: Learner, batches: list[list[Episode]]) -> list[dict[str, floa
     """AdamW with clipping, float32, micro-batches packed as in a run."""
     curve = []
     for batch in batches:
-        metrics = run_batch(learner, balanced_cut(batch, learner.world.size, budget=150))
+        metrics = run_batch(learner, balanced_cut(batch, learner.world.data_ranks, budget=150))
         curve.append({name: metrics[name] for name in COMPARED})
     return curve
 
 
 def work(world: World, place: Path) -> dict[str, Any]:
+    """Four ranks hold two replicas; from the checkpoint on two of them share a micro-batch instead."""
     path, batches = torch.load(place.parent / "recorded.pt", weights_only=False)
-    learner = make_learner(tiny_config(path, trainer={"grad_clip": 1.0}), world, "float32")
+    config = tiny_config(path, trainer={"grad_clip": 1.0})
+    learner = make_learner(config, world.arranged(2, 1) if world.size == 4 else world, "float32")
     curve = train(learner, batches[:SAVED_AT])
     manifest = CheckpointManifest(step=SAVED_AT, trainer_epoch=0)
-    save_checkpoint(place / "checkpoints", learner, manifest, hf=False)
+    saved = save_checkpoint(place / "checkpoints", learner, manifest, hf=world.size == 4)
+    if world.size == 4:
+        published = published_by(learner, world)
+        learner = make_learner(config, world.arranged(1, 2), "float32")
+        load_checkpoint(saved, learner)
+        if world.rank == 0:
+            exported = load_file(saved / "hf" / "model.safetensors")
+            assert all(torch.equal(tensor, exported[name]) for name, tensor in published.items())
     curve += train(learner, batches[SAVED_AT:])
     return {"curve": curve, "weights": full_state(learner.policy)}
+
+
+def published_by(learner: Learner, world: World) -> Tensors:
+    """What engines would be given; nothing on ranks other than the first."""
+    policy = learner.policy
+    host = HostShards(shards(policy), policy.published, torch.float32, 60.0)
+    index = world.gather(host.claim() if world.rank == 0 else 0, int)[0]
+    host.copy(index, shards(policy))
+    wanted = full_state(policy)
+    found: Tensors = {}
+    if world.rank == 0:
+        for bucket in host.snapshot(index, PolicyVersion(0, SAVED_AT), None, 0.0).buckets(1000):
+            found |= {name: tensor.clone() for name, tensor in bucket.items()}
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    world.gather(0, int)
+    host.close(60.0)
+    return found
 
 
 def resume(world: World, place: Path) -> dict[str, Any]:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from asyncrl.trainer.world import World
+from tests.fakes.models import save_small
 from tests.fakes.ranks import run_ranks
 from tests.fakes.recipes import COMPARING, RECIPES, trained
-from tests.fakes.training import Recorder, difference, plain_model, random_cut, save_tiny_model
+from tests.fakes.training import (
+    Recorder,
+    difference,
+    gradients_and_metrics,
+    make_learner,
+    plain_model,
+    random_cut,
+    save_tiny_model,
+    tiny_config,
+)
 
 Weights = dict[str, dict[str, Tensor]]
+Layout = tuple[int, int, str]  # replicas of the weights, ranks that share a micro-batch, and a recipe
+LAYOUTS: dict[int, list[Layout]] = {
+    1: [(1, 1, "gae"), (1, 1, "gae, shared"), (1, 1, "gspo"), (1, 1, "kl in loss, entropy, batch_std")],
+    2: [(2, 1, "gspo"), (1, 2, "gae"), (1, 2, "kl in loss, entropy, batch_std")],
+    4: [(2, 1, "gae"), (1, 4, "gae, shared"), (2, 2, "gspo")],
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_tiny_model(folder / "model")
     episodes = Recorder(plain_model(path), seed=11, noise=0.2).groups(4, 3, [0])
     torch.save((path, episodes), folder / "recorded.pt")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}  # its norms compute in the model's dtype
+    path = save_small(folder / "grouped", "Starcoder2", **heads, bos_token_id=0, eos_token_id=0)
+    episodes = Recorder(plain_model(path), seed=12, noise=0.2, prompt=20).groups(3, 3, [0])
+    torch.save((path, episodes), folder / "grouped.pt")
     return folder
 
 
@@ -42,10 +65,42 @@ def cut_at_random(names: Sequence[str], world: World, folder: Path) -> Weights:
     return {name: trained(world, path, name, cut) for name in names}
 
 
+def laid_out(world: World, folder: Path) -> dict[Layout, Any]:
+    """Gradients and metrics of groups that share their prompt, with every other layer recomputed."""
+    path, episodes = torch.load(folder.parent / "grouped.pt", weights_only=False)
+    found = {}
+    for layout in LAYOUTS[world.size]:
+        laid = world.arranged(*layout[:2])
+        config = tiny_config(
+            path, **copy.deepcopy(RECIPES[layout[2]]), trainer={"activation_checkpointing": 2}
+        )
+        with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0):
+            learner = make_learner(config, laid)
+        assert learner.packing == "tree"
+        found[layout] = gradients_and_metrics(learner, random_cut(episodes, laid.data_ranks, 2, seed=3))
+    return found
+
+
+def on_ranks(names: Sequence[str], world: World, folder: Path) -> tuple[Weights, dict[Layout, Any]]:
+    return cut_at_random(names, world, folder), laid_out(world, folder)
+
+
+@pytest.fixture(scope="module")
+def as_one(folder: Path, world: World) -> dict[str, Any]:
+    return {recipe: found for (_, _, recipe), found in laid_out(world, folder / "one").items()}
+
+
 @pytest.mark.parametrize(("ranks", "names"), [(2, tuple(RECIPES)), (4, COMPARING)])
 def test_neither_ranks_nor_micro_batches_matter(
-    folder: Path, alone: Weights, ranks: int, names: Sequence[str]
+    folder: Path, alone: Weights, as_one: dict[str, Any], ranks: int, names: Sequence[str]
 ) -> None:
-    found = run_ranks(ranks, partial(cut_at_random, names), folder / f"{ranks}")
+    """Nor how they are arranged. What is computed twice, as its rows lie on several ranks, is reported so."""
+    found, arranged = run_ranks(ranks, partial(on_ranks, names), folder / f"{ranks}")
     for name in names:
         assert difference(found[name], alone[name]) < 1e-9, name
+    for layout, (gradients, metrics) in arranged.items():
+        wanted, told = as_one[layout[2]]
+        assert difference(gradients, wanted) < 1e-10, layout
+        assert metrics.keys() == told.keys()
+        for name in (name for name in told if not name.startswith(("perf/", "global_seqlen/"))):
+            assert metrics[name] == pytest.approx(told[name], rel=1e-9, abs=1e-9), (layout, name)

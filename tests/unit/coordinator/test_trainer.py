@@ -98,6 +98,15 @@ def test_ranks_share_a_plan_and_retries_repeat_it(setup: TrainerSetup) -> None:
     assert setup.take(0, 0, 0) == first
 
 
+def test_ranks_that_share_a_micro_batch_get_the_same(setup: TrainerSetup) -> None:
+    config = setup.state.config
+    trainer = msgspec.structs.replace(config.trainer, ranks=2, sequence_parallel=2)
+    setup.state.config = msgspec.structs.replace(config, trainer=trainer)
+    first, second = setup.take(0, 0, 0), setup.take(1, 0, 0)
+    assert first is not None and uids(first) == {"0.0", "0.1", "1.0", "1.1"}
+    assert second == first
+
+
 def test_no_rank_goes_before_all_hold_their_plan_and_a_missed_go_is_repeated(setup: TrainerSetup) -> None:
     assert setup.confirm(0, 0, 0) == []
     assert setup.confirm(1, 0, 0) == PEERS

@@ -158,6 +158,7 @@ def test_weights_of_which_files_are_missing_are_refused(model: Path) -> None:
         ({"trainer": {"optimizer": {"sgd": {"momentum": 0.9}}}}, 4 + 4 + 4),
         (CRITIC, 2 * (4 + 4 + 8)),
         ({"kl": {"where": "loss"}}, 4 + 4 + 8 + 4),
+        ({"trainer": {"ranks": 4, "replicas": 2}}, 2 * (4 + 4 + 8)),
     ],
 )
 def test_what_stays_in_memory(model: Path, keys: dict[str, Any], bytes_each: int) -> None:
@@ -199,3 +200,13 @@ def test_episodes_longer_than_the_models_context_are_refused(model: Path, key: s
     with pytest.raises(ConfigError, match=r"rollout\.max_tokens \(4096\) exceeds .* \(1024\)"):
         check_model(config(model, **template))
     check_model(config(model, rollout={"max_tokens": 1024, "max_new_tokens": 512}, **template))
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "n_head"])
+def test_heads_that_ranks_cannot_share_are_refused(model: Path, key: str) -> None:
+    (model / "config.json").write_text(json.dumps({key: 9}))
+    (model / "tokenizer.json").write_text("{}")
+    template = {"model": {"template": "{{ messages }}"}}
+    with pytest.raises(ConfigError, match=r"sequence_parallel \(2\) .* model's 9 .*one of \[1, 3, 9\]"):
+        check_model(config(model, trainer={"ranks": 2, "sequence_parallel": 2}, **template))
+    check_model(config(model, trainer={"ranks": 3, "sequence_parallel": 3}, **template))

@@ -62,7 +62,7 @@ def test_rows_of_an_episode_stay_one_episode() -> None:
     micro = collate([branched, plain], torch.float64)
     chosen = micro.selected
     assert chosen.ids.shape == (3, 11)
-    assert (chosen.token // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
+    assert ((chosen.predictor + 1) // 11).tolist() == [0] * 5 + [1, 0, 0] + [2] * 2
     assert micro.episode.tolist() == [0] * 8 + [1] * 2
     assert chosen.labels.tolist() == [3, 4, 6, 7, 8, 10, 12, 13, 3, 4]
     assert micro.turn.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 0, 0]
@@ -123,7 +123,7 @@ def test_a_row_without_model_tokens_is_legal() -> None:
     empty = example(ROW, [Turn(0, (1, 2), (), (), (), StopReason.LENGTH)], 5, 1, TOKEN_MEAN)
     assert empty.tokens == 0 and empty.denominator == 0
     micro = collate([empty, example(ROW, TURNS, 5, 1, TOKEN_MEAN)], torch.float64)
-    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.token.min() == 8 + 2
+    assert np.unique(micro.episode.numpy()).tolist() == [1] and micro.selected.predictor.min() + 1 == 8 + 2
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def episodes(length: int) -> list[Episode]:
 
 def measured(config: RunConfig, world: World, folder: Path) -> tuple[int, int]:
     """Live bytes of one rank with all that stays, and at most in the second micro-batch."""
+    world = world.arranged(config.trainer.replicas, config.trainer.sequence_parallel)
     with mock.patch("asyncrl.trainer.loading.LAYER_MIN_PARAMETERS", 0), LiveBytes() as live:
         learner = Learner(config, world)
         for _ in range(2):
@@ -108,9 +109,17 @@ def test_of_experts(world: World, tmp_path: Path, dtype: str, recomputed: str) -
 
 
 @pytest.mark.long
-def test_of_one_rank_of_two(world: World, model: str, tmp_path: Path) -> None:
-    config = config_of(model, ranks=2)
+@pytest.mark.parametrize("keys", [{}, {"replicas": 2}, {"sequence_parallel": 2}])
+def test_of_one_rank_of_two(world: World, model: str, tmp_path: Path, keys: dict[str, Any]) -> None:
+    config = config_of(model, ranks=2, **keys)
     assert_near(estimated(config), *run_ranks(2, partial(measured, config), tmp_path))
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_micro_batch_keep_less_of_it(model: str) -> None:
+    one, two = (estimated(config_of(model, ranks=4, sequence_parallel=n)) for n in (1, 2))
+    assert two.static == one.static
+    assert 0.4 * one.work < two.work < 0.8 * one.work
 
 
 @pytest.mark.long

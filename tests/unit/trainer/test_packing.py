@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.config import ModelConfig
+from asyncrl.errors import ConfigError
 from asyncrl.trainer import attention, packing, prefix_tree
 from asyncrl.trainer.attention import BucketKernel
 from asyncrl.trainer.flex import FlexKernel, Scoring
@@ -23,6 +25,7 @@ from asyncrl.trainer.model import load_policy
 from asyncrl.trainer.packing import packing_for
 from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.scores import Selected
+from asyncrl.trainer.ulysses import SequenceRanks
 from asyncrl.trainer.world import World
 from tests.fakes.training import full_state
 
@@ -242,6 +245,19 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert packing_for([policy], "tree", "float32", world) == "padded"
     assert "padded instead of tree" in caplog.text and reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "reason"), [("Llama", 3, "4 attention heads"), ("Qwen3Next", 2, "linear_attention")]
+)
+def test_ranks_that_are_to_share_a_sequence_cannot_fall_back_to_padding(
+    family: str, ranks: int, reason: str, world: World, tmp_path: Path
+) -> None:
+    make(family, **UNFIT["linear layers"][1]).save_pretrained(tmp_path)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
+    sharing: Any = SequenceRanks(world.group, 0, ranks)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"sequence_parallel={ranks} needs packed rows, and .*{reason}"):
+        packing_for([policy], "tree", "float32", replace(world, sequence=sharing))
 
 
 def test_gradients_that_differ_are_found(

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import pad
 
 from asyncrl.errors import ProtocolError
+from asyncrl.trainer import prefix_tree
 from asyncrl.trainer import world as ranks
+from asyncrl.trainer.attention import ForestAttention
+from asyncrl.trainer.flex import Scoring
 from asyncrl.trainer.metric_sums import MetricSums
+from asyncrl.trainer.prefix_tree import plant
 from asyncrl.trainer.world import World
 from tests.fakes.ranks import run_ranks
 
@@ -31,6 +42,36 @@ def refusal(world: World, value: Any, kind: type[Any]) -> str:
     return ""
 
 
+def shared(world: World) -> dict[str, Any]:
+    """Attention of a forest in parts of five tokens, the last one of three and padding; 6 query heads, 2 KV
+    heads: two ranks see both. And its gradients, of the sum of all ranks' losses."""
+    laid = world.arranged(1, 3)
+    assert laid.sequence is not None and laid.data_ranks == 1
+    rows = [np.arange(11) % 7, np.array([0, 1, 2, 9, 9])]
+    with mock.patch.object(prefix_tree, "LEAST", 1):
+        forest = ForestAttention(plant(rows, shared=True))
+    size, generator = len(forest.forest.ids), torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
+    whole = [draw(heads, size, 4) for heads in (6, 2, 2)]
+    weight, mine = draw(size, 6, 4), slice(5 * world.rank, 5 * world.rank + 5)
+    parts = [pad(x, (0, 0, 0, 15 - size))[:, mine] for x in whole]
+    inputs = [x.clone().requires_grad_() for x in (*whole, *parts)]
+    attend = partial(forest.kernel.attend, scoring=Scoring(0.4))
+    expected = attend(*inputs[:3])
+    found = laid.sequence.attend(*inputs[3:], size, attend)  # type: ignore[call-arg]
+    (expected * weight).sum().backward()
+    (found * pad(weight, (0, 0, 0, 0, 0, 15 - size))[mine]).sum().backward()
+    gaps = [(found[: size - mine.start] - expected[mine]).abs().max()]
+    for part, all_of_it in zip(inputs[3:], inputs[:3], strict=True):
+        assert part.grad is not None and all_of_it.grad is not None
+        gaps.append((part.grad - pad(all_of_it.grad, (0, 0, 0, 15 - size))[:, mine]).abs().max())
+    laid.check_shared("same", str)
+    with pytest.raises(ProtocolError, match="different ones: \\[0, 1, 2\\]"):
+        laid.check_shared(world.rank, int)
+    worst = max(world.gather(max(map(float, gaps)), float))
+    return {"tokens": size, "gap": worst, "one of three": laid.gather_data(world.rank, int)}
+
+
 def exchange(world: World, folder: Path) -> dict[str, Any]:
     """Values of other lengths on every rank, in parts of 5 bytes."""
     ranks.PART_BYTES = 5
@@ -42,6 +83,7 @@ def exchange(world: World, folder: Path) -> dict[str, Any]:
         "tallies": world.gather(tally(world.rank), MetricSums),
         "kind": refusal(world, "three" if world.rank else 3, int),
     }
+    found |= shared(world)
     ranks.MAX_BYTES = 8
     found["bound"] = refusal(world, "x" * world.rank * 4, str)  # only the last rank is over it
     found["after"] = world.gather(world.rank, int)
@@ -57,3 +99,5 @@ def test_values_of_all_ranks_come_in_rank_order_in_parts(tmp_path: Path) -> None
     assert "a trainer rank sent what is no <class 'int'>" in found["kind"]
     assert "[1, 5, 9] bytes, at most 8 each" in found["bound"]
     assert found["after"] == [0, 1, 2]
+    assert found["tokens"] == 13 and found["gap"] < 1e-14
+    assert found["one of three"] == [0]
