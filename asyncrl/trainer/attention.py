@@ -207,8 +207,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring, given = Scoring(scale, sliding_window, softcap), (query[0], key[0], value[0])
 
-    def attend(*some_heads: Tensor) -> Tensor:
-        return forest.kernel.attend(*some_heads, scoring)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # of some heads
+        return forest.kernel.attend(q, k, v, scoring)
 
     found = attend(*given) if ranks is None else ranks.attend(*given, len(forest.forest.ids), attend)
     return found[None], None

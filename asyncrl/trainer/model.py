@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -75,7 +75,8 @@ class Policy(nn.Module):
             value = values(self.lm, hidden) if hasattr(self.lm, "value_head") else None
             return scores._replace(value=value)
 
-        return Scores(*in_parts(run, tokens, self.ranks))
+        columns: Any = in_parts(run, tokens, self.ranks)
+        return Scores(*columns)
 
     def base(self) -> AbstractContextManager[None]:
         """Inside, the policy scores as if it had no adapters."""

@@ -87,7 +87,9 @@ class Selected:
     def to(self, device: torch.device) -> Selected:
         """All of it on `device`."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor | ForestAttention)}
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in given.items() if isinstance(x, Tensor | ForestAttention)
+        }
         return replace(self, **moved)
 
     @property

@@ -60,6 +60,17 @@ def test_two_workers_two_ranks_and_several_steps_per_batch(tmp_path: Path) -> No
     assert list((run.path / "weights").glob("*/delta.bin")), "every version was published whole"
 
 
+@pytest.mark.long
+def test_ranks_that_share_micro_batches_and_then_hold_replicas_instead(tmp_path: Path) -> None:
+    two = ("trainer.ranks=2", "data.test=''", "resume=auto")
+    with Run(tmp_path, "total_steps=3", "trainer.sequence_parallel=2", *two) as run:
+        run.completed(3)
+    with Run(tmp_path, "total_steps=6", "trainer.replicas=2", *two) as run:
+        summary = run.completed(6)
+    assert summary["flow"]["trained"] == 6 * 16
+    assert summary["probe_logprob_diff_max"] <= 1e-4 and summary["logprob_diff_max_same_version"] <= 1e-4
+
+
 def test_zero_staleness_is_synchronous_and_trains_folded_episodes_token_for_token(tmp_path: Path) -> None:
     """Every token's log-prob can be held against the engine's, in all rows of a folded episode."""
     weights = str(tmp_path / "shared")
