@@ -246,7 +246,8 @@ def test_only_in_a_micro_batch_are_smaller_ones_asked_for(
     rank = SimpleNamespace(loop=loop, close=lambda: None, report_lack=lambda error: "less")
     rank.learner = SimpleNamespace(size=size)
     monkeypatch.setattr(module, "TrainerRank", lambda *about: rank)
-    monkeypatch.setattr(module, "world", SimpleNamespace(join=lambda *about: None, leave=lambda: None))
+    mesh = SimpleNamespace(arranged=lambda *about: None)
+    monkeypatch.setattr(module, "world", SimpleNamespace(join=lambda *about: mesh, leave=lambda: None))
     config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}})
     with pytest.raises(raised):
         module.run(config, Endpoints("", ""), 0, "x")
