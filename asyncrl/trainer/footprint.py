@@ -1,6 +1,6 @@
 """What a trainer rank will hold in memory: its own code, run on tensors without any.
 
-    skeletons ──► shards ──► optimizer ──► the largest micro-batch, twice (the second finds gradients)
+    skeletons ──► shards ──► optimizer ──► a micro-batch of one token (its gradients stay) ──► the largest
 
 torch's FakeTensorMode computes shapes only, and its `fake` process group exchanges nothing. So FSDP2's
 buffers, activations, checkpointing and the chunks of the output layer count as they are, whatever the model.
@@ -38,7 +38,7 @@ from asyncrl.trainer.model import Policy
 from asyncrl.trainer.optimizer import make_optimizer
 from asyncrl.trainer.packing import unfit
 from asyncrl.trainer.reference import Reference
-from asyncrl.trainer.rehearsal import forward_backward, largest, shape
+from asyncrl.trainer.rehearsal import forward_backward, largest, shape, smallest
 from asyncrl.trainer.world import World
 
 EXPERTS = "asyncrl_sizes"
@@ -145,9 +145,9 @@ def footprint(config: RunConfig) -> Footprint:
         held = live.now
         rows, length = shape(config, config.trainer.micro_batch_tokens)
         with unset_fake_temporarily():  # numpy is to read some of it
-            tokens = largest(rows, length, policy.packing)
+            micros = smallest(policy.packing), largest(rows, length, policy.packing)
         before = live.now
-        for _ in range(2):
+        for tokens in micros:
             live.peak = live.now
             forward_backward(policy, critic, reference, tokens, config.algorithm.entropy_coef > 0)
         gradients = live.now - before

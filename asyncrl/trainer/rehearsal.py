@@ -1,6 +1,6 @@
 """The largest micro-batch that the configuration allows, tried before there is data.
 
-largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
+smallest, largest ──► forward and backward of all models, no optimizer step ──► gradients dropped
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ def largest(rows: int, length: int, packing: Packing) -> Selected:
     return Selected.of(ids, row, position, torch.ones(len(row)), apart)
 
 
+def smallest(packing: Packing) -> Selected:
+    """One token to score: what a micro-batch leaves behind is the same for all."""
+    return largest(1, 2, packing)
+
+
 def forward_backward(
     policy: Policy, critic: Critic | None, reference: Reference | None, tokens: Selected, entropy_grad: bool
 ) -> None:
@@ -64,11 +69,12 @@ def try_largest(learner: Learner) -> None:
         return
     config, began = learner.config, time.monotonic()
     rows, length = shape(config, learner.budget)
-    tokens = largest(rows, length, learner.packing).to(learner.world.device)
+    tokens = largest(rows, length, learner.packing)
     try:
         entropy_grad = config.algorithm.entropy_coef > 0
-        for _ in range(2):  # the second finds the gradients of the first
-            forward_backward(learner.policy, learner.critic, learner.reference, tokens, entropy_grad)
+        for tried in (smallest(learner.packing), tokens):  # the second finds gradients, as later ones do
+            micro = tried.to(learner.world.device)
+            forward_backward(learner.policy, learner.critic, learner.reference, micro, entropy_grad)
     except Exception as error:
         if not lacks_memory(error):
             raise
