@@ -125,7 +125,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether there was too little memory, of a GPU or of the machine: the error says so, or the one that it
-    was raised from. A ConfigError from such an one is advice for a person. torch's error by its name."""
+    was raised from. A ConfigError from such an error is advice for a person. torch's error by its name."""
     told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
     if told or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

@@ -53,7 +53,10 @@ def check_turn(uid: str, turn: Turn, rows: int) -> None:
     if (told := turn.routes) is not None and (
         min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):
-        raise ProtocolError(f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens do not fit")
+        raise ProtocolError(
+            f"episode {uid} turn {turn.index}: routes of {told.tokens} tokens from position {told.start} in "
+            f"{len(told.data)} bytes, which is no multiple of 2 for each token"
+        )
     if not 0 <= turn.row <= rows:
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:

@@ -5,7 +5,7 @@ Hydra composes a mapping from `configs/` and the command line; `parse` turns it 
 the string under a field is its documentation.
 """
 
-from asyncrl.config.base import Options, Plugin, Section, without_defaults
+from asyncrl.config.base import Options, Plugin, Section, divisors, without_defaults
 from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.run import (
     DataConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "ValidationConfig",
     "WeightedSource",
     "WeightsConfig",
+    "divisors",
     "parse",
     "without_defaults",
 ]

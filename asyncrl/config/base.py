@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +19,12 @@ Plugin = str | dict[str, Options]  # a name, or one name with its options
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every group of keys: immutable, and an unknown key is an error."""
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, in order."""
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
 
 
 def without_defaults(section: Section) -> dict[str, Any]:

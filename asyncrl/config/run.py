@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text
+from asyncrl.config.base import Count, Options, Plugin, Positive, Seconds, Section, Text, divisors
 from asyncrl.config.episodes import EngineConfig, RolloutConfig, ValidationConfig
 from asyncrl.config.training import (
     AlgorithmConfig,
@@ -230,6 +230,10 @@ def _check_combinations(config: RunConfig) -> None:
     """Refuse values that are valid alone but cannot work together."""
     buffer, algorithm, trainer = config.buffer, config.algorithm, config.trainer
     needed, where = config.group_bytes * buffer.groups_per_batch, config.checkpoint.directory
+    uneven = (
+        f"does not divide trainer.ranks ({trainer.ranks}); set it to one of {divisors(trainer.ranks)}, or "
+        "change trainer.ranks"
+    )
     refusals = {
         f"buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
@@ -244,10 +248,10 @@ def _check_combinations(config: RunConfig) -> None:
         "weights.transport collective needs servers; set engine=sglang, or weights.transport=disk": (
             config.weights.transport == "collective" and not config.engine.remote
         ),
-        "trainer.router_replay needs servers that tell their routes; set engine=sglang, or leave it out": (
+        "trainer.router_replay needs engine=sglang; set that, or trainer.router_replay=false": (
             config.trainer.router_replay and not config.engine.remote
         ),
-        "trainer.router_replay is not for compiled layers; leave out trainer.compile": (
+        "trainer.router_replay does not work with trainer.compile=true; set one of them to false": (
             config.trainer.router_replay and config.trainer.compile
         ),
         "weights.full_every is for files: a broadcast goes straight into a server, which knows no deltas; "
@@ -265,10 +269,10 @@ def _check_combinations(config: RunConfig) -> None:
         ),
         f"checkpoint.directory ({where}) is relative, and not all processes run here; give an absolute path "
         "or a URL": bool(where) and "://" not in where and not where.startswith("/"),
-        f"trainer.replicas ({trainer.replicas}) does not divide trainer.ranks ({trainer.ranks}); "
-        "change one of them": bool(trainer.ranks % trainer.replicas),
-        f"trainer.sequence_parallel ({trainer.sequence_parallel}) does not divide trainer.ranks "
-        f"({trainer.ranks}); change one of them": bool(trainer.ranks % trainer.sequence_parallel),
+        f"trainer.replicas ({trainer.replicas}) {uneven}": trainer.ranks % trainer.replicas > 0,
+        f"trainer.sequence_parallel ({trainer.sequence_parallel}) {uneven}": (
+            trainer.ranks % trainer.sequence_parallel > 0
+        ),
         "trainer.sequence_parallel cuts packed rows; set trainer.packing to packed or tree": (
             trainer.sequence_parallel > 1 and trainer.packing == "padded"
         ),

@@ -148,7 +148,7 @@ class TrainerConfig(Section, frozen=True):
     ranks: Positive = 1
     """Trainer processes."""
     replicas: Positive = 1
-    """Copies of the model, each sharded over `ranks` / `replicas` ranks (HSDP): less traffic, more memory."""
+    """Copies of the weights, each sharded over `ranks` / `replicas` ranks (HSDP), for less traffic."""
     sequence_parallel: Positive = 1
     """Ranks that compute a micro-batch together, each a part of its packed rows (Ulysses), for long rows."""
     lr: Annotated[float, Meta(gt=0)] = 1e-6
@@ -176,14 +176,16 @@ class TrainerConfig(Section, frozen=True):
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Gradient norm limit; 0: off."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of one forward/backward on one rank, or on those that share it, padding included; a longer row
-    is one by itself."""
+    """Tokens of one micro-batch (forward and backward), on one rank or on those that share it together:
+    with `packing` padded padding counts, with tree a shared prefix counts once. A longer episode is a
+    micro-batch by itself."""
     packing: Packing = "tree"
     """padded: rows of a micro-batch are padded to the longest. packed: they lie one after another. tree: what
     rows share at their beginning is computed once, and members of a group go to one rank. Where the model
     would give other gradients than padded: padded, and a warning."""
     router_replay: bool = False
-    """Mixtures of experts: tokens go to the experts that the server chose for them, when it sampled."""
+    """Mixture-of-experts models: for each token the trainer uses the experts that the SGLang server selected
+    when it sampled (R3)."""
 
     @property
     def checkpointed_every(self) -> int:

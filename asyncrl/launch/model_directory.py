@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, divisors
 from asyncrl.errors import ConfigError
 from asyncrl.weights.model_files import read_json, weight_files
 
@@ -45,7 +45,7 @@ def check_model(config: RunConfig) -> None:
     if isinstance(heads, int) and heads % sharing:
         raise ConfigError(
             f"trainer.sequence_parallel ({sharing}) does not divide the model's {heads} attention heads; set "
-            f"it to one of {[n for n in range(1, heads + 1) if heads % n == 0]}"
+            f"it to one of {divisors(gcd(heads, config.trainer.ranks))}, which divide these and trainer.ranks"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -170,11 +171,11 @@ def locked(config: RunConfig) -> Iterator[None]:
     run_dir = run_directory(config)
     with ExitStack() as held:
         with _writable(run_dir):
-            held.enter_context(_lock(run_dir))
+            held.enter_context(_lock(run_dir, "run_dir"))
         elsewhere = config.checkpoint.directory
         if elsewhere and "://" not in elsewhere:
             with suppress(OSError):  # it may be writable later
-                held.enter_context(_lock(Path(elsewhere) / config.name))
+                held.enter_context(_lock(Path(elsewhere) / config.name, "checkpoint.directory"))
         try:
             with _writable(run_dir):
                 (run_dir / "summary.json").unlink(missing_ok=True)
@@ -189,8 +190,8 @@ def locked(config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Makes the directory, too."""
+def _lock(directory: Path, key: str) -> Iterator[None]:
+    """Makes the directory, too. `key`: by which it was chosen, beside the run's name."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
         try:
@@ -198,10 +199,11 @@ def _lock(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise ConfigError(
-                f"{directory}: is being trained by process {file.read() or '?'}; end it first"
+                f"{key}: another run with this name is using {directory} (process {file.read() or '?'}); "
+                f"stop it, or change name or {key}"
             ) from None
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write(f"{os.getpid()} on {platform.node()}")
         file.flush()
         yield
 

@@ -26,7 +26,7 @@ A, B = "lora_a", "lora_b"  # [rank, in], [out, rank]
 
 class Adapters:
     """The adapters on all linear layers of a model but the output layer; its own parameters do not train.
-    `coverage`: what is adapted and what is not, for people."""
+    `coverage`: what is adapted and what is not, for people. `leaves_experts`: experts are stacked, so not."""
 
     def __init__(self, model: PreTrainedModel, rank: int, alpha: float) -> None:
         self._on = True
@@ -39,6 +39,8 @@ class Adapters:
         if not self._layers:
             raise ConfigError("model.lora_rank: this model has no linear layers to adapt; set it to 0")
         self.coverage = _coverage(model, self._layers.keys())
+        stacks = (name for name, parameter in model.named_parameters() if parameter.dim() > 2)
+        self.leaves_experts = any(".experts." in name for name in stacks)
         model.requires_grad_(False)
         for layer in self._layers.values():
             _add(layer, rank)
@@ -89,10 +91,10 @@ def _coverage(model: PreTrainedModel, adapted: Container[str]) -> str:
             sizes[name in adapted][".".join(parts[-2:])].append(parameter.numel())
     total = sum(parameter.numel() for parameter in named.values())
     yes, no = (
-        ", ".join(f"{kind} ({len(n)} x, {sum(n) / total:.1%})" for kind, n in sizes[which].items())
+        ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
         for which in (True, False)
     )
-    return f"model.lora_rank adapts {yes}; not adapted: {no or 'nothing'}"
+    return f"adapted {yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
 
 
 def _add(layer: nn.Linear | Conv1D, rank: int) -> None:

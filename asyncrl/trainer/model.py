@@ -103,7 +103,8 @@ def load_policy(
         prepare_layers(source.model, trainer)
         policy.replay = Replay(source.model) if trainer.router_replay else None
     if policy.adapters is not None and world.rank == 0:
-        logger.warning(policy.adapters.coverage)
+        level = logging.WARNING if policy.adapters.leaves_experts else logging.INFO
+        logger.log(level, "LoRA: %s", policy.adapters.coverage)
     shard_and_fill(policy, source, world, offload=offload)
     _check_cut(policy, world)
     return policy

@@ -41,7 +41,8 @@ def packing_for(models: Sequence[nn.Module], wanted: Packing, dtype: str, world:
         problem = unfit(_transformer(model), sharing) or _differs(model, wanted, AGREE[dtype], world)
         if problem and world.sequence:
             raise ConfigError(
-                f"trainer.sequence_parallel={sharing} needs packed rows, and {problem}; set it to 1"
+                f"trainer.sequence_parallel={sharing} needs packed rows, but {problem}; "
+                "set trainer.sequence_parallel=1"
             )
         if problem:
             logger.warning("trainer.packing: padded instead of %s: %s", wanted, problem)
@@ -107,7 +108,8 @@ def _differs(root: nn.Module, packing: Packing, limit: float, world: World) -> s
     if packed.forest.unknown:
         return f"{type(model).__name__} has attention with {', '.join(sorted(packed.forest.unknown))}"
     share = distance / max(size, 1e-30)
-    return "" if share < limit else f"{type(model).__name__}'s gradients differ by {share:.1e}"
+    what = f"{type(model).__name__}'s {'gradients' if learns else 'log-probs'}"
+    return "" if share < limit else f"{what} differ by {share:.1e} of their norm (limit {limit:.0e})"
 
 
 def _all_tokens(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, Tensor]:

@@ -37,7 +37,8 @@ class Replay:
         ]
         if not routers or not all(_plain(router, self._shape[1]) for _, router in routers):
             raise ConfigError(
-                f"trainer.router_replay: {type(model).__name__} has no routers with one top-k; leave it out"
+                f"trainer.router_replay: {type(model).__name__} does not select experts with a single top-k, "
+                "so routes cannot be replayed; set trainer.router_replay=false"
             )
         for layer, router in routers:
             router.forward = self._wrapped(router.forward, layer)
@@ -48,8 +49,9 @@ class Replay:
         layers, k = self._shape
         if routes is not None and routes.shape[1] != layers * k:
             raise ConfigError(
-                f"trainer.router_replay: servers choose {routes.shape[1]} experts for a token, this model "
-                f"{k} in each of {layers} layers; serve model.path"
+                f"trainer.router_replay: the servers return {routes.shape[1]} expert ids per token, this "
+                f"model needs {layers} layers x {k} = {layers * k}; start the servers (engine.urls) with the "
+                "model of model.path"
             )
         self._given = None if routes is None else routes.view(-1, layers, k).long()
 
@@ -79,8 +81,8 @@ class _Chosen(TorchFunctionMode):
             return found
         if found[1].shape != self._given.shape:
             raise ConfigError(
-                f"trainer.router_replay: a router chooses {tuple(found[1].shape)} experts, the routes are "
-                f"{tuple(self._given.shape)}; set it false"
+                f"trainer.router_replay: a router's selection has the shape {tuple(found[1].shape)}, "
+                f"the recorded one {tuple(self._given.shape)}; set trainer.router_replay=false"
             )
         chosen = torch.where(self._given == UNKNOWN, found[1], self._given)
         return args[0].gather(-1, chosen), chosen

@@ -95,8 +95,12 @@ class World:
         if self.sequence is None:
             return
         found, sharing = self.gather(value, kind), self.sequence.count
-        if any(other != found[rank - rank % sharing] for rank, other in enumerate(found)):
-            raise ProtocolError(f"trainer ranks that share a micro-batch were given different ones: {found}")
+        others = [rank for rank, own in enumerate(found) if own != found[rank - rank % sharing]]
+        if others:
+            raise ProtocolError(
+                f"trainer ranks that share a micro-batch were given different ones: {len(others)} of "
+                f"{self.size} ranks, first rank {others[0]}"
+            )
 
     def _exchange(self, mine: bytes) -> list[bytearray]:
         """The bytes of all ranks."""

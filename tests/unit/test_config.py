@@ -76,7 +76,7 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
         ({"weights__transport": "collective"}, "needs servers"),
         (
             {"trainer__ranks": 4, "trainer__replicas": 3},
-            r"replicas \(3\) does not divide trainer\.ranks \(4\)",
+            r"replicas \(3\) does not divide trainer\.ranks \(4\); set it to one of \[1, 2, 4\]",
         ),
         ({"trainer__sequence_parallel": 2}, r"sequence_parallel \(2\) does not divide trainer\.ranks \(1\)"),
         (
@@ -90,10 +90,10 @@ def test_synchronous_runs_admit_nothing_ahead() -> None:
             {"engine__name": "sglang", "weights__transport": "collective", "weights__full_every": 2},
             "knows no deltas",
         ),
-        ({"trainer__router_replay": True}, r"trainer\.router_replay needs servers"),
+        ({"trainer__router_replay": True}, r"trainer\.router_replay needs engine=sglang"),
         (
             {"engine__name": "sglang", "trainer__router_replay": True, "trainer__compile": True},
-            "not for compiled layers",
+            "does not work with trainer.compile=true",
         ),
     ],
 )

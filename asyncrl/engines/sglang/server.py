@@ -117,8 +117,8 @@ def check(config: RunConfig, url: str, info: ServerInfo, model: ModelInfo) -> No
         )
     if config.trainer.router_replay and not info.enable_return_routed_experts:
         raise ConfigError(
-            f"server {url} tells no routes: start it with --enable-return-routed-experts, or set "
-            "trainer.router_replay=false"
+            f"server {url} does not return routed experts: start it with "
+            "--enable-return-routed-experts, or set trainer.router_replay=false"
         )
     room, needed = info.max_req_input_len, config.rollout.max_tokens
     if room is not None and room < needed:

@@ -207,6 +207,6 @@ def test_heads_that_ranks_cannot_share_are_refused(model: Path, key: str) -> Non
     (model / "config.json").write_text(json.dumps({key: 9}))
     (model / "tokenizer.json").write_text("{}")
     template = {"model": {"template": "{{ messages }}"}}
-    with pytest.raises(ConfigError, match=r"sequence_parallel \(2\) .* model's 9 .*one of \[1, 3, 9\]"):
-        check_model(config(model, trainer={"ranks": 2, "sequence_parallel": 2}, **template))
+    with pytest.raises(ConfigError, match=r"sequence_parallel \(2\) .* model's 9 .*one of \[1, 3\]"):
+        check_model(config(model, trainer={"ranks": 6, "sequence_parallel": 2}, **template))
     check_model(config(model, trainer={"ranks": 3, "sequence_parallel": 3}, **template))

@@ -256,7 +256,7 @@ def test_ranks_that_are_to_share_a_sequence_cannot_fall_back_to_padding(
     make(family, **UNFIT["linear layers"][1]).save_pretrained(tmp_path)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"), world)
     sharing: Any = SequenceRanks(world.group, 0, ranks)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=rf"sequence_parallel={ranks} needs packed rows, and .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"sequence_parallel={ranks} needs packed rows, but .*{reason}"):
         packing_for([policy], "tree", "float32", replace(world, sequence=sharing))
 
 
