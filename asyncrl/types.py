@@ -197,6 +197,12 @@ class Routes(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         return self.start + self.tokens
 
+    def until(self, end: int) -> Routes | None:
+        """Those of the tokens before `end`; None: of none."""
+        tokens = min(self.tokens, end - self.start)
+        each = len(self.data) // self.tokens
+        return Routes(self.start, tokens, self.data[: tokens * each]) if tokens > 0 else None
+
 
 class Generation(msgspec.Struct, frozen=True):
     """What an engine returns for one request. Spans are relative to `ids`. `routes`: where they were asked

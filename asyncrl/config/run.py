@@ -276,6 +276,9 @@ def _check_combinations(config: RunConfig) -> None:
         "trainer.sequence_parallel cuts packed rows; set trainer.packing to packed or tree": (
             trainer.sequence_parallel > 1 and trainer.packing == "padded"
         ),
+        "trainer.sequence_parallel is not tried with compiled layers; set trainer.compile=false": (
+            trainer.sequence_parallel > 1 and trainer.compile
+        ),
         "checkpoint.best needs validations; set data.test, validation.samples and validation.every": (
             config.checkpoint.best
             and not (config.data.test and config.validation.samples and config.validation.every)

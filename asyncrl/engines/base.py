@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     `key` seeds the sampling: for the embedded engine, the token at position p depends on (key, p) and the
     weights only. `watch` hears of every id as it is sampled, and may end the turn with it (StopReason.TEXT);
     ids that were sampled after that one are dropped. `routes_from`: of the tokens before it the routes are
-    known.
+    known; None: none are wanted.
     """
 
     session: str
@@ -43,7 +43,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     key: int = 0
     watch: Watch | None = None
-    routes_from: int = 0
+    routes_from: int | None = None
 
 
 class EngineRefused(EngineError):

@@ -172,10 +172,11 @@ def locked(config: RunConfig) -> Iterator[None]:
     with ExitStack() as held:
         with _writable(run_dir):
             held.enter_context(_lock(run_dir, "run_dir"))
-        elsewhere = config.checkpoint.directory
-        if elsewhere and "://" not in elsewhere:
+        where = config.checkpoint.directory
+        elsewhere = Path(where, config.name)
+        if where and "://" not in where and elsewhere.resolve() != run_dir.resolve():
             with suppress(OSError):  # it may be writable later
-                held.enter_context(_lock(Path(elsewhere) / config.name, "checkpoint.directory"))
+                held.enter_context(_lock(elsewhere, "checkpoint.directory"))
         try:
             with _writable(run_dir):
                 (run_dir / "summary.json").unlink(missing_ok=True)

@@ -92,7 +92,7 @@ class EpisodeRun:
     limit: asyncio.Timeout | None = None  # of the episode's time
     _durable: asyncio.Future[None] | None = None  # the ack of the newest turn; None: it was durable before
     _sessions: set[str] = field(default_factory=set)
-    _routed: dict[str, int] = field(default_factory=dict)  # tokens of a session's row whose routes are known
+    _routed: dict[int, int] = field(default_factory=dict)  # tokens of a row whose routes are known
     _notes: dict[str, str] = field(default_factory=dict)  # of the reward
 
     @property
@@ -120,9 +120,10 @@ class EpisodeRun:
         stop_ids = self.context.rules.chat.stop_ids
         sampling = Sampling(max_new_tokens, stop_ids, self.assign.temperature, grammar)
         key = (self.assign.key ^ (row * _ROW_KEY)) & _KEYS
-        request = Request(session, ids, sampling, key, watch, self._routed.get(session, 0))
+        routed = None if self.assign.lane == "eval" else self._routed.get(row, 0)
+        request = Request(session, ids, sampling, key, watch, routed)
         try:
-            return self._noted(session, await self.sampler.generate(request, self._oldest))
+            return await self.sampler.generate(request, self._oldest)
         except EngineRefused as error:
             if not grammar:
                 raise
@@ -130,13 +131,7 @@ class EpisodeRun:
                 self.context.form_refused = True
                 log.warning("the form of answers is a hint in validation, too: %s", one_line(error))
         free = msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, grammar=""))
-        return self._noted(session, await self.sampler.generate(free, self._oldest))
-
-    def _noted(self, session: str, generation: Generation) -> Generation:
-        """The next turn of the row needs no routes of these tokens."""
-        if generation.routes is not None:
-            self._routed[session] = generation.routes.end
-        return generation
+        return await self.sampler.generate(free, self._oldest)
 
     def _oldest(self) -> int:
         """The version that a turn which begins now must not be below: the buffer counts on what the episode
@@ -161,7 +156,9 @@ class EpisodeRun:
             self.sampler.release(session)
 
     async def post_turn(self, turn: Turn) -> None:
-        """Post a turn. Its replies are posted later."""
+        """Post a turn; its replies are posted later. The row's next one needs no routes of its tokens."""
+        if turn.routes is not None:
+            self._routed[turn.row] = turn.routes.end
         self._durable = await self.post(*generated(self.attempt, turn, self.seconds))
 
     async def until_durable(self) -> None:

@@ -158,9 +158,11 @@ def example(
     rule: Aggregation,
     *,
     mask_truncated: bool = False,
+    choices: int = 0,
 ) -> Example:
     """Join the turns of a trajectory token for token, for batch `step`, with the share of its aggregation
-    rule, rewards and lags of its tokens, and which tokens are over `bound`.
+    rule, rewards and lags of its tokens, and which tokens are over `bound`. `choices` of experts that the
+    model makes for a token, if they are to be made as the servers did.
 
     Raises ProtocolError when a turn's arrays do not fit each other, or its row.
     """
@@ -193,17 +195,18 @@ def example(
         lag=np.asarray(lags, dtype=np.int64),
         stale=np.asarray(stale_mask(lags, bound), dtype=bool),
         exact=np.repeat(np.asarray(exact, dtype=bool), [span.end - span.start for span in spans]),
-        routes=row_routes(turns, [*map(len, rows)]),
+        routes=row_routes(turns, [*map(len, rows)], choices) if choices else (),
         excluded=mask_truncated and planned.own.end.truncated,
     )
 
 
-def row_routes(turns: Sequence[Turn], lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
+def row_routes(turns: Sequence[Turn], lengths: Sequence[int], choices: int) -> tuple[np.ndarray, ...]:
     """The experts of the first tokens of each row, of such lengths. A token that two turns tell of (the
-    second one was sampled by a worker that did not know the first) went as the first one says."""
+    second one was sampled by a worker that did not know the first) went as the first one says. Those of
+    a model with other `choices` are left out."""
     found: list[list[np.ndarray]] = [[NO_ROUTES] for _ in lengths]
     for turn in turns:
-        if turn.routes is not None:
+        if turn.routes is not None and len(turn.routes.data) == 2 * choices * turn.routes.tokens:
             told = np.frombuffer(turn.routes.data, "<u2").astype(np.int32).reshape(turn.routes.tokens, -1)
             parts, start = found[turn.row], min(turn.routes.start, lengths[turn.row])
             known = sum(map(len, parts))

@@ -145,7 +145,9 @@ def footprint(config: RunConfig) -> Footprint:
         held = live.now
         rows, length = shape(config, config.trainer.micro_batch_tokens)
         with unset_fake_temporarily():  # numpy is to read some of it
-            micros = smallest(policy.packing), largest(rows, length, policy.packing)
+            sharing = 1 if policy.packing != "padded" else config.trainer.sequence_parallel
+            own = -(-length // sharing)  # padded rows stand in for packed ones on a GPU, and are not cut
+            micros = smallest(policy.packing), largest(rows, max(own, 2), policy.packing)
         before = live.now
         for tokens in micros:
             live.peak = live.now

@@ -34,7 +34,8 @@ class FlopCount(NamedTuple):
         config, head = model.config.get_text_config(), model.get_output_embeddings().weight
         left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        share = config.num_experts_per_tok / experts if experts else 1.0
+        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+        share = chosen / experts if chosen and experts else 1.0
         body = sum(
             _of(weight) * (share if weight.ndim == 3 or ".experts." in name else 1.0)
             for name, weight in model.named_parameters()

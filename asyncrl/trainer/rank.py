@@ -75,7 +75,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     torch.set_num_threads(config.launch.threads)
     torch.manual_seed(config.seed)
     mesh = world.join(rank, config.trainer.ranks, rendezvous, config.model.device, progress_limit(config))
-    mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel)
+    mesh = mesh.arranged(config.trainer.replicas, config.trainer.sequence_parallel, progress_limit(config))
     trainer = TrainerRank(config, endpoints, mesh, incarnation)
     try:
         trainer.loop()

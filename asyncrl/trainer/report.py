@@ -41,10 +41,10 @@ def tally_examples(tally: MetricSums, examples: Sequence[Example]) -> None:
         _tally_staleness(tally, e)
 
 
-def tally_routes(tally: MetricSums, routes: Tensor | None) -> None:
-    """The share of the tokens that went to the experts that the server had chosen."""
-    if routes is not None:
-        tally.ratio("trainer/replayed_share", float((routes[:, 0] >= 0).sum()), len(routes))
+def tally_routes(tally: MetricSums, routes: Tensor | None, tokens: int) -> None:
+    """The share of the tokens, padding included, that went to the experts that the server had chosen."""
+    replayed = 0.0 if routes is None else float((routes[:, 0] >= 0).sum())
+    tally.ratio("trainer/replayed_share", replayed, tokens)
 
 
 def tally_computed(tally: MetricSums, tokens: int, flops: float) -> None:

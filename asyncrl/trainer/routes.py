@@ -41,25 +41,24 @@ class Replay:
                 "so routes cannot be replayed; set trainer.router_replay=false"
             )
         for layer, router in routers:
-            router.forward = self._wrapped(router.forward, layer)
+            router.forward = self._wrapped(router.forward, layer, len(router.weight))
+
+    @property
+    def choices(self) -> int:
+        """Of experts for a token, in all layers."""
+        layers, k = self._shape
+        return layers * k
 
     def give(self, routes: Tensor | None) -> None:
-        """[T, layers * k] for the tokens of the forwards from now on, recomputed ones included; or nothing.
-        Raises ConfigError when they are of another model."""
-        layers, k = self._shape
-        if routes is not None and routes.shape[1] != layers * k:
-            raise ConfigError(
-                f"trainer.router_replay: the servers return {routes.shape[1]} expert ids per token, this "
-                f"model needs {layers} layers x {k} = {layers * k}; start the servers (engine.urls) with the "
-                "model of model.path"
-            )
-        self._given = None if routes is None else routes.view(-1, layers, k).long()
+        """[T, choices] for the tokens of the forwards from now on, recomputed ones included; or nothing."""
+        self._given = None if routes is None else routes.unflatten(-1, self._shape)
 
-    def _wrapped(self, run: Callable[..., Any], layer: int) -> Callable[..., Any]:
+    def _wrapped(self, run: Callable[..., Any], layer: int, experts: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._given is None:
                 return run(*args, **kwargs)
-            with _Chosen(self._given[:, layer]):
+            chosen = self._given[:, layer].long()
+            with _Chosen(chosen.masked_fill(chosen >= experts, UNKNOWN)):  # of a server of another model
                 return run(*args, **kwargs)
 
         return forward

@@ -9,6 +9,7 @@ number of ranks. All ranks run the same number of forwards; one without trajecto
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -54,6 +55,7 @@ from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 Work = Iterable[tuple[PlannedTrajectory, Sequence[Turn]]]
+logger = logging.getLogger(__name__)
 LEAST_ESS_FACTOR = 0.1
 
 
@@ -115,9 +117,10 @@ class Learner:
 
     def accumulate(self, work: Work) -> None:
         """Train on this rank's trajectories of one micro-batch; empty for a rank that has nothing."""
-        masked = self.config.algorithm.mask_truncated
+        masked, rule = self.config.algorithm.mask_truncated, self.recipe.aggregate
+        choices = self.policy.replay.choices if self.policy.replay is not None else 0
         examples = [
-            example(planned, turns, self.step, self.bound, self.recipe.aggregate, mask_truncated=masked)
+            example(planned, turns, self.step, self.bound, rule, mask_truncated=masked, choices=choices)
             for planned, turns in work
         ]
         tally_examples(self._tally, examples)
@@ -137,6 +140,8 @@ class Learner:
         self.step += 1
         metrics = batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
+        if metrics.get("trainer/replayed_share") == 0:
+            logger.warning("trainer.router_replay: servers sent no routes that fit model.path: none replayed")
         if self.config.trainer.compile:
             metrics["perf/compiled_graphs"] = compiled_graphs()
         return metrics
@@ -267,7 +272,8 @@ class Learner:
             micro = micro.updated(examples)
         found = evaluate(micro, scores, value, self.config, self.recipe, self.state["kl_coef"], progress)
         denominator = math.fsum(e.denominator for e in examples)
-        tally_routes(tally, micro.selected.routes)
+        if self.policy.replay is not None:
+            tally_routes(tally, micro.selected.routes, computed)
         tally.total("_D", denominator)
         tally_tokens(tally, token_sums(found.state), denominator)
         tally_terms(tally, found.terms, denominator)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from asyncrl.errors import ConfigError, ProtocolError, one_line
@@ -39,16 +40,21 @@ class World:
         """Micro-batches that are computed at once."""
         return self.size // (self.sequence.count if self.sequence else 1)
 
-    def arranged(self, replicas: int, sequence: int) -> World:
+    def arranged(self, replicas: int, sequence: int, timeout_s: float = 0.0) -> World:
         """The same ranks with weights sharded over each of `replicas` equal parts of them (HSDP), and with
-        micro-batches that `sequence` neighbours share. Both divide the ranks."""
-        kind, mesh, ranks = self.device.type, self.mesh, None
+        micro-batches that `sequence` neighbours share. Both divide the ranks. `timeout_s`: of
+        their collectives; 0: torch's default."""
+        kind, mesh, ranks, groups = self.device.type, self.mesh, None, list[dist.ProcessGroup]()
         if replicas > 1:
             names = ("replicate", "shard")
             mesh = init_device_mesh(kind, (replicas, self.size // replicas), mesh_dim_names=names)
+            groups += mesh.get_all_groups()
         if sequence > 1:
             group = init_device_mesh(kind, (self.size // sequence, sequence)).get_group(1)
             ranks = SequenceRanks(group, self.rank % sequence, sequence)
+            groups.append(group)
+        for own in groups if timeout_s else ():  # a mesh gives its groups torch's default
+            _set_pg_timeout(timedelta(seconds=timeout_s), own)
         return replace(self, mesh=mesh, sequence=ranks)
 
     def apart(self, timeout_s: float) -> World:

@@ -91,13 +91,13 @@ def test_routes_are_those_of_the_trainers_model(
         served = Served(server.url, "abort", replay=True)
         async with asyncio.timeout(4 * LONG), in_use(served) as engine:
             await engine.load(versions.refs[0])
-            one = ask(prompt(30), 20)
+            one = replace(ask(prompt(30), 20), routes_from=0)
             first = await engine.generate(one)
             assert_routes(versions.paths[0], one, first)
             assert first.routes is not None
             two = replace(ask(one.ids + first.ids + prompt(5), 12), routes_from=first.routes.end)
             assert_routes(versions.paths[0], two, await engine.generate(two))
-            cut = ask(prompt(40, "cut"), 900)
+            cut = replace(ask(prompt(40, "cut"), 900), routes_from=0)
             (task,) = await under_way(engine, cut)
             await engine.load(versions.refs[1])
             generation = await task

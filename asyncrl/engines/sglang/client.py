@@ -130,7 +130,7 @@ class SGLangClient:
             },
             "return_logprob": True,
         }
-        if self._config.trainer.router_replay:
+        if self._config.trainer.router_replay and request.routes_from is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         if sampling.grammar:
             body["sampling_params"]["structural_tag"] = sampling.grammar

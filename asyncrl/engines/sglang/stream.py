@@ -138,7 +138,7 @@ class StreamedTurn:
 
     def _decoded(self, text: str) -> Routes:
         """EngineError unless it is of all tokens but the last, from `routes_from` on."""
-        start = self.request.routes_from
+        start = self.request.routes_from or 0
         tokens = len(self.request.ids) + len(self.tokens) - 1 - start
         try:
             experts = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
@@ -180,7 +180,8 @@ class StreamedTurn:
         logprobs = tuple(token.logprob for token in self.tokens)
         seconds = time.perf_counter() - self._started
         stop = StopReason.TEXT if self._ended else ending(self.request, ids)
-        return Generation(ids, logprobs, self.spans(), stop, seconds, self._routes)
+        routes = self._routes and self._routes.until(len(self.request.ids) + len(ids) - 1)
+        return Generation(ids, logprobs, self.spans(), stop, seconds, routes)
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens. Raises ForeignWeights."""

@@ -173,6 +173,18 @@ def test_routes_start_where_they_are_not_known_yet():
     assert found == Routes(3, 1, np.array([7, 8], "<u2").tobytes())
 
 
+def test_routes_end_with_the_turn():
+    """Its watch ended it two tokens before the server did."""
+    request = Request("s", (1, 2), Sampling(99, ()), watch=lambda ids: ids[-1] == 6, routes_from=0)
+    answer = StreamedTurn(request, PolicyVersion(0, 3), True)
+    fed(answer, event([5, 6, 7, 8], 4, finish_reason=LENGTH, routed_experts=routes(*range(10))))
+    assert answer.watched()
+    found = answer.generation()
+    assert found.ids == (5, 6)
+    assert found.routes == Routes(0, 3, np.arange(6, dtype="<u2").tobytes())
+    assert found.routes.until(0) is None
+
+
 @pytest.mark.parametrize("told", [routes(1, 2), routes(-1, 2, 3), routes(1, 2, 1 << 16), "x"])
 def test_routes_that_do_not_fit_are_an_error(told: str):
     end = event([1, 2, 3], 3, finish_reason=LENGTH, routed_experts=told)

@@ -94,6 +94,12 @@ def test_two_runs_of_one_name_do_not_share_a_place_for_checkpoints(tmp_path: Pat
         assert (tmp_path / "b" / "x" / "config.yaml").exists()
 
 
+def test_checkpoints_may_lie_where_the_run_does(tmp_path: Path, config: RunConfig) -> None:
+    own = msgspec.structs.replace(config.checkpoint, directory=str(tmp_path))
+    with run_directory.locked(msgspec.structs.replace(config, run_dir=str(tmp_path), checkpoint=own)):
+        assert (tmp_path / "x" / "config.yaml").exists()
+
+
 def test_a_disk_that_is_full_at_the_end_costs_no_more_than_the_picture(
     tmp_path: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

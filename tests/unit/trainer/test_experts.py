@@ -281,10 +281,15 @@ def test_the_others_go_as_the_trainer_chooses(world: World, saved: Path) -> None
     assert torch.allclose(found[len(given[0]) - 1 :], logp[len(given[0]) - 1 :], atol=1e-5)
 
 
-def test_routes_of_another_model_are_refused(world: World, saved: Path) -> None:
+def test_experts_that_the_model_does_not_have_are_not_chosen(world: World, saved: Path) -> None:
     policy, given = replaying(saved / "Mixtral", world), rows()[4:5]
-    with pytest.raises(ConfigError, match=r"router_replay.*5 expert ids.* 3 layers x 2 = 6;"):
-        policy(routed(given, "packed", [np.zeros((10, 5), dtype=np.int32)]))
+    logp, _ = learned(policy, [routed(given, "packed", [])])
+    found, _ = learned(policy, [routed(given, "packed", [np.full((10, 6), 99, dtype=np.int32)])])
+    assert policy.replay is not None and policy.replay.choices == 6
+    assert torch.allclose(found, logp, atol=1e-5)
+
+
+def test_a_model_without_routers_is_refused() -> None:
     with pytest.raises(ConfigError, match="router_replay: LlamaForCausalLM"):
         Replay(make("Llama"))
 
@@ -308,9 +313,10 @@ def test_turns_tell_of_what_no_turn_before_told() -> None:
         turn(4, 1, 2, None, row=1),
         turn(5, 1, 1, told(5, 25, 26), row=1),
     ]
-    first, second, third = row_routes(turns, [9, 8, 4])
+    first, second, third = row_routes(turns, [9, 8, 4], 1)
     assert first[:, 0].tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
     assert second[:, 0].tolist() == [20, 21, -1, -1, -1, 25, 26]
     assert not len(third)
-    (wrong,) = row_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4])
+    (wrong,) = row_routes([turn(0, 2, 2, told(1 << 60, 1, 2, 3))], [4], 1)
     assert wrong[:, 0].tolist() == [-1] * 4, "what is beyond the row is no route"
+    assert not len(row_routes([turn(0, 2, 2, told(0, 1, 2))], [4], 2)[0]), "of a model with other layers"
