@@ -94,7 +94,7 @@ def _coverage(model: PreTrainedModel, adapted: Container[str]) -> str:
         ", ".join(f"{len(n)} x {kind} ({sum(n) / total:.1%})" for kind, n in sizes[which].items())
         for which in (True, False)
     )
-    return f"adapted {yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
+    return f"{yes}; not adapted: {no or 'nothing'} (shares of all parameters)"
 
 
 def _add(layer: nn.Linear | Conv1D, rank: int) -> None:

@@ -104,7 +104,7 @@ def load_policy(
         policy.replay = Replay(source.model) if trainer.router_replay else None
     if policy.adapters is not None and world.rank == 0:
         level = logging.WARNING if policy.adapters.leaves_experts else logging.INFO
-        logger.log(level, "LoRA: %s", policy.adapters.coverage)
+        logger.log(level, "LoRA: adapted %s", policy.adapters.coverage)
     shard_and_fill(policy, source, world, offload=offload)
     _check_cut(policy, world)
     return policy
