@@ -141,7 +141,10 @@ class Learner:
         metrics = batch_metrics(tally, scaling(self.recipe, tally, self.whitening))
         self._advance(tally, metrics)
         if metrics.get("trainer/replayed_share") == 0:
-            logger.warning("trainer.router_replay: servers sent no routes that fit model.path: none replayed")
+            logger.warning(
+                "trainer.router_replay: the servers returned no routed experts that fit the model, so none "
+                "were replayed; start them (engine.urls) with the model of model.path"
+            )
         if self.config.trainer.compile:
             metrics["perf/compiled_graphs"] = compiled_graphs()
         return metrics
