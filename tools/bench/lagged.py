@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncrl.buffer.prompts import Prompts
+from asyncrl.buffer.prompts import Prompts, shuffled
 from asyncrl.config import RunConfig
 from asyncrl.conversation import commands
 from asyncrl.conversation import episode as machine
@@ -143,7 +143,7 @@ def run(given: Lagged, player: Player) -> Outcome:
     """Train, then test."""
     began, config = time.process_time(), given.config
     train, test = (_samples(path, given.operations) for path in (config.data.train, config.data.test))
-    prompts = Prompts(len(train), config.seed, shuffle=True, epochs=0)
+    prompts = Prompts(len(train), lambda epoch: shuffled(range(len(train)), f"{config.seed}/{epoch}"))
     torch.manual_seed(config.seed)
     learner = Learner(config, _world())
     learner.bound = given.lag

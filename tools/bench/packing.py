@@ -125,7 +125,7 @@ class Bench:
             self.attend(way)
             chosen = rows.selected(way).to(self.world.device)
             spent = self.seconds(lambda one=chosen: in_policy(self.policy, one))
-            work = self.layers * chosen.ids.numel() + self.head * len(chosen.token)
+            work = self.layers * chosen.ids.numel() + self.head * len(chosen.labels)
             if way == "packed":
                 packed_s, packed_work = spent, work
             beside = [f"{packed_s / spent:.2f}", f"{packed_work / work:.2f}"] if way == "tree" else ["", ""]
