@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError
 if TYPE_CHECKING:
     from lagged import Player
 
-PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml") if path.stem != "sft")
 ARMS = ["start", "shuffled", "none", *PRESETS]
 LAGS = [0, 4, 16, 1, 8]  # the telling ones first
 STEPS = 40
@@ -44,10 +44,10 @@ TASK = [
     "buffer.episodes_per_group=8",
     "rollout.max_tokens=160",
     "trainer.lr=4e-4",
-    "critic.lr=1e-3",
     "trainer.micro_batch_tokens=2048",
     "model.device=cpu",
 ]
+CRITIC = {"ppo_critic": ["critic.lr=1e-3"]}
 OPERATIONS = 4  # longest chain: episodes of one to five turns
 SETTINGS = [*TASK, f"operations={OPERATIONS}"]
 
@@ -63,7 +63,8 @@ class Point(msgspec.Struct, frozen=True):
         """Raises ConfigError for an arm that cannot be composed."""
         overrides = [*TASK, f"seed={self.seed}"]
         if self.arm in PRESETS:
-            return compose([*overrides, f"algorithm={self.arm}", f"buffer.max_staleness={self.lag}"])
+            own = [f"algorithm={self.arm}", *CRITIC.get(self.arm, ())]
+            return compose([*overrides, *own, f"buffer.max_staleness={self.lag}"])
         if self.arm == "none":  # a configuration refuses it; run() raises the learner's bound
             return compose([*overrides, "algorithm.correction={}", "buffer.max_staleness=0"])
         return compose([*overrides, f"buffer.max_staleness={self.lag}"])
