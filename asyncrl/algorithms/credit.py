@@ -41,7 +41,8 @@ class Trace(NamedTuple):
 class CreditInput:
     """One episode and the siblings that its baseline is made of.
 
-    `siblings[place]` is `own`; `place` is -1 when it landed after the deadline of a partial group. Arrays are
+    `siblings[place]` is `own`; `place` is -1 when it landed after the deadline of a partial group. `issued`:
+    members that the group was issued with, whether they have landed or not. Arrays are
     per model token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
     turn, `values` the critic's V, where there is one. `greedy`: reward of the sample's greedy episode.
     `traces`: the group's episodes, own included, for advantages registered with `whole_group`.
@@ -51,6 +52,7 @@ class CreditInput:
     siblings: Sequence[EpisodeResult]
     rewards: np.ndarray
     turn: np.ndarray
+    issued: int
     place: int = -1
     values: np.ndarray | None = None
     greedy: float | None = None
@@ -58,7 +60,7 @@ class CreditInput:
 
     @property
     def others(self) -> list[EpisodeResult]:
-        """The siblings without the episode itself."""
+        """The siblings without the episode itself. Who they are does not depend on it."""
         return [sibling for place, sibling in enumerate(self.siblings) if place != self.place]
 
 

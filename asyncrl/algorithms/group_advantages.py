@@ -1,8 +1,8 @@
 """Advantages of whole episodes: a reward against those of the siblings.
 
 An episode without siblings gets 0, never its raw reward. Equal rewards give exactly 0: every
-comparison is a sum of differences. Every std has ddof 1. A mean over the siblings contains the own reward:
-that shrinks its advantage by (n − 1)/n and leaves the gradient's direction; rloo has no such factor.
+comparison is a sum of differences. Every std has ddof 1. A mean over all of n siblings contains the own
+reward: it is (n − 1)/n of the comparison with the others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ WEIGHT = r"[^:,]+:-?\d+(\.\d+)?"  # name:weight
 Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 
 
-@advantage("dr_grpo")
+@advantage("dr_grpo", late=True)
 def dr_grpo(given: CreditInput) -> Credit:
-    """R − mean (Dr. GRPO, arXiv 2503.20783).
+    """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
+    the members that were issued: the same where all of them landed, and unbiased where only some did in time.
 
     Use: the default, and whenever versions mix in a group (max_staleness > 0): a group std would magnify
     near-ties. With normalise=batch_std it is ScaleRL's (arXiv 2510.13786).
     """
-    return centred(given.own.reward, rewards(given.siblings))
+    return (given.issued - 1) / given.issued * centred(given.own.reward, rewards(given.others))
 
 
 @advantage("grpo")
@@ -44,7 +45,7 @@ def grpo(given: CreditInput) -> Credit:
 def rloo(given: CreditInput) -> Credit:
     """R − mean of the *other* siblings (RLOO, arXiv 2402.14740).
 
-    Use: any staleness; the only one of a group that stays unbiased with group_policy=partial.
+    Use: any staleness; dr_grpo times n/(n − 1).
     """
     return centred(given.own.reward, rewards(given.others))
 
@@ -66,9 +67,16 @@ def opo(given: CreditInput) -> Credit:
     Use: lengths that differ a lot, on-policy or at small staleness: the baseline of least variance if the
     square of a gradient grows with the length. Its own weight in the baseline leaves a bias of order 1/n.
     """
-    tokens = sum(member.tokens for member in given.siblings)
-    differences = (member.tokens * (given.own.reward - member.reward) for member in given.siblings)
-    return math.fsum(differences) / tokens if tokens else 0.0
+    return _by_length(given.own.reward, given.siblings)
+
+
+@advantage("opo_loo", late=True)
+def opo_loo(given: CreditInput) -> Credit:
+    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings: opo with the own episode left out of its baseline.
+
+    Use: as opo, at any staleness, and for group_policy=partial: without the own weight there is no bias.
+    """
+    return _by_length(given.own.reward, given.others)
 
 
 @advantage("gpg", scale="nonzero")
@@ -123,6 +131,12 @@ def _weights(given: CreditInput, weights: str) -> dict[str, float]:
                 "report the same `components` for every episode"
             )
     return weight
+
+
+def _by_length(reward: float, members: Sequence[EpisodeResult]) -> float:
+    """reward − the mean of the members' by their model tokens; 0 where they have none."""
+    tokens = sum(member.tokens for member in members)
+    return math.fsum(m.tokens * (reward - m.reward) for m in members) / tokens if tokens else 0.0
 
 
 def rewards(members: Sequence[EpisodeResult]) -> list[float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from asyncrl.algorithms.advantages import advantages
 from asyncrl.algorithms.aggregation import Aggregation, aggregations
 from asyncrl.algorithms.correction import Rule, select_rules
@@ -115,6 +117,22 @@ def compose(config: RunConfig) -> Recipe:
     return recipe
 
 
+def with_group_policy(config: RunConfig) -> RunConfig:
+    """With `partial` or `complete` in place of `auto`: partial where episodes are compared with siblings, the
+    algorithm stays unbiased with those that land late, and tokens that get too old are masked one by one."""
+    if config.buffer.group_policy != "auto":
+        return config
+    complete, partial = (
+        msgspec.structs.replace(config, buffer=msgspec.structs.replace(config.buffer, group_policy=policy))
+        for policy in ("complete", "partial")
+    )
+    try:
+        unbiased = compose(partial).advantage.siblings and config.buffer.on_stale == "mask"
+    except ConfigError:
+        unbiased = False
+    return partial if unbiased else complete
+
+
 def default_rules(loss: Loss) -> Mapping[str, Options]:
     """The correction of a loss where the configuration has none: no rules for a loss with pi/mu."""
     if loss.ratio == "mu":
@@ -182,9 +200,16 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     partial = buffer.group_policy == "partial"
     name = f"algorithm.advantage {recipe.advantage_name!r}"
     return {
-        f"{name} is biased with group_policy=partial; use rloo": (
+        f"{name} compares an episode with a group that it is in itself: who is late is not, which is biased "
+        "with group_policy=partial; use dr_grpo, rloo or opo_loo, or group_policy=complete": (
             partial and credit.siblings and not credit.late
         ),
+        f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, and which members of a group "
+        "are in it depends on who was late; with group_policy=partial use none or batch_std": (
+            partial and recipe.scale in ("whiten", "whiten_running")
+        ),
+        "buffer.max_staleness is 0: with group_policy=partial late members come after their batch, too stale "
+        "to be trained; use group_policy=complete": partial and buffer.max_staleness == 0,
         f"{name} needs whole groups; use group_policy=complete": (
             partial and (credit.whole_group or credit.greedy)
         ),

@@ -23,11 +23,14 @@ from asyncrl.types import DropReason, EpisodeResult
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """What a group's rewards are compared with: the results of `members` (numbers within the group).
-    `greedy`: reward of its greedy episode, where there is one."""
+    """What a group's rewards are compared with: the results of `members` (numbers within the group), for a
+    late one of the first `late` of them. `issued`: members of the group, landed or not. `greedy`: reward of
+    its greedy episode, where there is one."""
 
     members: tuple[int, ...]
     results: tuple[EpisodeResult, ...]
+    late: int
+    issued: int
     greedy: float | None = None
 
     @classmethod
@@ -35,11 +38,15 @@ class Baseline(msgspec.Struct, frozen=True):
         """The baseline of a settled group. Results do not change any more: a restart computes the same."""
         results = tuple(episodes[group.members[number]].result for number in group.baseline)
         last = episodes[group.members[-1]]
-        return cls(group.baseline, results, last.result.reward if last.greedy else None)
+        issued = len(group.members) - last.greedy
+        greedy = last.result.reward if last.greedy else None
+        return cls(group.baseline, results, len(group.late_siblings), issued, greedy)
 
-    def place(self, episode: EpisodeRecord) -> int:
-        """Index of an episode among the results; -1 for one that landed after the group's deadline."""
-        return self.members.index(episode.member) if episode.member in self.members else -1
+    def siblings(self, episode: EpisodeRecord) -> tuple[tuple[EpisodeResult, ...], int]:
+        """The results that an episode is compared with, and its place among them; -1: it is late."""
+        if episode.member in self.members:
+            return self.results, self.members.index(episode.member)
+        return self.results[: self.late], -1
 
 
 class Batch(msgspec.Struct):
@@ -159,13 +166,14 @@ class Batches:
         return (
             (self.flush or bool(batch.micros))
             and self.buffer.data_over
-            and self.buffer.tally.steps[-1] <= groups
+            and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
+        untaken = sum(group.step < 0 for group in self.buffer.live.values())
         begun = bool(self.batches.get(self.committed, Batch(self.committed)).micros)
-        if begun or len(self.buffer.tally.steps[-1]) >= self.buffer.config.groups_per_batch:
+        if begun or untaken >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
 
@@ -192,7 +200,7 @@ class Batches:
         take their `places`."""
         pool: list[EpisodeRecord] = []
         new: set[int] = set()
-        for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
+        for group in list(self.buffer.live.values()):
             ready = self._usable(group, batch.step)
             if not ready:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -77,20 +78,31 @@ class EpisodeRecord(msgspec.Struct):
 
 
 class GroupRecord(msgspec.Struct):
-    """The episodes of one sample, the greedy one (where there is one) last. `baseline` (members) is fixed
-    when the group settles. `position`: of the sample in the order of the data. `retires`: its sample is not
-    drawn again."""
+    """The episodes of one sample, the greedy one (where there is one) last. `baseline`: the members that
+    others are compared with, fixed when the group settles; before that those that landed after the deadline,
+    in order. `first_only`: who is not in it is compared with its first alone. `filtered`: its members were,
+    only others may still be trained. `position`: of the sample in the order of the data. `retires`: its
+    sample is not drawn again."""
 
     id: int
     sample: int  # its index in the data
     issued_step: int
-    deadline: float  # of the baseline under group_policy=partial, on the caller's clock
     members: list[str]
+    patience: float = math.inf  # group_policy=partial: seconds from the start to the deadline of the baseline
+    started: float = math.nan  # when the first member was assigned; -inf: before this process; nan: not yet
+    deadline: float = math.inf  # of the baseline; both are on the caller's clock
     settled: bool = False
     baseline: tuple[int, ...] = ()
+    first_only: bool = False
+    filtered: bool = False
     step: int = -1  # batch that first took a member; -1: untaken
     position: int = -1
     retires: bool = False
+
+    @property
+    def late_siblings(self) -> tuple[int, ...]:
+        """Whom a member that is not in the baseline is compared with."""
+        return self.baseline[:1] if self.first_only else self.baseline
 
 
 class Flow(msgspec.Struct, frozen=True):

@@ -6,14 +6,14 @@ sends a message about them. The rules are those of docs/staleness.md.
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
-from asyncrl.buffer.tally import Tally
+from asyncrl.buffer.survival import RecentLifetimes
 from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
@@ -25,6 +25,7 @@ RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReaso
 # They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
 LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
 MAX_LOSSES = 100
+LIFETIMES = 256  # groups that the deadline of partial groups is estimated from
 RUNS = frozenset({State.PENDING, State.RUNNING})
 USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
 
@@ -54,13 +55,15 @@ class ReplayBuffer:
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
+        self.partial = config.group_policy == "partial" and not greedy
+        self.lifetimes = RecentLifetimes(
+            LIFETIMES
+        )  # of groups, from their start to the end of the last member
+        self._began: dict[int, float] = {}  # those that run, and were started by this process
         self.group_size = config.episodes_per_group + greedy
         self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
         self.live: dict[int, GroupRecord] = {}
         self.episodes: dict[str, EpisodeRecord] = {}
-        self.tally = Tally()
-        self.floors: dict[int, int] = {}  # of groups (freshness.floor_of), until one of its members changes
-        self._deadlines: list[tuple[float, int]] = []  # (deadline, group): a heap
         self.next_group = 0
         self.cursor = 0  # position of the next sample in the order of the data
         self.retired: set[int] = set()  # samples that are not drawn again
@@ -85,36 +88,37 @@ class ReplayBuffer:
 
     def touch(self, episode: EpisodeRecord) -> None:
         self._dirty_episodes[episode.uid] = episode
-        self.floors.pop(episode.group, None)
 
     def restore(
-        self, groups: Iterable[GroupRecord], episodes: Iterable[EpisodeRecord], left: dict[State, int]
+        self,
+        groups: Iterable[GroupRecord],
+        episodes: Iterable[EpisodeRecord],
+        left: dict[State, int],
+        now: float,
     ) -> None:
         """Take over what a store holds: live groups, their episodes, and the counts of the rest."""
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
+        self._began = {}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
-        self.tally, self.floors, self._deadlines = Tally(), {}, []
         for group in self.live.values():
-            self._join(group)
             self.cohorts.exclude(group.issued_step)
+            if not math.isnan(group.started):  # the clock of that process is gone
+                group.started, group.deadline = -math.inf, now + group.patience
 
     # -- admission -----------------------------------------------------------------------------------
 
     def can_admit(self, free_slots: int, total_slots: int) -> bool:
-        """Rule 1: a whole group, if there is room for it and its members find slots."""
-        return self.has_room and free_slots >= max(1, min(self.group_size, total_slots))
-
-    @property
-    def has_room(self) -> bool:
-        """The next group is live group number (1 + target_staleness) * groups_per_batch at most (16 for 1 and
-        8), and there is a sample for it. A group of a committed batch, of which only a late member is left,
-        is not counted."""
-        live = self.tally.open(self.committed)
+        """Rule 1: a whole group, if it is live group number (1 + target_staleness) * groups_per_batch at most
+        (16 for 1 and 8) and its members find slots. A group of a committed batch, of which only a late member
+        is left, is not counted.
+        """
+        live = sum(self.is_open(group) for group in self.live.values())
         return (
             live + 1 <= self.max_live
             and self.committed * self.config.groups_per_batch + live < self.total_groups
             and not self.data_over
+            and free_slots >= max(1, min(self.group_size, total_slots))
             and self.prompts.draw(self._next_position()) >= 0
         )
 
@@ -123,23 +127,17 @@ class ReplayBuffer:
         number = self.next_group
         position = self._next_position()
         members = [f"{number}.{member}" for member in range(self.group_size)]
-        deadline = now + self.config.group_deadline
-        group = GroupRecord(number, self.prompts.draw(position), step, deadline, members, position=position)
+        sample, patience = self.prompts.draw(position), self._patience(now)
+        group = GroupRecord(number, sample, step, members, patience, position=position)
         self.live[number] = group
         self._dirty_groups[number] = group
         for member, uid in enumerate(members):
             greedy = member == self.config.episodes_per_group
             self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
-        self._join(group)
         self.next_group, self.cursor = number + 1, position + 1
         self.cohorts.issued(step)
         return group
-
-    def _join(self, group: GroupRecord) -> None:
-        self.tally.join(group, [self.episodes[uid] for uid in group.members])
-        if self.config.group_policy == "partial" and not group.settled:
-            heapq.heappush(self._deadlines, (group.deadline, group.id))
 
     @property
     def data_over(self) -> bool:
@@ -163,11 +161,21 @@ class ReplayBuffer:
     @property
     def waiting(self) -> int:
         """Episodes that are to be assigned."""
-        return self.tally.states[State.PENDING]
+        return sum(episode.state is State.PENDING for episode in self.episodes.values())
 
-    def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int) -> None:
-        episode.worker, episode.assign_seq, episode.bound = worker, seq, acked
-        self.move(episode, State.RUNNING)
+    def is_open(self, group: GroupRecord) -> bool:
+        """Its batch is not committed yet. One that was filtered but for late members has none."""
+        return not group.filtered and (group.step < 0 or group.step >= self.committed)
+
+    def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
+        episode.state, episode.worker, episode.assign_seq = State.RUNNING, worker, seq
+        episode.bound = acked
+        self.touch(episode)
+        group = self.live[episode.group]
+        if math.isnan(group.started):
+            group.started, group.deadline = now, now + group.patience
+            self._began[group.id] = now
+            self._dirty_groups[group.id] = group
 
     def current(self, uid: str, attempt: int) -> EpisodeRecord | None:
         """The running episode of an attempt. None when the attempt is not current: it is to be fenced."""
@@ -196,14 +204,20 @@ class ReplayBuffer:
 
     def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
         """The episode landed; its group may settle."""
-        episode.result, episode.stats = result, stats
-        self.move(episode, State.LANDED)
         group = self.live[episode.group]
+        self._settle(group, now)  # without this one, where the deadline has passed since the last tick
+        episode.state, episode.result, episode.stats = State.LANDED, result, stats
+        self.touch(episode)
         if not episode.greedy:
             self.cohorts.landed(group.issued_step, episode)
-        if group.settled:  # a late member: trained against the siblings fixed at the deadline
-            self._set_state(episode, State.READY)
+        self._record_lifetime(group, now)
         self._retire_sample(group)
+        if group.settled:
+            self._land_late(group, episode)
+            return
+        if now >= group.deadline:
+            group.baseline += (episode.member,)
+            self._dirty_groups[group.id] = group
         self._settle(group, now)
 
     def fail(self, episode: EpisodeRecord, reason: FailReason, now: float) -> list[EpisodeRecord]:
@@ -215,6 +229,7 @@ class ReplayBuffer:
         if reason in FINAL_FAILURES or spent:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
+            self._record_lifetime(group, now)
             running = [e for e in self.members(group) if e.state is State.RUNNING]
             self._retire_sample(group)
             self._settle(group, now)
@@ -223,17 +238,16 @@ class ReplayBuffer:
         if reason not in RESUMABLE:
             episode.restart()
         episode.attempt += 1
-        episode.worker, episode.reason = "", reason
-        self.move(episode, State.PENDING)
+        episode.state, episode.worker, episode.reason = State.PENDING, "", reason
+        self.touch(episode)
         return []
 
     # -- groups --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Settle the groups whose deadline has passed; one that cannot yet does when a member lands."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            group = self.live.get(heapq.heappop(self._deadlines)[1])
-            if group is not None:
+        """Settle the groups whose deadline has passed."""
+        for group in list(self.live.values()):
+            if now >= group.deadline:
                 self._settle(group, now)
 
     def members(self, group: GroupRecord) -> list[EpisodeRecord]:
@@ -244,22 +258,23 @@ class ReplayBuffer:
         return self.episodes[group.members[-1]] if self.greedy else None
 
     def _settle(self, group: GroupRecord, now: float) -> None:
-        """Fix the baseline of a group whose members have all ended, or whose deadline has passed. A greedy
-        episode must have landed as well; when it fails, the group is dropped."""
-        greedy = self.greedy_of(group)
+        """Fix whom the members are compared with: when all have ended, or at the deadline, or when enough
+        have landed after it. A greedy episode that fails takes its group along."""
+        greedy, ended, overdue = self.greedy_of(group), self._ended(group), now >= group.deadline
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
-        all_ended, no_greedy = self._ended(group), greedy is not None and greedy.state is State.FAILED
-        comparable = greedy is None or greedy.state is State.LANDED
-        overdue = self.config.group_policy == "partial" and now >= group.deadline and comparable
-        if group.settled or not (all_ended or overdue or no_greedy):
+        no_greedy = greedy is not None and greedy.state is State.FAILED
+        enough = len(landed) >= self.config.min_group
+        if group.settled or not (ended or no_greedy or (overdue and enough)):
             return
-        group.settled = True
-        group.baseline = tuple(episode.member for episode in landed)
+        in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
+        group.settled, group.first_only = True, overdue and len(in_time) < self.config.min_group
+        group.baseline = in_time + group.baseline
         self._dirty_groups[group.id] = group
-        if no_greedy or (all_ended and len(landed) < self.config.min_group):
+        if no_greedy or not enough:
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
-        elif all_ended and self.config.filter_zero_variance and self._zero_variance(landed, greedy):
+        elif self._equal(landed, greedy):
             self.refills += 1
+            group.filtered = True
             self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
             self.settled[USABLE] += 1
@@ -268,13 +283,37 @@ class ReplayBuffer:
             if greedy is not None:
                 self._set_state(greedy, State.FILTERED, FilterReason.BASELINE)
 
-    def _zero_variance(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
+    def _land_late(self, group: GroupRecord, episode: EpisodeRecord) -> None:
+        """After its group has settled: it is trained against the siblings that were fixed then, unless it has
+        earned the same as they."""
+        siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
+        if self._equal([episode, *siblings], None):
+            self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
+            self._forget_if_over(group)
+        else:
+            self._set_state(episode, State.READY)
+
+    def _equal(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
+        """Nothing can be learned from comparing these, and such groups are filtered."""
         results = [episode.result for episode in landed]
-        return all_equal(results, greedy.result.reward if greedy else None, self.reads)
+        reward = greedy.result.reward if greedy else None
+        return self.config.filter_zero_variance and all_equal(results, reward, self.reads)
 
     def _ended(self, group: GroupRecord) -> bool:
         """No member will land any more."""
         return all(self.episodes[uid].state not in RUNS for uid in group.members)
+
+    def _patience(self, now: float) -> float:
+        """Seconds that the next group waits for its members: what half of the groups need for all of theirs,
+        as far as that is known now. What they will earn has no influence on it."""
+        if not self.partial or self.config.group_deadline != "auto":
+            return self.config.group_deadline if self.partial else math.inf
+        running = ((began, 1.0) for began in self._began.values())
+        return self.lifetimes.curve(running, now).quantile(0.5)
+
+    def _record_lifetime(self, group: GroupRecord, now: float) -> None:
+        if self._ended(group) and (began := self._began.pop(group.id, None)) is not None:
+            self.lifetimes.add(began, now)
 
     def _retire_sample(self, group: GroupRecord) -> None:
         """No-positive-resampling: the sample of a group that has ended is not drawn again if enough of its
@@ -290,9 +329,11 @@ class ReplayBuffer:
             self._dirty_groups[group.id] = group
 
     def _discard(self, group: GroupRecord, state: State, reason: str) -> None:
+        """What has landed, and of a dropped group what has not."""
         self.settled[state] += 1
+        gone = (State.LANDED,) if state is State.FILTERED else IN_FLIGHT
         for uid in group.members:
-            if self.episodes[uid].state in IN_FLIGHT:
+            if self.episodes[uid].state in gone:
                 self._set_state(self.episodes[uid], state, reason)
         self._forget_if_over(group)
 
@@ -320,7 +361,7 @@ class ReplayBuffer:
         group = self.live[episode.group]
         self.untrained = 0
         if group.step < 0:
-            self.tally.take(group, step)
+            group.step = step
             self._dirty_groups[group.id] = group
         episode.step = step
         self._set_state(episode, State.TAKEN)
@@ -332,39 +373,36 @@ class ReplayBuffer:
         self._forget_if_over(group)
 
     def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
-        episode.reason = reason
+        episode.state, episode.reason = state, reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
-        self.move(episode, state)
-
-    def move(self, episode: EpisodeRecord, state: State) -> None:
-        """To another state, with nothing said of the reason."""
-        self.tally.move(episode, state)
         self.touch(episode)
 
     def _forget_if_over(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
-        if group.id not in self.live or not self.tally.over(group):
+        if group.id not in self.live:
             return
-        if group.step < 0:
-            last = self.members(group)[-1]
-            self.untrained += 1
-            alike = last.reason == FilterReason.ZERO_VARIANCE
-            why = "all of its episodes earned the same" if alike else last.reason
-            self.untrained_reason = f"{last.state} ({why})"
-        del self.live[group.id]
-        self._dirty_groups[group.id] = group  # written as over
-        self.cohorts.over(group.issued_step)
-        self.tally.leave(group)
-        self.floors.pop(group.id, None)
-        for uid in group.members:
-            self.left[self.episodes.pop(uid).state] += 1
+        everyone = [self.episodes[uid] for uid in group.members]
+        if all(episode.state.over for episode in everyone):
+            if group.step < 0:
+                last = self.members(group)[-1]
+                self.untrained += 1
+                alike = last.reason == FilterReason.ZERO_VARIANCE
+                why = "all of its episodes earned the same" if alike else last.reason
+                self.untrained_reason = f"{last.state} ({why})"
+            del self.live[group.id]
+            self._began.pop(group.id, None)
+            self._dirty_groups[group.id] = group  # written as over
+            self.cohorts.over(group.issued_step)
+            for episode in everyone:
+                self.left[episode.state] += 1
+                del self.episodes[episode.uid]
 
     # -- numbers -------------------------------------------------------------------------------------
 
     def counts(self) -> Counter[State]:
         """Episodes by state, those that left memory included."""
-        return self.left + self.tally.states
+        return self.left + Counter(episode.state for episode in self.episodes.values())
 
     def flow(self) -> Flow:
         """The conservation identity now. `issued` is counted from the data cursor alone."""

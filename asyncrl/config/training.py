@@ -30,10 +30,12 @@ class BufferConfig(Section, frozen=True):
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
     batch waits for groups that would cross the bound, `drop` drops the trajectory."""
-    group_policy: Literal["complete", "partial"] = "complete"
-    """Train whole groups, or the members landed by a deadline (late ones are still trained)."""
-    group_deadline: Seconds = 60.0
-    """`partial`: seconds from the issue of a group to the deadline of its baseline."""
+    group_policy: Literal["auto", "complete", "partial"] = "auto"
+    """Train whole groups, or the members landed by a deadline (late ones are still trained). auto: `partial`
+    where the algorithm stays unbiased with it, and tokens over the bound are masked."""
+    group_deadline: Seconds | Literal["auto"] = "auto"
+    """`partial`: seconds from the start of a group to the deadline of its baseline. auto: what half of the
+    groups need until all of their members have landed."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8

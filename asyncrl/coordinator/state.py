@@ -236,9 +236,7 @@ def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) ->
 def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: Batches) -> None:
     """Take over what the store holds."""
     held = store.read.load()
-    for group in held.groups:  # the clock of the process that set the deadline is gone
-        group.deadline = time.monotonic() + config.buffer.group_deadline
-    buffer.restore(held.groups, held.episodes, held.left)
+    buffer.restore(held.groups, held.episodes, held.left, time.monotonic())
     buffer.next_group, buffer.cursor = held.next_group, held.cursor
     buffer.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
     buffer.committed = held.committed

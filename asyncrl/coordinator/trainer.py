@@ -307,14 +307,16 @@ class TrainerHandler:
                 state.batches.lose(step, uid)
                 continue
             baseline = state.batches.baselines[episode.group]
+            siblings, place = baseline.siblings(episode)
             trajectories.append(
                 PlannedTrajectory(
                     uid=uid,
                     group=str(episode.group),
                     frames=len(turns),
                     own=episode.result,
-                    siblings=baseline.results,
-                    place=baseline.place(episode),
+                    siblings=siblings,
+                    place=place,
+                    issued=baseline.issued,
                     temperature=state.config.rollout.temperature,
                     greedy=baseline.greedy,
                 )

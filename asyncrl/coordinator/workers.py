@@ -250,7 +250,7 @@ class WorkerHandler:
     def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
         frames = self.state.readable(episode)
         self.assign_seq += 1
-        self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, oldest)
+        self.state.buffer.assign(episode, worker.hello.incarnation, self.assign_seq, oldest, now)
         worker.running[episode.uid] = (self.assign_seq, now)
         group = self.state.buffer.live[episode.group]
         message = Assign(

@@ -43,7 +43,8 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         check_run_directory(config)  # before a model is fetched
         with quick_imports():
             import asyncrl.rollout.components  # noqa: F401 (torch and transformers, which the checks need)
-        config = resolve_models(config)
+            from asyncrl.algorithms.recipe import with_group_policy
+        config = with_group_policy(resolve_models(config))
         data = preflight.check(config)
         run_dir, units = run_directory(config), placement.plan(config)
         check_schema(run_dir)

@@ -105,7 +105,9 @@ class Example:
     def credit_input(self) -> CreditInput:
         """What the advantage is a function of."""
         p = self.planned
-        return CreditInput(p.own, p.siblings, self.rewards, self.turn, p.place, self.value, p.greedy)
+        return CreditInput(
+            p.own, p.siblings, self.rewards, self.turn, p.issued, p.place, self.value, p.greedy
+        )
 
 
 @dataclass(frozen=True)

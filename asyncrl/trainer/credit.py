@@ -52,6 +52,7 @@ def _by_agent(given: CreditInput, recipe: Recipe) -> np.ndarray:
             siblings=[given.siblings[place].of(agent) for place in places],
             rewards=given.rewards[mine],
             turn=np.searchsorted(turns, given.turn[mine]),
+            issued=given.issued - (len(given.siblings) - len(places)),  # those without the agent are others
             place=places.index(given.place) if given.place in places else -1,
             values=None if given.values is None else given.values[mine],
         )

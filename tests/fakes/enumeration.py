@@ -227,6 +227,7 @@ def _credits(
                 siblings=[one.own for one in traces if not (late and one is own)],
                 rewards=own.rewards,
                 turn=TURN[:length].numpy(),
+                issued=n,
                 place=-1 if late else i,
                 values=values[language.prefix[sequences[i], :length]].numpy() if estimator.critic else None,
                 greedy=GREEDY if estimator.greedy else None,

@@ -138,7 +138,8 @@ def _result(rng: random.Random, turns: list[Turn]) -> EpisodeResult:
 def make_row(
     uid: str, group: str, members: tuple[EpisodeResult, ...], i: int, turns: list[Turn], temperature: float
 ) -> PlannedTrajectory:
-    return PlannedTrajectory(uid, group, len(turns), members[i], members, i, temperature, greedy=0.5)
+    own, issued = members[i], len(members)
+    return PlannedTrajectory(uid, group, len(turns), own, members, i, issued, temperature, greedy=0.5)
 
 
 def plain_model(path: str, dtype: torch.dtype = torch.float64) -> Any:

@@ -232,7 +232,7 @@ def test_advantages(name: str) -> None:
     symbols = {"mean": np.mean(rewards), "std": np.std(rewards, ddof=1), "α": 1.0, "f_norm": 1.0}
     of = advantages.get(name).of
     for place, own in enumerate(group):
-        found = of(CreditInput(own, group, np.zeros(2), np.zeros(2, dtype=int), place))
+        found = of(CreditInput(own, group, np.zeros(2), np.zeros(2, dtype=int), len(group), place))
         wanted = evaluate(formula_of(inspect.getdoc(of) or ""), {**symbols, "R": own.reward})
         assert found == pytest.approx(wanted, rel=1e-12)
 

@@ -83,7 +83,7 @@ def micro_batches(
         spans = (VersionSpan(0, len(ids), step, step),)
         turn = Turn(0, context, ids, (-1.0,) * len(ids), spans, StopReason.STOP)
         results = tuple(EpisodeResult(float(won), len(ids)) for won in (0, 1))
-        planned = PlannedTrajectory(f"{step}/{i}", f"{i // 2}", 1, results[i % 2], results, i % 2, 1.0)
+        planned = PlannedTrajectory(f"{step}/{i}", f"{i // 2}", 1, results[i % 2], results, i % 2, 2, 1.0)
         work.append((planned, [turn]))
     lengths = [len(turn.context) + len(turn.ids) for _, (turn,) in work]
     pieces = [packing.Piece(i, n, 0, 1, n) for i, n in enumerate(lengths)]

@@ -209,6 +209,7 @@ def _rows(
             own=groups[group][int(number)],
             siblings=tuple(groups[group]),
             place=int(number),
+            issued=len(groups[group]),
             temperature=temperature,
         )
         for ask, episode in zip(asks, episodes, strict=True)

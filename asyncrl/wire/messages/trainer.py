@@ -93,8 +93,8 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     """One trajectory of a plan. Its turns are the next `frames` frames of the message.
 
     `siblings` are the results that the baseline is made of. `place` is the index of `own` among them; -1: it
-    landed after the deadline of a partial group. `greedy`: reward of the group's greedy episode, where the
-    advantage wants one.
+    landed after the deadline of a partial group. `issued`: members of the group, landed or not. `greedy`:
+    reward of the group's greedy episode, where the advantage wants one.
     """
 
     uid: str
@@ -103,6 +103,7 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     own: EpisodeResult
     siblings: tuple[EpisodeResult, ...]
     place: int
+    issued: int
     temperature: float
     greedy: float | None = None
 

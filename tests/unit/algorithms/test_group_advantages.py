@@ -33,7 +33,9 @@ def group(
 
 def of(name: str, own: EpisodeResult, siblings: Sequence[EpisodeResult], **options: object) -> float:
     place = next((at for at, sibling in enumerate(siblings) if sibling is own), -1)
-    value = advantages.get(name).bound(options, "$").of(CreditInput(own, siblings, NONE, NONE, place))
+    issued = len(siblings) + (place < 0)
+    given = CreditInput(own, siblings, NONE, NONE, issued, place)
+    value = advantages.get(name).bound(options, "$").of(given)
     assert isinstance(value, float)
     return value
 
@@ -95,6 +97,9 @@ def reference(name: str, i: int, rewards: list[float], tokens: list[int]) -> flo
         return (rewards[i] - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6)
     if name == "rloo":
         return rewards[i] - statistics.fmean(others)
+    if name == "opo_loo":
+        without = tokens[:i] + tokens[i + 1 :]
+        return rewards[i] - sum(t * r for t, r in zip(without, others, strict=True)) / sum(without)
     if name == "opo":
         return rewards[i] - sum(t * r for t, r in zip(tokens, rewards, strict=True)) / sum(tokens)
     if name == "pass_at_k":
@@ -148,10 +153,13 @@ def test_a_late_member_is_compared_with_all_that_landed(
     assert of("rloo", late, group(siblings)) == pytest.approx(wanted)
 
 
-def test_only_leave_one_out_is_declared_unbiased_for_late_members() -> None:
-    assert [name for name in advantages if advantages.get(name).siblings and advantages.get(name).late] == [
-        "rloo"
-    ]
+def test_dr_grpo_counts_the_members_that_were_issued() -> None:
+    """Of 8, 3 have landed: those in time and those late get 7/8 of the difference from the others."""
+    own, siblings = EpisodeResult(1.0), group([1.0, 0.0, 0.5])
+    late = CreditInput(own, siblings, NONE, NONE, issued=8)
+    in_time = CreditInput(siblings[0], siblings, NONE, NONE, issued=8, place=0)
+    assert advantages.get("dr_grpo").of(late) == pytest.approx(7 / 8 * 0.5)
+    assert advantages.get("dr_grpo").of(in_time) == pytest.approx(7 / 8 * 0.75)
 
 
 def test_components_that_are_not_reported_are_named() -> None:
@@ -200,6 +208,7 @@ def test_what_each_declares() -> None:
         "grpo": ("none", "siblings"),
         "grpo_turn": ("none", "siblings"),
         "opo": ("none", "siblings"),
+        "opo_loo": ("none", "siblings"),
         "optimal_token_baseline": ("none", "siblings", "whole_group"),
         "pass_at_k": ("none", "siblings"),
         "reinforce_pp": ("whiten",),

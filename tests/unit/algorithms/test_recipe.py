@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.algorithms.recipe import Recipe, compose
+from asyncrl.algorithms.recipe import Recipe, compose, with_group_policy
 from asyncrl.config import parse
 from asyncrl.errors import ConfigError
 
@@ -111,6 +111,8 @@ def test_without_a_word_a_loss_is_corrected_at_its_own_level() -> None:
             "needs whole groups",
         ),
         ({"algorithm": {"advantage": "optimal_token_baseline"}, "buffer": PARTIAL}, "biased|whole groups"),
+        ({"algorithm": {"normalise": "whiten_running"}, "buffer": PARTIAL | UNFILTERED}, "who was late"),
+        ({"buffer": PARTIAL | SYNC}, "late members come after their batch"),
         ({"kl": {"where": "reward"}, "buffer": {"on_stale": "drop"}}, "must be in the batch"),
         ({"algorithm": {"loss": "tba", "advantage": "rloo"}, "buffer": PARTIAL}, "loss 'tba' needs whole"),
         ({"algorithm": {"loss": "tba"}, "buffer": {"on_stale": "drop"}}, "takes members out of a group"),
@@ -155,3 +157,22 @@ def test_what_cannot_work_is_refused_with_the_reason(sections: dict[str, Any], c
 
 def test_without_staleness_no_correction_is_needed() -> None:
     assert recipe(algorithm={"correction": {}}, buffer=SYNC).rules == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "policy"),
+    [
+        ({}, "partial"),
+        ({"algorithm": {"advantage": "rloo"}}, "partial"),
+        ({"algorithm": {"advantage": "grpo"}}, "complete"),
+        ({"algorithm": {"aggregation": "prompt_mean"}}, "complete"),
+        ({"algorithm": GAE, "buffer": UNFILTERED}, "complete"),  # compares with nobody
+        ({"buffer": SYNC}, "complete"),
+        ({"buffer": {"on_stale": "hold"}}, "complete"),
+        ({"buffer": {"group_policy": "complete"}}, "complete"),
+        ({"algorithm": {"loss": "nonsense"}}, "complete"),  # refused by name later
+    ],
+)
+def test_groups_are_partial_where_that_is_unbiased(sections: dict[str, Any], policy: str) -> None:
+    config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "x"}, **sections})
+    assert with_group_policy(config).buffer.group_policy == policy

@@ -49,7 +49,7 @@ def test_hold_waits_for_the_straggler_that_would_cross_the_bound() -> None:
     buffer, batches = make(on_stale="hold", max_staleness=1, groups_per_batch=1, target_staleness=1)
     admit(buffer, 2)
     for uid in ("0.0", "0.1", "1.0", "1.1"):
-        buffer.assign(buffer.episodes[uid], "w", 1, 0)
+        buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)
     land(buffer, "1.0"), land(buffer, "1.1")
     # Batch 0 may take group 1: group 0 (version 0) is still within the bound in batch 1.
     assert sorted(train(batches, 0)) == ["1.0", "1.1"]

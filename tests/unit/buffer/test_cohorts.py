@@ -45,7 +45,7 @@ def test_a_cohort_that_a_restart_cut_in_two_is_left_out() -> None:
     buffer, _ = make(groups_per_batch=1)
     admit(buffer, 1, step=3)
     again, batches = make(groups_per_batch=1, filter_zero_variance=True)
-    again.restore(buffer.live.values(), buffer.episodes.values(), {})
+    again.restore(buffer.live.values(), buffer.episodes.values(), {}, 0.0)
     again.next_group = 1
     admit(again, 1, step=3)
     admit(again, 2, step=4)

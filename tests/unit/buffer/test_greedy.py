@@ -110,21 +110,5 @@ def test_equal_rewards_still_teach_where_the_greedy_one_differs(greedy: float, f
 def test_it_is_not_what_hold_waits_for() -> None:
     buffer, _ = world(on_stale="hold", target_staleness=4)
     for uid in ("0.0", "0.1", "0.2", "1.0", "1.1", "1.2"):
-        buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0)
+        buffer.assign(buffer.episodes[uid], "w", 1, 4 if uid != "0.2" else 0, 0.0)
     assert floor_of(buffer, buffer.live[0]) == 4
-
-
-def test_a_partial_group_waits_for_it_beyond_the_deadline() -> None:
-    buffer, batches = world(group_policy="partial", group_deadline=5.0)
-    batches.micro_tokens = 20
-    land(buffer, "0.0")
-    for uid in ("0.1", "0.2"):
-        buffer.assign(buffer.episodes[uid], "w", 1, 0)
-    buffer.tick(5.0)
-    assert flow(buffer).ready == 0
-    land(buffer, "0.2", 0.5, now=6.0)
-    assert train(batches, 0) == ["0.0"]
-    land(buffer, "0.1", now=7.0)  # late: against the same greedy reward
-    assert batches.plan(1, 0, 1) == ["0.1"]
-    assert batches.baselines[0].greedy == 0.5
-    assert flow(buffer).filtered == 1

@@ -16,7 +16,7 @@ from asyncrl.buffer.freshness import drop_overdue, pending, places_of
 from asyncrl.buffer.hold import Places
 from asyncrl.buffer.records import NEVER
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, count_again, land_group, make
+from tests.unit.buffer.machine import admit, land_group, make
 
 STEPS, SEEDS = 12, 3
 
@@ -62,7 +62,7 @@ class HeldRun:
         drop_overdue(self.buffer)
         for needed, episode in pending(self.buffer):
             if fit := [self.held[server] for server in self.usable(needed)]:
-                self.buffer.assign(episode, "w", 1, min(fit))
+                self.buffer.assign(episode, "w", 1, min(fit), 0.0)
                 self.turns.append((episode.uid, episode.attempt, int(self.random.lognormvariate(0.5, 1))))
         assert not self.strict or min(places_of(self.buffer).left) >= 0, (
             "more groups are due than there are places"
@@ -103,7 +103,6 @@ class HeldRun:
             self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(episode.turns), self.now)
 
     def take(self) -> None:
-        count_again(self.buffer)
         step, plan = self.buffer.committed, None
         while not self.training:
             batch = self.batches.batches.get(step)
@@ -180,7 +179,7 @@ def test_a_group_that_starts_late_leaves_room_for_the_older_one() -> None:
     buffer.committed = 1
     admit(buffer, 3, step=1)
     for uid in ("0.0", "0.1"):
-        buffer.assign(buffer.episodes[uid], "w", 1, 0)  # due in batch 1
+        buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)  # due in batch 1
     land_group(buffer, 2, 1.0, 0.0, version=1)
     batches.micro_tokens = 40
     assert batches.plan(1, 0, 1) == ["2.0", "2.1"]

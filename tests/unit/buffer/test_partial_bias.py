@@ -1,92 +1,103 @@
-"""Partial groups, by exact enumeration: a three-armed bandit whose good arm is slow (Exactness 8).
+"""Partial groups, by exact enumeration: a three-armed bandit whose good arm is slow.
 
-Every outcome of three members, every split into early and late, and every order of landing goes through the
-real buffer and batches. The expected gradient of what is trained must be the true gradient, times the share
-of episodes that have anybody to compare with.
+Every outcome of three members and every time of landing goes through the real buffer and batches. The
+expected gradient of what is trained must be the true gradient, however few land before the deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import permutations, product
-from math import factorial, prod
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
 
 from asyncrl.algorithms.advantages import CreditInput, advantages
 from asyncrl.types import EpisodeResult
-from tests.unit.buffer.machine import admit, land, make
+from tests.unit.buffer.machine import admit, land, make, run
 
 MEMBERS = 3
 DEADLINE = 5.0
 POLICY = np.array([0.2, 0.5, 0.3])  # softmax of the logits that are differentiated
 REWARD = np.array([0.0, 0.4, 1.0])
-EARLY = np.array([0.9, 0.9, 0.05])  # chance to land before the deadline: the best arm is slow
+TOKENS = (10, 20, 70)
+TIMES = (1.0, 6.0, 7.0)  # before the deadline, and twice after it
+LANDS = np.array([[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.05, 0.25, 0.7]])  # row a: chance of each time
 SCORE = np.eye(3) - POLICY  # row a: gradient of log policy(a) by the logits
 TRUE = POLICY @ (REWARD[:, None] * SCORE)
 
-Trained = list[tuple[int, float]]  # (member, advantage)
+Arms = tuple[int, ...]
+Trained = list[tuple[int, CreditInput]]  # member, what its advantage is a function of
 
 
-def cases() -> Iterator[tuple[float, tuple[int, ...], tuple[bool, ...], tuple[int, ...]]]:
-    """(probability, arm of each member, whether it is early, order of landing)."""
-    for arms, early in product(product(range(3), repeat=MEMBERS), product((True, False), repeat=MEMBERS)):
-        chance = prod(POLICY[a] * (EARLY[a] if e else 1 - EARLY[a]) for a, e in zip(arms, early, strict=True))
-        first = [member for member in range(MEMBERS) if early[member]]
-        last = [member for member in range(MEMBERS) if not early[member]]
-        orders = factorial(len(first)) * factorial(len(last))
-        for before, after in product(permutations(first), permutations(last)):
-            yield chance / orders, arms, early, before + after
-
-
-def credit(own: EpisodeResult, siblings: tuple[EpisodeResult, ...], place: int) -> float:
+def given(own: EpisodeResult, siblings: tuple[EpisodeResult, ...], place: int) -> CreditInput:
     turn = np.zeros(1, dtype=np.int64)
-    found = advantages.get("rloo").of(CreditInput(own, siblings, np.array([own.reward]), turn, place))
-    return float(np.mean(found))
+    return CreditInput(own, siblings, np.array([own.reward]), turn, MEMBERS, place)
 
 
-def ours(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...]) -> Trained:
-    """What the buffer trains: siblings fixed at the deadline, late members against the same ones."""
+def result(arm: int) -> EpisodeResult:
+    return EpisodeResult(float(REWARD[arm]), TOKENS[arm], (float(REWARD[arm]),))
+
+
+def ours(arms: Arms, times: tuple[float, ...], filtering: bool) -> Trained:
+    """What the buffer trains. Members that land at the same time do so in the order of their numbers."""
     buffer, batches = make(
-        group_policy="partial", group_deadline=DEADLINE, groups_per_batch=1, episodes_per_group=MEMBERS
+        group_policy="partial",
+        group_deadline=DEADLINE,
+        groups_per_batch=1,
+        episodes_per_group=MEMBERS,
+        filter_zero_variance=filtering,
+        max_staleness=2 * MEMBERS,
     )
-    batches.micro_tokens = 20 * MEMBERS  # whatever is ready is one micro-batch
+    batches.micro_tokens = 1  # what is ready is enough
     admit(buffer, 1)
+    for member in range(MEMBERS):
+        run(buffer, f"0.{member}")
     trained: Trained = []
 
     def take() -> None:
-        for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
-            own, group = batches.taken[uid], batches.baselines[0]
-            trained.append((own.member, credit(own.result, group.results, group.place(own))))
+        while buffer.flow().ready:
+            for uid in batches.plan(0, len(batches.batches[0].micros) if batches.batches else 0, 1) or ():
+                own, group = batches.taken[uid], batches.baselines[0]
+                trained.append((own.member, given(own.result, *group.siblings(own))))
 
-    for member in order:
-        if early[member]:
-            land(buffer, f"0.{member}", REWARD[arms[member]], now=DEADLINE - 1)
-        else:
-            buffer.assign(buffer.episodes[f"0.{member}"], "w", 1, 0)
-    buffer.tick(DEADLINE)
-    take()
-    for member in order:
-        if not early[member]:
-            land(buffer, f"0.{member}", REWARD[arms[member]], now=DEADLINE + 1)
+    for time in TIMES:
+        if time > DEADLINE:
+            buffer.tick(DEADLINE)
+            take()
+        for member in (m for m in range(MEMBERS) if times[m] == time):
+            found = result(arms[member])
+            land(buffer, f"0.{member}", found.reward, now=time, tokens=found.tokens)
             take()
     return trained
 
 
-def first_two(arms: tuple[int, ...], early: tuple[bool, ...], order: tuple[int, ...]) -> Trained:
-    """The tempting rule: train as soon as two have landed, drop the rest."""
-    landed = tuple(EpisodeResult(float(REWARD[arms[member]])) for member in order[:2])
-    return [(order[place], credit(landed[place], landed, place)) for place in range(2)]
+@cache
+def cases(filtering: bool) -> list[tuple[float, Arms, Trained]]:
+    """(probability, arm of each member, what the buffer trains)."""
+    found = []
+    for arms, slots in product(product(range(3), repeat=MEMBERS), repeat=2):
+        chance = prod(POLICY[arm] * LANDS[arm, slot] for arm, slot in zip(arms, slots, strict=True))
+        found.append((chance, arms, ours(arms, tuple(TIMES[slot] for slot in slots), filtering)))
+    return found
 
 
-def expected(rule: Callable[..., Trained]) -> np.ndarray:
-    """Gradient of one member's term, over all cases: a member that is not trained contributes nothing."""
+Rule = Callable[[CreditInput], float]
+
+
+def expected(rule: Rule, filtering: bool = False, keep: int = MEMBERS) -> np.ndarray:
+    """Gradient of one member's term, over all cases; of the first `keep` that are trained."""
     total = np.zeros(3)
-    for chance, arms, early, order in cases():
-        for member, advantage in rule(arms, early, order):
-            total += chance * advantage * SCORE[arms[member]] / MEMBERS
+    for chance, arms, trained in cases(filtering):
+        for member, credit in trained[:keep]:
+            total += chance * rule(credit) * SCORE[arms[member]] / MEMBERS
     return total
+
+
+def of(name: str) -> Rule:
+    return lambda credit: float(np.mean(advantages.get(name).of(credit)))
 
 
 def cosine(gradient: np.ndarray) -> float:
@@ -94,22 +105,47 @@ def cosine(gradient: np.ndarray) -> float:
 
 
 def test_the_cases_are_all_there_are() -> None:
-    assert sum(chance for chance, *_ in cases()) == pytest.approx(1.0, abs=1e-14)
-
-
-def test_our_rule_is_unbiased_in_every_order_of_landing() -> None:
-    """A baseline of the others that landed in time does not depend on the own arm, nor on whether the own
-    episode was in time: only the share of episodes without any such sibling is lost."""
-    alone = (1 - POLICY @ EARLY) ** (MEMBERS - 1)
-    np.testing.assert_allclose(expected(ours), (1 - alone) * TRUE, rtol=0, atol=1e-12)
+    assert sum(chance for chance, *_ in cases(False)) == pytest.approx(1.0, abs=1e-14)
 
 
 def test_every_member_is_trained_once() -> None:
-    for _, arms, early, order in cases():
-        assert sorted(member for member, _ in ours(arms, early, order)) == [0, 1, 2]
+    assert all(sorted(member for member, _ in trained) == [0, 1, 2] for _, _, trained in cases(False))
+
+
+LATE = {"rloo": 1.0, "opo_loo": 1.0, "dr_grpo": (MEMBERS - 1) / MEMBERS}  # of the true gradient
+
+
+def test_these_are_all_that_may_be_late() -> None:
+    assert LATE.keys() == {name for name in advantages.names() if advantages.get(name).late}
+
+
+@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("name", LATE)
+def test_our_rule_is_unbiased(name: str, filtering: bool) -> None:
+    """Who is in the baseline of a member depends on the others alone, not on its arm or time of landing.
+    Groups of zero variance leave, but not their late members that make a difference."""
+    np.testing.assert_allclose(expected(of(name), filtering), LATE[name] * TRUE, rtol=0, atol=1e-12)
+
+
+def test_a_filtered_group_trains_only_who_differs() -> None:
+    assert all(any(rule(credit) for rule in map(of, LATE)) for _, _, t in cases(True) for _, credit in t)
+
+
+def test_a_mean_with_oneself_is_biased() -> None:
+    """Who is in time is in its own baseline, who is late is not."""
+    gradient = expected(lambda credit: credit.own.reward - np.mean([m.reward for m in credit.siblings]))
+    assert cosine(gradient) < 0.9999
+
+
+def test_the_number_that_landed_in_place_of_the_number_issued_is_biased() -> None:
+    def wrong(credit: CreditInput) -> float:
+        n = len(credit.siblings)
+        return (n - 1) / n * of("rloo")(credit)
+
+    assert cosine(expected(wrong)) < 0.9999
 
 
 def test_dropping_who_comes_late_is_biased() -> None:
-    gradient = expected(first_two)
-    assert cosine(gradient) < 0.93  # 0.916
-    assert np.linalg.norm(gradient) < 0.5 * np.linalg.norm(TRUE)  # 0.45; two thirds of the terms are trained
+    gradient = expected(of("rloo"), keep=2)
+    assert cosine(gradient) < 0.99
+    assert np.linalg.norm(gradient) < 0.6 * np.linalg.norm(TRUE)  # two thirds of the terms are trained

@@ -158,7 +158,7 @@ def test_a_late_member_completes_the_record_of_its_sample() -> None:
     buffer, batches = make(episodes_per_group=3, retire_pass_rate=0.9, **keys)
     group = buffer.admit(0, 0.0)
     land_group(buffer, 0, 1.0, 1.0)
-    buffer.assign(buffer.episodes["0.2"], "w", 1, 0)
+    buffer.assign(buffer.episodes["0.2"], "w", 1, 0, 0.0)
     buffer.tick(5.0)
     train(batches, 0)
     assert not buffer.retired

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import islice
 
@@ -12,7 +13,7 @@ from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, count_again, land, make, run, train
+from tests.unit.buffer.machine import admit, land, make, run, train
 
 
 def test_admission_keeps_the_pace() -> None:
@@ -63,7 +64,7 @@ def test_a_failed_member_is_issued_again_and_then_given_up() -> None:
     episode = buffer.episodes["0.0"]
     for attempt in (0, 1):
         assert episode.attempt == attempt
-        buffer.assign(episode, "w", attempt, 0)
+        buffer.assign(episode, "w", attempt, 0, 0.0)
         buffer.fail(episode, FailReason.REWARD_ERROR, 0.0)
     assert episode.state is State.FAILED
     land(buffer, "0.1")  # one usable member of two: below min_group
@@ -74,7 +75,7 @@ def test_a_lost_worker_keeps_the_durable_turns() -> None:
     buffer, _ = make()
     admit(buffer, 1)
     episode = buffer.episodes["0.0"]
-    buffer.assign(episode, "w", 1, 0)
+    buffer.assign(episode, "w", 1, 0, 0.0)
     buffer.turn(episode, 20, 10, 0, 0)
     buffer.fail(episode, FailReason.WORKER_LOST, 0.0)
     assert (episode.state, episode.attempt, episode.turns) == (State.PENDING, 1, 1)
@@ -108,15 +109,83 @@ def test_partial_groups_fix_their_siblings_at_the_deadline() -> None:
     assert train(batches, 0) == ["0.0", "0.1"]
     late = land(buffer, "0.2", 1.0, now=6.0)
     assert late.state is State.READY  # trained later, against the same siblings
+    assert buffer.live[0].baseline == buffer.live[0].late_siblings == (0, 1)
+
+
+@pytest.mark.parametrize("in_time", [[], [1]])
+def test_where_too_few_land_in_time_the_first_two_are_compared_and_later_ones_with_the_first(
+    in_time: list[int],
+) -> None:
+    buffer, batches = make(
+        group_policy="partial", group_deadline=5.0, episodes_per_group=4, groups_per_batch=1
+    )
+    admit(buffer, 1)
+    for member in range(4):
+        run(buffer, f"0.{member}")
+    for member in in_time:
+        land(buffer, f"0.{member}", float(member))
+    buffer.tick(now=5.0)
+    order = [*in_time, *(member for member in (2, 0, 3, 1) if member not in in_time)]
+    for place, member in enumerate(order[len(in_time) :], len(in_time)):
+        assert buffer.live[0].settled is (place > 1)
+        land(buffer, f"0.{member}", float(member), now=6.0)
+    assert (buffer.live[0].baseline, buffer.live[0].late_siblings) == (tuple(order[:2]), (order[0],))
+    train(batches, 0)
+    (baseline,) = batches.baselines.values()
+    rewards = {
+        member: [result.reward for result in baseline.siblings(batches.taken[f"0.{member}"])[0]]
+        for member in range(4)
+    }
+    first, second = map(float, order[:2])
+    assert rewards == {m: [first, second] if m in order[:2] else [first] for m in range(4)}
+
+
+def test_who_lands_after_the_deadline_is_late_though_no_tick_has_come() -> None:
+    buffer, _ = make(group_policy="partial", group_deadline=5.0, episodes_per_group=3, groups_per_batch=1)
+    admit(buffer, 1)
+    land(buffer, "0.0", 1.0), land(buffer, "0.1", 0.0), land(buffer, "0.2", 1.0, now=5.0)
     assert buffer.live[0].baseline == (0, 1)
 
 
-def test_a_late_member_takes_up_no_admission() -> None:
-    buffer, batches = make(group_policy="partial", group_deadline=5.0, max_staleness=0, total_groups=4)
+def test_the_deadline_counts_from_the_start_and_is_what_half_of_the_groups_need() -> None:
+    buffer, _ = make(group_policy="partial", groups_per_batch=2)
     admit(buffer, 2)
-    for uid in ("0.0", "1.0", "1.1"):
+    assert [group.patience for group in buffer.live.values()] == [math.inf] * 2  # nothing is known yet
+    for uid, now in (("0.0", 1.0), ("0.1", 2.0), ("1.0", 3.0), ("1.1", 9.0)):
+        land(buffer, uid, now=now)  # both began at 0
+    group = buffer.admit(0, now=50.0)
+    assert (group.patience, group.deadline) == (2.0, math.inf)
+    for uid in group.members:
+        buffer.assign(buffer.episodes[uid], "w", 1, 0, 60.0 + float(uid[-1]))
+    assert (group.started, group.deadline) == (60.0, 62.0)
+    slow = buffer.admit(0, now=70.0)
+    assert slow.patience == 9.0  # of three, the one that has run for ten seconds counts
+
+
+def test_a_filtered_group_waits_for_its_late_members_without_a_place() -> None:
+    """Only one that earned something else than the siblings fixed at the deadline is trained."""
+    keys = {"group_policy": "partial", "group_deadline": 5.0, "filter_zero_variance": True}
+    buffer, batches = make(episodes_per_group=4, groups_per_batch=1, target_staleness=0, **keys)
+    admit(buffer, 1)
+    for member in range(4):
+        run(buffer, f"0.{member}")
+    land(buffer, "0.0", 1.0), land(buffer, "0.1", 1.0)
+    buffer.tick(now=5.0)
+    assert (buffer.flow().filtered, buffer.flow().in_flight) == (2, 2)
+    assert buffer.can_admit(100, 100)  # another group fills the batch
+    assert land(buffer, "0.2", 1.0, now=6.0).state is State.FILTERED
+    assert land(buffer, "0.3", 0.0, now=7.0).state is State.READY
+    assert train(batches, 0) == ["0.3"] and not buffer.live
+    assert buffer.flow().conserved
+
+
+def test_a_late_member_takes_up_no_admission() -> None:
+    keys = {"group_policy": "partial", "group_deadline": 5.0, "max_staleness": 0}
+    buffer, batches = make(total_groups=4, episodes_per_group=3, **keys)
+    admit(buffer, 2)
+    for uid in ("0.0", "0.1", "1.0", "1.1", "1.2"):
         land(buffer, uid)
-    buffer.assign(buffer.episodes["0.1"], "w", 1, 0)
+    run(buffer, "0.2")
     buffer.tick(now=5.0)
     train(batches, 0)
     assert list(buffer.live) == [0]  # its late member runs on
@@ -131,7 +200,7 @@ def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
     buffer, batches = make(groups_per_batch=1)
     admit(buffer, 3)
     for uid in ("0.0", "0.1"):
-        buffer.assign(buffer.episodes[uid], "w", 1, 0)
+        buffer.assign(buffer.episodes[uid], "w", 1, 0, 0.0)
         buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, 0.0)
     assert (buffer.untrained, buffer.untrained_reason) == (1, "failed (prompt_too_long)")
     land(buffer, "1.0"), land(buffer, "1.1")
@@ -140,13 +209,14 @@ def test_groups_that_leave_untrained_are_counted_in_a_row() -> None:
 
 
 def test_settled_partial_group_leaves_when_its_late_member_fails() -> None:
-    buffer, batches = make(group_policy="partial", group_deadline=5.0, groups_per_batch=1)
+    buffer, batches = make(
+        group_policy="partial", group_deadline=5.0, groups_per_batch=1, episodes_per_group=3
+    )
     admit(buffer, 1)
-    land(buffer, "0.0")
-    buffer.assign(buffer.episodes["0.1"], "w", 1, 0)
+    land(buffer, "0.0"), land(buffer, "0.1"), run(buffer, "0.2")
     buffer.tick(now=5.0)
     train(batches, 0)
-    buffer.fail(buffer.episodes["0.1"], FailReason.PROMPT_TOO_LONG, 6.0)
+    buffer.fail(buffer.episodes["0.2"], FailReason.PROMPT_TOO_LONG, 6.0)
     assert not buffer.live and buffer.flow().conserved
 
 
@@ -184,7 +254,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 6))
     def assign(self, n: int) -> None:
         for _, episode in islice(pending(self.buffer), n):
-            self.buffer.assign(episode, "w", 1, self.batches.committed)
+            self.buffer.assign(episode, "w", 1, self.batches.committed, self.now)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data(), reward=st.sampled_from([0.0, 1.0]), turns=st.integers(0, 2))
@@ -224,12 +294,11 @@ class FlowMachine(RuleBasedStateMachine):
 
     @invariant()
     def conserved(self) -> None:
-        count_again(self.buffer)
         flow = self.buffer.flow()
         assert flow.conserved, flow
         assert flow.trained == sum(self.trained.values())
         assert max(self.trained.values(), default=1) == 1
-        assert self.buffer.tally.open(self.buffer.committed) <= self.buffer.max_live
+        assert sum(self.buffer.is_open(group) for group in self.buffer.live.values()) <= self.buffer.max_live
         states = {self.buffer.episodes[uid].state for uid in self.trained if uid in self.buffer.episodes}
         assert states <= {State.TRAINED}
         assert not any(e.state is State.READY for e in self.buffer.episodes.values() if e.greedy)

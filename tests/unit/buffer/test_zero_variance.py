@@ -72,7 +72,7 @@ def advantages_of(name: str, group: list[EpisodeResult], greedy: float | None) -
     found: list[float] = []
     for place, own in enumerate(group):
         rewards = np.array(own.turn_rewards)
-        credit = CreditInput(own, group, rewards, np.arange(len(rewards)), place, greedy=greedy)
+        credit = CreditInput(own, group, rewards, np.arange(len(rewards)), len(group), place, greedy=greedy)
         found += np.atleast_1d(advantages.load(name).of(credit)).tolist()
     return found
 

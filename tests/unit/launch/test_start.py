@@ -128,6 +128,7 @@ def test_a_dry_run_ends_with_the_plan_and_the_warnings(
         "name": "x",
         "run_dir": config.run_dir,
         "model": {"path": config.model.path},
+        "buffer": {"group_policy": "partial"},  # what auto means here
         "data": {"train": "t"},
     }
     assert (

@@ -19,6 +19,7 @@ ROW = PlannedTrajectory(
     own=OWN,
     siblings=(OWN, EpisodeResult(0.0, 7, (0.0,))),
     place=0,
+    issued=2,
     temperature=0.5,
 )
 TOKEN_MEAN = aggregations.get("token_mean")

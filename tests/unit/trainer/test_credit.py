@@ -34,7 +34,7 @@ def one(number: int) -> Example:
     """An episode of number + 2 tokens."""
     n = number + 2
     own = EpisodeResult(THIRD, n)
-    row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1.0)
+    row = PlannedTrajectory(f"u{number}", f"g{number // 2}", 1, own, (own,), number, 1, 1.0)
     turn = Turn(0, (1,), (2,) * n, (-THIRD,) * n, (VersionSpan(0, n, 0, 0),), StopReason.STOP)
     made = example(row, [turn], 0, 4, aggregations.get("token_mean"))
     return replace(made, prox=-np.arange(n) / 3, collision=np.full(n, THIRD))
@@ -94,7 +94,8 @@ def test_a_token_that_the_reference_cannot_score_changes_nothing_else() -> None:
 def game(place: int, agents: str, rewards: list[float], siblings: tuple[EpisodeResult, ...] = ()) -> Example:
     """An episode of one agent a turn, by its letter, and 2 tokens a turn."""
     own = result_of(agents, rewards)
-    row = PlannedTrajectory(f"u{place}", "g", 1, own, siblings or (own,), place, 1.0)
+    siblings = siblings or (own,)
+    row = PlannedTrajectory(f"u{place}", "g", 1, own, siblings, place, len(siblings), 1.0)
     spans = (VersionSpan(0, 2, 0, 0),)
     turns = [
         Turn(k, (1,), (2, 3), (-THIRD, -THIRD), spans, StopReason.STOP, agent=agent)
