@@ -72,9 +72,9 @@ def opo(given: CreditInput) -> Credit:
 
 @advantage("opo_loo", late=True)
 def opo_loo(given: CreditInput) -> Credit:
-    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings: opo with the own episode left out of its baseline.
+    """R − Σ_j T_j·R_j / Σ_j T_j over the *other* siblings (OPO, arXiv 2505.23585, without the own weight).
 
-    Use: as opo, at any staleness, and for group_policy=partial: without the own weight there is no bias.
+    Use: as opo, at any staleness and with group_policy=partial: the baseline does not depend on the episode.
     """
     return _by_length(given.own.reward, given.others)
 

@@ -306,8 +306,10 @@ class ReplayBuffer:
     def _patience(self, now: float) -> float:
         """Seconds that the next group waits for its members: what half of the groups need for all of theirs,
         as far as that is known now. What they will earn has no influence on it."""
-        if not self.partial or self.config.group_deadline != "auto":
-            return self.config.group_deadline if self.partial else math.inf
+        if not self.partial:
+            return math.inf
+        if self.config.group_deadline != "auto":
+            return self.config.group_deadline
         running = ((began, 1.0) for began in self._began.values())
         return self.lifetimes.curve(running, now).quantile(0.5)
 
