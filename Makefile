@@ -57,6 +57,7 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tools/mypy.ini
 	$(PYTEST) tests/test_layering.py -q
 	$(BIN)/python tools/make_config_docs.py --check
 	$(BIN)/python tools/make_algorithm_docs.py --check

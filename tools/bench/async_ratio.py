@@ -1,83 +1,309 @@
-"""Asynchronous against synchronous, with a slow tool: wall time of the same number of steps.
+"""Asynchronous against synchronous training: the same work, and what each half of it would take alone.
 
-    python tools/bench/async_ratio.py --steps 50 --latency 0.3
+    python tools/bench/async_ratio.py                                  # all workloads, about 20 minutes
+    python tools/bench/async_ratio.py --workloads tail --mode wide=rollout.slots=256,buffer.target_staleness=3
 
-Both runs are the same program and the same work per step; only `buffer.max_staleness` differs. T is wall
-time per step. g and t are the seconds per step that the rollout engines and the trainer were busy computing
-in the synchronous run: the limit T_sync/(g + t) is for roles that share all machines, T_sync/max(g, t) for
-roles that have their own.
+All runs play the same episodes: the learning rate is 1e-30, so the weights stay what they are, each token is
+drawn by (seed, episode, position), and delays of tools and forced lengths by (seed, episode) (replayed.py).
+Modes take turns; the runs of a turn are compared with each other, and medians and ranges are of the turns.
+
+T is seconds per step, charged for masked tokens: the seconds in which as many tokens as a batch has were
+trained with a weight. The first and the last fifth of the steps are left out: there the pipeline fills and
+empties. g and t are seconds per step of one more run of the same episodes without delays: its trainer is
+stopped (SIGSTOP) until all episodes have landed (g: the middle of that time, with all slots taken), then it
+trains with everything ready, publishing after each step (t). CPU seconds are of the same spans. `life x G /
+live`: mean life of a group (from the first member's begin to the last one's end) times groups per batch by
+groups live when a batch commits: with that many live groups no step can be shorter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import shutil
+import signal
 import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from common import ROOT, rows, table, train
+import psutil
+import yaml
+from common import ROOT, roles, rows, table, train
+
+HERE = ROOT / "tools" / "bench"
+TOOL = f"{HERE / 'replayed.py'}:slow_calculator"
+GROUPS, MEMBERS = 8, 8  # of a batch, of a group
+BATCH = GROUPS * MEMBERS
+COMMON = [
+    *(f"buffer.groups_per_batch={GROUPS}", f"buffer.episodes_per_group={MEMBERS}", "rollout.workers=1"),
+    *("trainer.lr=1e-30", "trainer.lr_schedule=constant", "rollout.retries=0", f"rollout.tools=[{TOOL}]"),
+    *("validation.samples=0", "data.test=''", "checkpoint.every=0", "observe.plot=false"),
+]
+MODES = {"sync": ["buffer.max_staleness=0"], "async": []}
+ALONE_KEYS = ("rollout.", "engine.", "model.", "trainer.")  # overrides of a mode that change g or t
+STEP = b'"timing_s/step"'  # in the row of a committed step
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`delay`: mu and sigma of the logarithm of a call's seconds. Workloads of one `work` play the same
+    episodes, but for what a deadline cuts off."""
+
+    meaning: str
+    steps: int
+    delay: str = ""
+    overrides: tuple[str, ...] = ()
+    work: str = "calculator"
+
+
+LENGTHS = (
+    f"engine.name={HERE / 'replayed.py'}:forced_lengths",
+    *("rollout.max_turns=1", "rollout.max_new_tokens=832", "rollout.max_tokens=1024"),
+)
+WORKLOADS = {
+    "zero": Workload("a tool that answers at once", 50),
+    "tail": Workload("0.3 s a call, log-normal, sigma 1.5", 20, "mu: -2.329, sigma: 1.5"),
+    "real": Workload(
+        "LN(-0.16, 2.42) / 10 s a call, at most 6 s an episode",
+        14,
+        "mu: -2.463, sigma: 2.42",
+        ("rollout.episode_timeout=6",),
+    ),
+    "lengths": Workload("responses of 64 tokens, log-normal, sigma 1; no calls", 20, "", LENGTHS, "lengths"),
+}
+
+
+@dataclass
+class Watch:
+    """What a run's processes have used, ten times a second: (time, committed steps, CPU seconds by role).
+    `hold`: the trainer is stopped from the first episode's end until so many have ended."""
+
+    folder: Path
+    lives: Path
+    hold: int = 0
+    samples: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+    _roles: dict[str, psutil.Process] = field(default_factory=dict)
+
+    def __call__(self, launcher: int) -> None:
+        if len(self._roles) < 3:
+            self._roles = roles(launcher)
+        cpu = {}
+        for role, process in self._roles.items():
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                cpu[role] = times.user + times.system
+        self.samples.append((time.time(), _count(self.folder / "metrics.jsonl", STEP), cpu))
+        if self.hold and "trainer-0" in self._roles and (landed := _count(self.lives, b"\n")):
+            over = landed >= self.hold
+            self._roles["trainer-0"].send_signal(signal.SIGCONT if over else signal.SIGSTOP)
+            self.hold = 0 if over else self.hold
+
+    def cpu(self, begin: Callable[[float, int], bool], end: Callable[[float, int], bool]) -> float:
+        """CPU seconds of all processes between the first samples for which these hold."""
+        first, last = (
+            next(cpu for at, steps, cpu in self.samples if edge(at, steps)) for edge in (begin, end)
+        )
+        return sum(last.values()) - sum(first.get(role, 0.0) for role in last)
+
+
+def _count(file: Path, what: bytes) -> int:
+    return file.read_bytes().count(what) if file.exists() else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all runs of the program share."""
+
+    folder: Path
+    overrides: Sequence[str]
+    steps: int  # 0: each workload's own
+    seed: int
+
+    def mode(self, name: str, label: str, own: Sequence[str]) -> Figures:
+        """A run of a workload in a mode."""
+        work = WORKLOADS[name]
+        steps = self.steps or work.steps
+        watch = self._run(f"{name}-{label}", steps, work, work.delay, own)
+        committed = _committed(watch.folder)
+        edge = max(1, steps // 5)
+        window = committed[edge : steps - edge]
+        seconds = (window[-1]["time_s"] - committed[edge - 1]["time_s"]) / len(window)
+        tokens = [row["trainer/model_tokens"] for row in window]
+        useful = sum(
+            n * (1 - row["staleness/masked_token_frac"]) for n, row in zip(tokens, window, strict=True)
+        )
+        batch = statistics.mean(row["trainer/model_tokens"] for row in committed)
+        lives = _group_lives(watch.lives)
+        live = statistics.mean(row["async/live_groups"] for row in window) + GROUPS  # before the commit
+        return {
+            "s": seconds,
+            "T": seconds * len(window) * batch / useful,
+            "cpu": watch.cpu(lambda _, n: n >= edge, lambda _, n: n >= steps - edge) / len(window),
+            "masked": 1 - useful / sum(tokens),
+            "lag": sum(n * row["staleness/lag/mean"] for n, row in zip(tokens, window, strict=True))
+            / sum(tokens),
+            "lag_max": max(row["staleness/lag/max"] for row in window),
+            "littles": statistics.mean(lives) * GROUPS / live,
+            "tokens": batch,
+        }
+
+    def alone(self, name: str, label: str, own: Sequence[str]) -> Figures:
+        """g and t of a workload's episodes, without delays."""
+        work = WORKLOADS[name]
+        steps = self.steps or work.steps
+        free = [f"buffer.max_staleness={steps}", f"buffer.target_staleness={steps}"]
+        watch = self._run(f"{name}-{label}", steps, work, "", [*own, *free], hold=steps * BATCH)
+        ends = sorted(end for *_, end in _lives(watch.lives))
+        slots = yaml.safe_load((watch.folder / "config.yaml").read_text())["rollout"]["slots"]
+        first, last = len(ends) // 4, len(ends) - slots
+        if last <= first:
+            sys.exit(f"{steps} steps are too few to measure g with {slots} slots; --steps {slots // 32 + 1}")
+        scale = BATCH / (last - first - 1)
+        committed, cpu = _committed(watch.folder)[:-1], watch.cpu
+        return {
+            "g": (ends[last - 1] - ends[first]) * scale,
+            "t": (committed[-1]["time_s"] - committed[0]["time_s"]) / (len(committed) - 1),
+            "g_cpu": cpu(lambda at, _: at >= ends[first], lambda at, _: at >= ends[last - 1]) * scale,
+            "t_cpu": cpu(lambda _, n: n >= 1, lambda _, n: n >= len(committed)) / (len(committed) - 1),
+        }
+
+    def _run(
+        self, name: str, steps: int, work: Workload, delay: str, own: Sequence[str], hold: int = 0
+    ) -> Watch:
+        """A run to its end; SystemExit when it fails."""
+        watch = Watch(self.folder / name, self.folder / f"{name}.lives", hold)
+        shutil.rmtree(watch.folder, ignore_errors=True)
+        watch.lives.unlink(missing_ok=True)
+        options = ", ".join(filter(None, (f"log: {watch.lives}", f"seed: {self.seed}", delay)))
+        arguments = f"rollout.tool_args={{{TOOL.replace(':', chr(92) + ':')}: {{{options}}}}}"
+        run = [f"seed={self.seed}", f"total_steps={steps}", arguments]
+        result = train(
+            name, self.folder, [*COMMON, *work.overrides, *run, *self.overrides, *own], watch=watch
+        )
+        if result["exit_code"]:
+            sys.exit(f"{name} failed; see {self.folder / name}.out")
+        return watch
+
+
+def _committed(folder: Path) -> list[dict[str, float]]:
+    return [row for row in rows(folder) if "timing_s/step" in row]
+
+
+def _lives(file: Path) -> list[tuple[int, int, float, float]]:
+    """(sample, member, begin, end) of each episode."""
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def _group_lives(file: Path) -> list[float]:
+    groups = defaultdict(list)
+    for sample, member, begin, end in _lives(file):
+        groups[sample, member // MEMBERS].append((begin, end))
+    return [max(end for _, end in group) - min(begin for begin, _ in group) for group in groups.values()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--latency", type=float, default=0.3, help="mean seconds of a tool call (log-normal)")
-    parser.add_argument("--sigma", type=float, default=1.5, help="sigma of its logarithm")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "async-ratio")
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
-    common = [
-        f"total_steps={options.steps}",
-        f"rollout.tool_args.calculator={{latency_mean: {options.latency}, latency_sigma: {options.sigma}}}",
-        *("validation.samples=0", "data.test=''", "checkpoint.every=0", "observe.plot=false"),
-        *options.overrides,
-    ]
-    modes = {"sync (max_staleness=0)": ["buffer.max_staleness=0"], "async (default)": []}
-    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-    for repeat in range(options.repeats):
-        for index, (mode, overrides) in enumerate(modes.items()):
-            name = f"run-{index}-{repeat}"
-            result = train(name, options.run_dir, common + overrides)
-            runs[mode].append(measure(result, rows(options.run_dir / name)))
-            print(mode, runs[mode][-1], flush=True)
-    report(
-        {
-            mode: {key: statistics.median(r[key] for r in found) for key in found[0]}
-            for mode, found in runs.items()
-        }
+    names = "; ".join(f"{name}: {one.meaning}" for name, one in WORKLOADS.items())
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help=names)
+    parser.add_argument(
+        "--mode",
+        action="append",
+        default=[],
+        type=mode,
+        metavar="NAME=OVERRIDE,OVERRIDE",
+        help="one more mode",
     )
+    parser.add_argument("--steps", type=int, default=0, help="instead of each workload's own number")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "async-ratio")
+    parser.add_argument("overrides", nargs="*", help="of all runs")
+    options = parser.parse_args()
+    plan = Plan(options.run_dir.resolve(), options.overrides, options.steps, options.seed)
+    found: dict[tuple[str, str], list[Figures]] = defaultdict(list)
+    modes = MODES | dict(options.mode)
+    for _ in range(options.repeats):
+        turn(plan, options.workloads, modes, found)
+    for name in options.workloads:
+        report(name, {label: found[name, label] for label in modes})
 
 
-def measure(result: dict[str, Any], found: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds per step after the first, whose time includes the start of the processes."""
-    steps = [row for row in found if "timing_s/step" in row][1:]
-    seconds = sum(row["timing_s/step"] for row in steps)
-    busy = {
-        role: sum(row["timing_s/step"] * (1 - row.get(f"async/{role}_idle_frac", 1.0)) for row in steps)
-        for role in ("rollout", "trainer")
-    }
-    return {
-        "T": seconds / len(steps),
-        "g": busy["rollout"] / len(steps),
-        "t": busy["trainer"] / len(steps),
-        "total": result["seconds"],
-        "lag": result["lag_mean"],
-    }
+def mode(text: str) -> tuple[str, list[str]]:
+    """`wide=rollout.slots=256,buffer.max_staleness=8`: a name, and overrides; commas in a value stay."""
+    name, equals, overrides = text.partition("=")
+    if not name or not equals or "=" not in overrides:
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=OVERRIDE,OVERRIDE")
+    return name, re.split(r",(?=[\w.+]+=)", overrides)
 
 
-def report(medians: dict[str, dict[str, float]]) -> None:
-    lines = [
-        [mode, f"{m['total']:.1f}", f"{m['T']:.2f}", f"{m['g']:.2f}", f"{m['t']:.2f}", f"{m['lag']:.2f}"]
-        for mode, m in medians.items()
+def turn(
+    plan: Plan, names: Sequence[str], modes: dict[str, list[str]], found: dict[tuple[str, str], list[Figures]]
+) -> None:
+    """Every mode of every workload once, and g and t once for all runs that have the same."""
+    alone: dict[tuple[str, tuple[str, ...]], Figures] = {}
+    for name in names:
+        for label, own in modes.items():
+            kept = tuple(one for one in own if one.startswith(ALONE_KEYS))
+            key = WORKLOADS[name].work, kept
+            if key not in alone:
+                alone[key] = plan.alone(name, f"{label}-alone", kept)
+            figures = plan.mode(name, label, own) | alone[key]
+            found[name, label].append(figures)
+            print(name, label, {key: round(value, 4) for key, value in figures.items()}, flush=True)
+
+
+HEADER = ["mode", "s/step", "T", "max(g, t)", "g + t", "life x G / live", "max(g, t)/T", "CPU s/step",
+          "g CPU", "t CPU", "masked", "lag mean, max", "tokens/step"]  # fmt: skip
+
+
+def report(name: str, runs: dict[str, list[Figures]]) -> None:
+    print(f"\n{name}: {WORKLOADS[name].meaning}\n")
+    print(table(HEADER, [line(label, turns) for label, turns in runs.items()]))
+    base, *others = runs
+    for label in others:
+        ratios = [a["T"] / b["T"] for a, b in zip(runs[base], runs[label], strict=True)]
+        print(f"T_{base} / T_{label} = {spread(ratios)}")
+
+
+def line(label: str, turns: list[Figures]) -> list[str]:
+    """Medians of the turns, with their range."""
+
+    def of(figure: Callable[[Figures], float], form: str = ".2f") -> str:
+        return spread([figure(one) for one in turns], form)
+
+    return [
+        label,
+        of(lambda f: f["s"]),
+        of(lambda f: f["T"]),
+        of(lambda f: max(f["g"], f["t"])),
+        of(lambda f: f["g"] + f["t"]),
+        of(lambda f: f["littles"]),
+        of(lambda f: max(f["g"], f["t"]) / f["T"]),
+        of(lambda f: f["cpu"]),
+        of(lambda f: f["g_cpu"]),
+        of(lambda f: f["t_cpu"]),
+        of(lambda f: f["masked"], ".2%"),
+        f"{of(lambda f: f['lag'])}, {max(f['lag_max'] for f in turns):.0f}",
+        of(lambda f: f["tokens"], ".0f"),
     ]
-    print(table(["mode", "wall s", "T s/step", "g busy s/step", "t busy s/step", "lag mean"], lines))
-    sync, fast = medians.values()
-    print(f"\nT_sync / T_async = {sync['T'] / fast['T']:.2f}")
-    print(f"limit T_sync/(g + t) = {sync['T'] / (sync['g'] + sync['t']):.2f}")
-    print(f"limit T_sync/max(g, t) = {sync['T'] / max(sync['g'], sync['t']):.2f}")
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """The median, and the range of several."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):{form}}" + (
+        f" ({low:{form}}–{high:{form}})" if len(values) > 1 else ""
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,24 @@ def train(
     overrides: list[str],
     deadline: float = 1200.0,
     experiment: str = "calculator",
+    watch: Callable[[int], None] = lambda launcher: None,
 ) -> dict[str, Any]:
-    """Run to the end; the summary, with `exit_code` and `wall_s` of the whole command."""
+    """Run to the end; the summary, with `exit_code` and `wall_s` of the whole command. `watch` is called with
+    the launcher's id ten times a second while it runs."""
     begin = time.monotonic()
     process = start(name, run_dir, overrides, experiment)
     try:
-        code = process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait(30)
-        raise
+        while (code := process.poll()) is None:
+            watch(process.pid)
+            if time.monotonic() - begin > deadline:
+                raise subprocess.TimeoutExpired(process.args, deadline)
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()  # its processes end with it
     result = summary(run_dir / name) | {"exit_code": code, "wall_s": time.monotonic() - begin}
     if code:
         tail = (run_dir / f"{name}.out").read_text().splitlines()[-15:]

@@ -231,7 +231,8 @@ def _world() -> World:
 def _snapshot(learner: Learner) -> Weights:
     dtype = learner.policy.export_dtype
     return {
-        name: shard.detach().full_tensor().to(dtype).clone() for name, shard in shards(learner.policy).items()
+        name: shard.detach().full_tensor().to(dtype).clone()  # type: ignore[attr-defined]
+        for name, shard in shards(learner.policy).items()
     }
 
 

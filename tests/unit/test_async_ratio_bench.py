@@ -1,0 +1,140 @@
+"""What tools/bench/async_ratio.py replays from a seed, and how it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from asyncrl.engines.base import Request, Sampling
+from asyncrl.tools import Toolbox
+from asyncrl.types import Sample, ToolCall
+
+BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+
+
+def _script(name: str) -> ModuleType:
+    """A module of the benchmark, which imports its neighbours as scripts do."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+bench, replayed = _script("async_ratio"), _script("replayed")
+
+
+def _delays(seed: int, samples: list[int], log: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """By sample, member and call, with the episodes of `samples` opened in that order."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def play() -> dict[Any, float]:
+        box, found = Toolbox({"calculator": made}), {}
+        for at, row in enumerate(samples):
+            session = box.session(Sample(row, "", (), ""))
+            await session.open()
+            for number in range(2):
+                reply = await session.call(ToolCall("calculator", '{"a": 6, "op": "times", "b": 7}'))
+                assert reply.content == "42"
+                found[row, samples[:at].count(row), number] = slept.pop()
+            await session.close()
+        return found
+
+    made = replayed.slow_calculator(mu=-1.0, sigma=1.0, seed=seed, log=str(log))
+    monkeypatch.setattr(replayed.asyncio, "sleep", sleep)
+    return asyncio.run(play())
+
+
+def test_delays_depend_on_seed_sample_member_and_call_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "lives"
+    one = _delays(0, [5, 5, 9], log, monkeypatch)
+    assert one == _delays(0, [9, 5, 5], log, monkeypatch)
+    assert len(set(one.values())) == 6
+    assert not set(one.values()) & set(_delays(1, [5, 5, 9], log, monkeypatch).values())
+    assert [json.loads(line)[:2] for line in log.read_text().splitlines()][:3] == [[5, 0], [5, 1], [9, 0]]
+
+
+def test_forced_lengths_depend_on_the_episodes_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sampling] = []
+
+    class Engine:
+        async def generate(self, request: Request) -> None:
+            asked.append(request.sampling)
+
+    monkeypatch.setattr(replayed.engines, "load", lambda name: Engine)
+    engine = replayed.forced_lengths()
+    for key in [*range(200), 0]:
+        asyncio.run(engine.generate(Request("s", (1,), Sampling(500, (2,)), key)))
+    lengths = [sampling.max_new_tokens for sampling in asked]
+    assert lengths[0] == lengths[-1]
+    assert 1 <= min(lengths) < 30 and 120 < max(lengths) <= 500
+    assert all(not sampling.stop_ids for sampling in asked)
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan whose runs are ten made-up steps: the middle ones take 2 s, the others 100 s; half of the tokens
+    of the last two in the middle are masked; groups live 3 s; 8 are live after each commit."""
+    folder, lives = tmp_path / "run", tmp_path / "lives"
+    folder.mkdir()
+    clock, lines = 0.0, []
+    for step in range(1, 11):
+        clock += 2.0 if 2 < step <= 8 else 100.0
+        row = {"time_s": clock, "timing_s/step": 0.0, "trainer/model_tokens": 100.0, "async/live_groups": 8.0}
+        row |= {"staleness/masked_token_frac": 0.5 * (step in (7, 8)), "staleness/lag/mean": 1.0}
+        lines.append(json.dumps(row | {"staleness/lag/max": float(step)}))
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"time_s": 1.0}']))
+    members = [[0, m, 10.0 + (m > 5), 12.0 + (m == 2)] for m in range(8)]
+    lives.write_text("\n".join(map(json.dumps, [*members, *([0, 8 + m, 20.0, 23.0] for m in range(8))])))
+    watch = bench.Watch(folder, lives)
+    watch.samples = [(0.0, n, {"rollout-0": 5.0 + 2 * n, "trainer-0": 1.0 * n}) for n in range(11)]
+    monkeypatch.setattr(bench.Plan, "_run", lambda *args, **kwargs: watch)
+    return bench.Plan(tmp_path, [], 10, 0)
+
+
+def test_a_mode_is_charged_for_masked_tokens_in_the_middle_of_the_run(finished: Any) -> None:
+    figures = finished.mode("zero", "async", [])
+    assert figures["s"] == pytest.approx(2.0)
+    assert figures["T"] == pytest.approx(2.0 * 6 / 5)
+    assert figures["masked"] == pytest.approx(1 / 6)
+    assert figures["cpu"] == pytest.approx(3.0)
+    assert figures["lag_max"] == 8.0
+    assert figures["littles"] == pytest.approx(3.0 * bench.GROUPS / (8 + bench.GROUPS))
+
+
+def test_the_trainer_is_stopped_while_episodes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    class Process:
+        def cpu_times(self) -> Any:
+            return type("Times", (), {"user": 1.0, "system": 0.5})
+
+        def send_signal(self, number: Any) -> None:
+            sent.append(number.name)
+
+    names = ["coordinator-0", "rollout-0", "trainer-0"]
+    monkeypatch.setattr(bench, "roles", lambda launcher: {name: Process() for name in names})
+    watch = bench.Watch(tmp_path, tmp_path / "lives", hold=2)
+    for written in ("", "a\n", "a\nb\n", "a\nb\nc\n"):
+        (tmp_path / "lives").write_text(written)
+        watch(1)
+    assert sent == ["SIGSTOP", "SIGCONT"]
+    assert watch.samples[-1][2] == dict.fromkeys(names, 1.5)
+
+
+def test_a_mode_keeps_commas_within_values() -> None:
+    assert bench.mode("x=a.b=1,c={d: 1, e: 2},f=[g,h]") == ("x", ["a.b=1", "c={d: 1, e: 2}", "f=[g,h]"])
+    with pytest.raises(Exception, match="give NAME=OVERRIDE"):
+        bench.mode("x")
