@@ -1,0 +1,468 @@
+"""What the coordinator can take: its real process, beside simulated workers, keepers and a trainer.
+
+    python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
+
+The peers speak the real messages over real sockets, all from this process: hellos, heartbeats, turns with
+payloads, endings; loads of every version; plans, commits, checkpoints. A load, a micro-batch and an
+optimizer step take no time; an episode takes `--life` seconds in the mean (uniform, ±50%). With few slots
+these limit the rate, to about 0.7 * slots / life; beyond that the coordinator does. Printed are:
+
+- episodes per second, and CPU seconds of the coordinator per 1,000 of them, between 10% and 90% of the run;
+- quantiles of the turns of its loop from the start of the run on, in wall and in CPU time: on a machine with
+  other work the wall times contain that work;
+- its memory, and the share of its core that this process used: near 1, the peers are the limit.
+
+`--profile FILE` writes cProfile's statistics of the coordinator; its times are then of no use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import heapq
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import zmq
+from common import ROOT, SINGLE_THREAD, table
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.coordinator.loop import Coordinator, run
+from asyncrl.data import Samples, samples_path
+from asyncrl.observe.files import read_summary
+from asyncrl.types import EpisodeResult, EpisodeStats, Message, Sample, StopReason, Turn, VersionSpan
+from asyncrl.types import TurnReply as Replies
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import channels
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    Commit,
+    Committed,
+    PlanReceived,
+    PlanRequest,
+    Published,
+    StartPlan,
+    TrainerBeat,
+    TrainerHello,
+    WorkPlan,
+)
+from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Engines, EngineUse, Heartbeat, WorkerHello
+from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints, encode, identity
+
+TURNS = "turns.json"  # in the run directory: what `timed` has seen
+BEAT = 0.5  # seconds between two heartbeats of a peer
+QUANTILES = (0.5, 0.99, 0.999, 1.0)
+TOKENS = 256  # of a turn, half of them the model's
+
+
+def timed(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
+    """In place of the coordinator's `run` in its process: each turn of the loop is timed."""
+    turns: list[tuple[float, float]] = []
+    turn, profile = Coordinator.turn, cProfile.Profile()
+
+    def measured(self: Coordinator, now: float) -> None:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        turn(self, now)
+        turns.append((time.perf_counter() - wall, time.thread_time() - cpu))
+
+    Coordinator.turn = measured  # type: ignore[method-assign]
+    if path := os.environ.get("LOAD_PROFILE"):
+        code = profile.runcall(run, config, endpoints, incarnation)
+        profile.dump_stats(path)
+    else:
+        code = run(config, endpoints, incarnation)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = {"turns": turns, "memory": memory}
+    (Path(config.run_dir) / config.name / TURNS).write_text(json.dumps(found))
+    return code
+
+
+class Peer:
+    """A process's sockets. `receive` is called with what comes."""
+
+    def __init__(self, bench: Bench, role: str, index: int, control: Any, bulk: Any = None) -> None:
+        self.bench, self.index, self.incarnation = bench, index, f"{bench.launch}.{index + 1}"
+        name = identity(role, index, self.incarnation)
+        self.control = self._open(name, bench.endpoints.control, control)
+        self.bulk = self._open(name, bench.endpoints.bulk, bulk) if bulk else None
+        self.welcomed = False
+
+    def _open(self, name: bytes, endpoint: str, union: Any) -> zmq.Socket:
+        socket: zmq.Socket = self.bench.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, name)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(endpoint)
+        self.bench.add(socket, self, Codec(union))
+        return socket
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def beat(self) -> None:
+        raise NotImplementedError
+
+
+class Worker(Peer):
+    """A rollout worker: holds an episode until its end is acknowledged."""
+
+    def __init__(self, bench: Bench, index: int) -> None:
+        super().__init__(bench, "rollout", index, channels.ToWorkerControl, channels.ToWorkerBulk)
+        self.seq = self.assigned = self.tokens = 0
+        self.version = 0  # newest that it may sample with
+        self.held: set[Attempt] = set()
+        self.ends: deque[tuple[int, Attempt]] = deque()  # sent and not acknowledged
+        self.uses = [EngineUse(f"engine {number}") for number in range(bench.options.servers)]
+
+    def beat(self) -> None:
+        if not self.welcomed:
+            hello = WorkerHello(self.index, self.incarnation, self.bench.options.slots, os.getpid())
+            self.send(self.control, hello)
+            return
+        beat = Heartbeat(self.assigned, tuple(self.held), 1.0, 1.0, self.tokens, engines=tuple(self.uses))
+        self.send(self.control, beat)
+
+    def send(self, socket: zmq.Socket, message: WireMessage, *frames: bytes) -> None:
+        socket.send_multipart(encode(message, frames), flags=zmq.DONTWAIT)
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        match message:
+            case Assign():
+                self.assigned = message.seq
+                self.held.add(message.attempt)
+                self.bench.play(self, message.attempt, 0)
+            case Ack():
+                while self.ends and self.ends[0][0] <= message.seq:
+                    self.held.discard(self.ends.popleft()[1])
+                    self.bench.landed()
+            case Engines():
+                self.version = max([self.version, *(e.version.step for e in message.entries if e.healthy)])
+            case LoadWeights():
+                self.version = message.ref.version.step
+                self.send(self.control, Loaded(message.ref, message.lane, "same", 0.0))
+            case Welcome():
+                self.welcomed = True
+            case Cancel() | Fenced():
+                self.held.discard(message.attempt)
+
+    def play(self, attempt: Attempt, turn: int) -> None:
+        """One turn of an episode is sampled; after the last one it ends."""
+        if attempt not in self.held:
+            return
+        half, turns = TOKENS // 2, self.bench.options.turns
+        self.seq += 1
+        self.tokens += half
+        report = Generated(self.seq, attempt, turn, TOKENS, half, self.version, self.version, 1.0)
+        self.send(self.bulk, report, self.bench.payload(turn, self.version))
+        if self.uses:
+            use = self.uses[self.seq % len(self.uses)]
+            use.requests, use.tokens = use.requests + 1, use.tokens + half
+        self.seq += 1
+        if turn + 1 < turns:
+            self.send(self.bulk, Replied(self.seq, attempt, turn), self.bench.reply)
+            self.bench.play(self, attempt, turn + 1)
+            return
+        result = EpisodeResult(float(self.bench.random.random() < 0.5), turns * half)
+        stats = EpisodeStats(turns, longest_row=turns * TOKENS, prompt=half, seconds=1.0)
+        self.send(self.bulk, Finished(self.seq, attempt, result, stats))
+        self.ends.append((self.seq, attempt))
+
+
+class Keeper(Peer):
+    """A server's: it loads at once."""
+
+    def __init__(self, bench: Bench, index: int) -> None:
+        super().__init__(bench, "engine", index, channels.ToKeeper)
+
+    def beat(self) -> None:
+        hello = KeeperHello(self.index, self.incarnation, f"http://server-{self.index}:30000", os.getpid())
+        beat = KeeperBeat(healthy=True, starting=False)
+        self.control.send_multipart(encode(beat if self.welcomed else hello, []))
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        if isinstance(message, Welcome):
+            self.welcomed = True
+        elif isinstance(message, LoadWeights):
+            self.control.send_multipart(encode(Loaded(message.ref, message.lane, "same", 0.0), []))
+
+
+class Trainer(Peer):
+    """The only rank: it trains a micro-batch in no time."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench, "trainer", 0, channels.ToTrainerControl, channels.ToTrainerBulk)
+        self.epoch = self.step = self.micro = self.work = self.trained = 0
+
+    def beat(self) -> None:
+        hello = TrainerHello(0, 1, self.incarnation, 0)
+        beat = TrainerBeat(0, 1.0, 1.0, work=self.work)
+        self._tell(beat if self.welcomed else hello)
+
+    def _tell(self, message: WireMessage) -> None:
+        self.control.send_multipart(encode(message, []))
+
+    def _ask(self, message: WireMessage) -> None:
+        self.bulk.send_multipart(encode(message, []))
+
+    def _publish(self) -> None:
+        ref = WeightsRef((self.epoch, self.step), "weights")  # type: ignore[arg-type]
+        self._tell(Published(ref, 0.0, 0.0))
+
+    def _next(self) -> None:
+        self._ask(PlanRequest(self.epoch, self.step, self.micro, 0))
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        match message:
+            case Welcome() if not self.welcomed:
+                self.welcomed, self.epoch = True, message.trainer_epoch
+                self._publish()
+                self._next()
+            case WorkPlan(kind="work"):
+                self.trained += len(message.trajectories)
+                self._ask(PlanReceived(self.epoch, message.step, message.micro, 0))
+            case StartPlan():
+                self.micro, self.work = self.micro + 1, self.work + 1
+                self._next()
+            case WorkPlan(kind="step"):
+                self._tell(Commit(self.epoch, self.step + 1, message.plan_hash, {"actor/grad_norm": 1.0}))
+            case Committed():
+                self.step, self.micro = message.step, 0
+                self._publish()
+                self._next()
+            case WorkPlan():  # end or stop
+                self._tell(Checkpointed(self.epoch, self.step, "checkpoint", self.trained))
+
+
+class Observer(Peer):
+    """The launcher's console."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench, "observer", 0, channels.ToObserver)
+
+    def beat(self) -> None:
+        if not self.welcomed:
+            self.control.send_multipart(encode(ObserverHello(), []))
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        self.welcomed = True
+        if isinstance(message, RunEnd):
+            self.bench.ending = message
+
+
+class Bench:
+    """All peers of one run, in one loop."""
+
+    def __init__(self, options: argparse.Namespace, endpoints: Endpoints, process: psutil.Process) -> None:
+        self.options, self.endpoints, self.process, self.launch = options, endpoints, process, "load"
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 1 << 14)
+        self.random = random.Random(options.seed)
+        self.ending: RunEnd | None = None
+        self.count = 0  # landed and acknowledged
+        self.marks: list[tuple[int, float, float]] = []  # (landed, wall, CPU of the coordinator)
+        self._poller, self._ends = zmq.Poller(), {}  # type: ignore[var-annotated]
+        self._due: list[tuple[float, int, Callable[[], None]]] = []  # (when, order, what)
+        self._order = 0
+        self._payloads: dict[tuple[int, int], bytes] = {}
+        self.reply = msgspec.msgpack.encode(Replies())
+        peers: list[Peer] = [Observer(self), Trainer(self)]
+        peers += [Keeper(self, index) for index in range(options.servers)]
+        peers += [Worker(self, index) for index in range(options.workers)]
+        for peer in peers:
+            self._repeat(peer, self.random.random() * BEAT)
+
+    def add(self, socket: zmq.Socket, peer: Peer, codec: Codec) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+        self._ends[socket] = peer, codec
+
+    def _repeat(self, peer: Peer, seconds: float) -> None:
+        def beat() -> None:
+            peer.beat()
+            self._repeat(peer, BEAT)
+
+        self.later(seconds, beat)
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._due, (time.monotonic() + seconds, self._order, what))
+
+    def play(self, worker: Worker, attempt: Attempt, turn: int) -> None:
+        mean = self.options.life / self.options.turns
+        self.later(self.random.uniform(0.5, 1.5) * mean, lambda: worker.play(attempt, turn))
+
+    def payload(self, turn: int, version: int) -> bytes:
+        key = (turn, version)
+        if key not in self._payloads:
+            half = TOKENS // 2
+            ids, logprobs = tuple(range(1000, 1000 + half)), (-0.25,) * half
+            span = (VersionSpan(0, half, version, version),)
+            made = Turn(turn, ids, ids, logprobs, span, StopReason.STOP)
+            self._payloads[key] = msgspec.msgpack.encode(made)
+        return self._payloads[key]
+
+    def landed(self) -> None:
+        self.count += 1
+        if self.count * 10 in (self.options.episodes, 9 * self.options.episodes):
+            cpu = self.process.cpu_times()
+            self.marks.append((self.count, time.monotonic(), cpu.user + cpu.system))
+
+    def serve(self) -> None:
+        """Until the run is over, or its process is gone."""
+        deadline = time.monotonic() + self.options.deadline
+        while self.ending is None and self.process.is_running() and time.monotonic() < deadline:
+            for socket, _ in self._poller.poll(2):
+                peer, codec = self._ends[socket]
+                while self._read(socket, peer, codec):
+                    pass
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                heapq.heappop(self._due)[2]()
+
+    def _read(self, socket: zmq.Socket, peer: Peer, codec: Codec) -> bool:
+        try:
+            parts = socket.recv_multipart(flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        peer.receive(*codec.decode(parts))
+        return True
+
+
+def prepare(options: argparse.Namespace) -> Path:
+    """The run directory, as the launcher leaves it."""
+    run_dir: Path = options.run_dir / "load"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    (run_dir / "model").mkdir(parents=True)
+    size = options.group_size
+    groups = max(1, options.workers * options.slots // size // 4)  # with a target of 3 all slots are used
+    config = parse(
+        {
+            "name": "load",
+            "run_dir": str(options.run_dir),
+            "total_steps": max(1, options.episodes // (groups * size)),
+            "model": {"path": str(run_dir / "model"), "dtype": "float32", "device": "cpu"},
+            "data": {"train": "none"},
+            "engine": {"name": "sglang", "servers": options.servers} if options.servers else {},
+            "rollout": {"workers": options.workers, "slots": options.slots},
+            "buffer": {
+                "groups_per_batch": groups,
+                "episodes_per_group": size,
+                "target_staleness": 3,
+                "on_stale": options.on_stale,
+                "group_policy": options.group_policy,
+                "max_bytes": 1 << 50,
+            },
+            "checkpoint": {"every": 0},
+        }
+    )
+    (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    options.episodes = config.total_steps * groups * size
+    samples = (Sample(row, "load", (Message("user", "? " * 100),), "1") for row in range(1000))
+    path = samples_path(run_dir, "train")
+    path.parent.mkdir()
+    with path.open("w+b") as file:
+        Samples.write(file, [samples])
+    return run_dir
+
+
+def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen[bytes]:
+    """The coordinator's process."""
+    command = [
+        *(sys.executable, "-m", "asyncrl.launch.role", "coordinator", "--run-dir", str(run_dir)),
+        *("--incarnation", "load", "--control", endpoints.control, "--bulk", endpoints.bulk),
+        *("--target", "load:timed"),
+    ]
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
+    env |= {"LOAD_PROFILE": profile} if profile else {}
+    with (run_dir / "coordinator.log").open("wb") as out:
+        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One run."""
+    run_dir, endpoints = prepare(options), choose_endpoints("127.0.0.1", 0)
+    process = start(run_dir, endpoints, options.profile)
+    bench, began, cpu = (
+        Bench(options, endpoints, psutil.Process(process.pid)),
+        time.monotonic(),
+        time.process_time(),
+    )
+    try:
+        bench.serve()
+        share = (time.process_time() - cpu) / (time.monotonic() - began)
+        process.wait(30)
+    finally:
+        process.kill()
+        bench.context.destroy(linger=0)
+    if bench.ending is None or bench.ending.error or len(bench.marks) < 2:
+        raise SystemExit(
+            f"no measurement: {bench.ending}, {bench.count} landed; see {run_dir}/coordinator.log"
+        )
+    (low, t0, c0), (high, t1, c1) = bench.marks
+    told = json.loads((run_dir / TURNS).read_text())
+    return {
+        "rate": (high - low) / (t1 - t0),
+        "cpu": 1000 * (c1 - c0) / (high - low),
+        "memory": told["memory"],
+        "conserved": read_summary(run_dir)["conserved"],
+        "share": share,
+        "turns": len(told["turns"]),
+        "wall": quantiles([wall for wall, _ in told["turns"]]),
+        "turn_cpu": quantiles([cpu for _, cpu in told["turns"]]),
+    }
+
+
+def quantiles(values: list[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in QUANTILES]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=512)
+    parser.add_argument("--servers", type=int, default=64, help="0: each worker has an engine of its own")
+    parser.add_argument("--slots", type=int, default=20, help="of a worker")
+    parser.add_argument("--episodes", type=int, default=40_000)
+    parser.add_argument("--turns", type=int, default=1, help="of an episode")
+    parser.add_argument("--life", type=float, default=2.5, help="mean seconds of an episode")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--on-stale", default="mask", choices=["mask", "hold", "drop"])
+    parser.add_argument("--group-policy", default="complete", choices=["complete", "partial"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deadline", type=float, default=540.0, help="seconds")
+    parser.add_argument("--profile", default="", metavar="FILE")
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "load")
+    options = parser.parse_args()
+    options.run_dir = options.run_dir.resolve()
+    found = measure(options)
+    ms = [" / ".join(f"{1000 * value:.1f}" for value in found[kind]) for kind in ("wall", "turn_cpu")]
+    header = ["workers × servers", "in flight", "episodes", "episodes/s", "CPU s per 1,000"]
+    header += ["turn p50 / p99 / p99.9 / max, ms", "the same, CPU", "MiB", "peers' share of a core"]
+    size = f"{options.workers} × {options.servers}"
+    line = [size, f"{options.workers * options.slots:,}", f"{options.episodes:,}", f"{found['rate']:.0f}"]
+    line += [f"{found['cpu']:.2f}", *ms, f"{found['memory'] / 2**20:.0f}", f"{found['share']:.2f}"]
+    print(table(header, [line]))
+    if not found["conserved"]:
+        raise SystemExit("the run's audit disagrees: an episode was lost or counted twice")
+
+
+if __name__ == "__main__":
+    main()
