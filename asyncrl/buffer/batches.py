@@ -166,14 +166,13 @@ class Batches:
         return (
             (self.flush or bool(batch.micros))
             and self.buffer.data_over
-            and all(group.id in groups or group.step >= 0 for group in self.buffer.live.values())
+            and self.buffer.tally.steps[-1] <= groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
-        untaken = sum(group.step < 0 for group in self.buffer.live.values())
         begun = bool(self.batches.get(self.committed, Batch(self.committed)).micros)
-        if begun or untaken >= self.buffer.config.groups_per_batch:
+        if begun or len(self.buffer.tally.steps[-1]) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)
 
@@ -200,7 +199,7 @@ class Batches:
         take their `places`."""
         pool: list[EpisodeRecord] = []
         new: set[int] = set()
-        for group in list(self.buffer.live.values()):
+        for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
             ready = self._usable(group, batch.step)
             if not ready:
                 continue

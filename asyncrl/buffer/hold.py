@@ -7,6 +7,7 @@ time. Both what may be taken and what may start is decided by that (proof: docs/
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 
@@ -27,8 +28,8 @@ class Places:
     def __init__(self, step: int, free: int, per_batch: int, bound: int, floors: Iterable[int]) -> None:
         self.free, self._oldest = free, step - bound
         self.left = [free + ahead * per_batch for ahead in range(bound + 1)]
-        for floor in floors:
-            self._owe(floor, 1)
+        for floor, groups in Counter(floors).items():
+            self._owe(floor, groups)
 
     def may_take(self, floor: int) -> bool:
         """A group takes a place of the current batch. Those due before it must still find theirs."""

@@ -90,8 +90,8 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
         buffer.turn(episode, len(turn.context) + len(turn.ids), len(turn.ids), oldest, newest)
     episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
     episode.attempt += 1
-    episode.state, episode.worker = State.PENDING, ""
-    buffer.touch(episode)
+    episode.worker = ""
+    buffer.move(episode, State.PENDING)
 
 
 def lose(buffer: ReplayBuffer, episode: EpisodeRecord) -> None:

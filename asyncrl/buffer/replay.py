@@ -6,6 +6,7 @@ sends a message about them. The rules are those of docs/staleness.md.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.survival import RecentLifetimes
+from asyncrl.buffer.tally import Tally
 from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason, FilterReason
@@ -64,6 +66,9 @@ class ReplayBuffer:
         self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
         self.live: dict[int, GroupRecord] = {}
         self.episodes: dict[str, EpisodeRecord] = {}
+        self.tally = Tally()
+        self.floors: dict[int, int] = {}  # of groups (freshness.floor_of), until one of its members changes
+        self._deadlines: list[tuple[float, int]] = []  # (deadline, group): a heap
         self.next_group = 0
         self.cursor = 0  # position of the next sample in the order of the data
         self.retired: set[int] = set()  # samples that are not drawn again
@@ -88,6 +93,7 @@ class ReplayBuffer:
 
     def touch(self, episode: EpisodeRecord) -> None:
         self._dirty_episodes[episode.uid] = episode
+        self.floors.pop(episode.group, None)
 
     def restore(
         self,
@@ -101,24 +107,30 @@ class ReplayBuffer:
         self._began = {}
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
+        self.tally, self.floors, self._deadlines = Tally(), {}, []
         for group in self.live.values():
             self.cohorts.exclude(group.issued_step)
             if not math.isnan(group.started):  # the clock of that process is gone
                 group.started, group.deadline = -math.inf, now + group.patience
+                heapq.heappush(self._deadlines, (group.deadline, group.id))
+            self.tally.join(group, [self.episodes[uid] for uid in group.members])
 
     # -- admission -----------------------------------------------------------------------------------
 
     def can_admit(self, free_slots: int, total_slots: int) -> bool:
-        """Rule 1: a whole group, if it is live group number (1 + target_staleness) * groups_per_batch at most
-        (16 for 1 and 8) and its members find slots. A group of a committed batch, of which only a late member
-        is left, is not counted.
-        """
-        live = sum(self.is_open(group) for group in self.live.values())
+        """Rule 1: a whole group, if there is room for it and its members find slots."""
+        return self.has_room and free_slots >= max(1, min(self.group_size, total_slots))
+
+    @property
+    def has_room(self) -> bool:
+        """The next group is live group number (1 + target_staleness) * groups_per_batch at most (16 for 1 and
+        8), and there is a sample for it. A group of a committed batch, of which only a late member is left,
+        is not counted."""
+        live = self.tally.open(self.committed)
         return (
             live + 1 <= self.max_live
             and self.committed * self.config.groups_per_batch + live < self.total_groups
             and not self.data_over
-            and free_slots >= max(1, min(self.group_size, total_slots))
             and self.prompts.draw(self._next_position()) >= 0
         )
 
@@ -135,6 +147,7 @@ class ReplayBuffer:
             greedy = member == self.config.episodes_per_group
             self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
+        self.tally.join(group, [self.episodes[uid] for uid in members])
         self.next_group, self.cursor = number + 1, position + 1
         self.cohorts.issued(step)
         return group
@@ -161,19 +174,15 @@ class ReplayBuffer:
     @property
     def waiting(self) -> int:
         """Episodes that are to be assigned."""
-        return sum(episode.state is State.PENDING for episode in self.episodes.values())
-
-    def is_open(self, group: GroupRecord) -> bool:
-        """Its batch is not committed yet. One that was filtered but for late members has none."""
-        return not group.filtered and (group.step < 0 or group.step >= self.committed)
+        return self.tally.states[State.PENDING]
 
     def assign(self, episode: EpisodeRecord, worker: str, seq: int, acked: int, now: float) -> None:
-        episode.state, episode.worker, episode.assign_seq = State.RUNNING, worker, seq
-        episode.bound = acked
-        self.touch(episode)
+        episode.worker, episode.assign_seq, episode.bound = worker, seq, acked
+        self.move(episode, State.RUNNING)
         group = self.live[episode.group]
         if math.isnan(group.started):
             group.started, group.deadline = now, now + group.patience
+            heapq.heappush(self._deadlines, (group.deadline, group.id))
             self._began[group.id] = now
             self._dirty_groups[group.id] = group
 
@@ -206,8 +215,8 @@ class ReplayBuffer:
         """The episode landed; its group may settle."""
         group = self.live[episode.group]
         self._settle(group, now)  # without this one, where the deadline has passed since the last tick
-        episode.state, episode.result, episode.stats = State.LANDED, result, stats
-        self.touch(episode)
+        episode.result, episode.stats = result, stats
+        self.move(episode, State.LANDED)
         if not episode.greedy:
             self.cohorts.landed(group.issued_step, episode)
         self._record_lifetime(group, now)
@@ -238,16 +247,17 @@ class ReplayBuffer:
         if reason not in RESUMABLE:
             episode.restart()
         episode.attempt += 1
-        episode.state, episode.worker, episode.reason = State.PENDING, "", reason
-        self.touch(episode)
+        episode.worker, episode.reason = "", reason
+        self.move(episode, State.PENDING)
         return []
 
     # -- groups --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Settle the groups whose deadline has passed."""
-        for group in list(self.live.values()):
-            if now >= group.deadline:
+        """Settle the groups whose deadline has passed; one that cannot yet does when a member lands."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = self.live.get(heapq.heappop(self._deadlines)[1])
+            if group is not None:
                 self._settle(group, now)
 
     def members(self, group: GroupRecord) -> list[EpisodeRecord]:
@@ -274,7 +284,7 @@ class ReplayBuffer:
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
         elif self._equal(landed, greedy):
             self.refills += 1
-            group.filtered = True
+            self.tally.filter(group)
             self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
             self.settled[USABLE] += 1
@@ -363,7 +373,7 @@ class ReplayBuffer:
         group = self.live[episode.group]
         self.untrained = 0
         if group.step < 0:
-            group.step = step
+            self.tally.take(group, step)
             self._dirty_groups[group.id] = group
         episode.step = step
         self._set_state(episode, State.TAKEN)
@@ -375,36 +385,40 @@ class ReplayBuffer:
         self._forget_if_over(group)
 
     def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
-        episode.state, episode.reason = state, reason
+        episode.reason = reason
         if reason:
             self.reasons[f"{state}/{reason}"] += 1
+        self.move(episode, state)
+
+    def move(self, episode: EpisodeRecord, state: State) -> None:
+        """To another state, with nothing said of the reason."""
+        self.tally.move(episode, state)
         self.touch(episode)
 
     def _forget_if_over(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
-        if group.id not in self.live:
+        if group.id not in self.live or not self.tally.over(group):
             return
-        everyone = [self.episodes[uid] for uid in group.members]
-        if all(episode.state.over for episode in everyone):
-            if group.step < 0:
-                last = self.members(group)[-1]
-                self.untrained += 1
-                alike = last.reason == FilterReason.ZERO_VARIANCE
-                why = "all of its episodes earned the same" if alike else last.reason
-                self.untrained_reason = f"{last.state} ({why})"
-            del self.live[group.id]
-            self._began.pop(group.id, None)
-            self._dirty_groups[group.id] = group  # written as over
-            self.cohorts.over(group.issued_step)
-            for episode in everyone:
-                self.left[episode.state] += 1
-                del self.episodes[episode.uid]
+        if group.step < 0:
+            last = self.members(group)[-1]
+            self.untrained += 1
+            alike = last.reason == FilterReason.ZERO_VARIANCE
+            why = "all of its episodes earned the same" if alike else last.reason
+            self.untrained_reason = f"{last.state} ({why})"
+        del self.live[group.id]
+        self._began.pop(group.id, None)
+        self._dirty_groups[group.id] = group  # written as over
+        self.cohorts.over(group.issued_step)
+        self.tally.leave(group)
+        self.floors.pop(group.id, None)
+        for uid in group.members:
+            self.left[self.episodes.pop(uid).state] += 1
 
     # -- numbers -------------------------------------------------------------------------------------
 
     def counts(self) -> Counter[State]:
         """Episodes by state, those that left memory included."""
-        return self.left + Counter(episode.state for episode in self.episodes.values())
+        return self.left + self.tally.states
 
     def flow(self) -> Flow:
         """The conservation identity now. `issued` is counted from the data cursor alone."""

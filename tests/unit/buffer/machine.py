@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
 
 from asyncrl.buffer.batches import Batches
+from asyncrl.buffer.freshness import floor_of
 from asyncrl.buffer.prompts import Prompts, shuffled
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
@@ -72,6 +74,25 @@ def give_up(buffer: ReplayBuffer, uid: str, now: float = 0.0) -> list[EpisodeRec
     if buffer.episodes[uid].state is State.PENDING:
         run(buffer, uid)
     return buffer.fail(buffer.episodes[uid], FailReason.PROMPT_TOO_LONG, now)
+
+
+def count_again(buffer: ReplayBuffer) -> None:
+    """What the buffer keeps as it goes is what a look at all groups and episodes finds."""
+    tally, groups, episodes = buffer.tally, list(buffer.live.values()), buffer.episodes
+    assert +tally.states == Counter(episode.state for episode in episodes.values())
+    for state in State:
+        members = {episode.group for episode in episodes.values() if episode.state is state}
+        assert tally.groups[state] == members, state
+    for step in {group.step for group in groups} | set(tally.steps):
+        assert tally.steps[step] == {group.id for group in groups if group.step == step}
+    is_open = [not g.filtered and (g.step < 0 or g.step >= buffer.committed) for g in groups]
+    assert tally.open(buffer.committed) == sum(is_open)
+    ranks = [sum(is_open[:place]) for place in range(len(groups))]
+    assert tally.ranks(list(buffer.live), buffer.committed) == ranks
+    over = [all(episodes[uid].state.over for uid in group.members) for group in groups]
+    assert not any(over) and not any(map(tally.over, groups))
+    kept, buffer.floors = buffer.floors, {}
+    assert all(floor_of(buffer, buffer.live[number]) == floor for number, floor in kept.items())
 
 
 def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:

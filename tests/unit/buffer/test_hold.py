@@ -16,7 +16,7 @@ from asyncrl.buffer.freshness import drop_overdue, pending, places_of
 from asyncrl.buffer.hold import Places
 from asyncrl.buffer.records import NEVER
 from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, land_group, make
+from tests.unit.buffer.machine import admit, count_again, land_group, make
 
 STEPS, SEEDS = 12, 3
 
@@ -103,6 +103,7 @@ class HeldRun:
             self.buffer.finish(episode, EpisodeResult(reward), EpisodeStats(episode.turns), self.now)
 
     def take(self) -> None:
+        count_again(self.buffer)
         step, plan = self.buffer.committed, None
         while not self.training:
             batch = self.batches.batches.get(step)

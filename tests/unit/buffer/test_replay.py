@@ -13,7 +13,7 @@ from asyncrl.buffer.freshness import pending
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import MAX_LOSSES
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from tests.unit.buffer.machine import admit, land, make, run, train
+from tests.unit.buffer.machine import admit, count_again, land, make, run, train
 
 
 def test_admission_keeps_the_pace() -> None:
@@ -294,11 +294,12 @@ class FlowMachine(RuleBasedStateMachine):
 
     @invariant()
     def conserved(self) -> None:
+        count_again(self.buffer)
         flow = self.buffer.flow()
         assert flow.conserved, flow
         assert flow.trained == sum(self.trained.values())
         assert max(self.trained.values(), default=1) == 1
-        assert sum(self.buffer.is_open(group) for group in self.buffer.live.values()) <= self.buffer.max_live
+        assert self.buffer.tally.open(self.buffer.committed) <= self.buffer.max_live
         states = {self.buffer.episodes[uid].state for uid in self.trained if uid in self.buffer.episodes}
         assert states <= {State.TRAINED}
         assert not any(e.state is State.READY for e in self.buffer.episodes.values() if e.greedy)

@@ -1,0 +1,84 @@
+"""What is counted of the live groups and their episodes, as they change.
+
+A turn of the coordinator's loop must not look at all episodes: there are ten thousand of them in a large run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+
+from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
+
+
+class Tally:
+    """Of what is in memory: `states` counts episodes, `groups` has the ids of the groups with a member in a
+    state, and `steps` those of the groups that a batch has taken from first (-1: none has). `filtered` groups
+    have no batch: only their late members are waited for."""
+
+    def __init__(self) -> None:
+        self.states: Counter[State] = Counter()
+        self.groups: defaultdict[State, set[int]] = defaultdict(set)
+        self.steps: defaultdict[int, set[int]] = defaultdict(set)
+        self.filtered: set[int] = set()
+        self._members: defaultdict[int, Counter[State]] = defaultdict(Counter)
+        self._order: list[int] = []  # ids of all groups, ascending
+
+    def join(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
+        """A group that is newer than all others."""
+        self._order.append(group.id)
+        self.steps[group.step].add(group.id)
+        if group.filtered:
+            self.filtered.add(group.id)
+        for episode in members:
+            self._count(group.id, episode.state, 1)
+
+    def leave(self, group: GroupRecord) -> None:
+        self._order.pop(bisect_left(self._order, group.id))
+        self.steps[group.step].discard(group.id)
+        self.filtered.discard(group.id)
+        for state, count in self._members.pop(group.id).items():
+            self.states[state] -= count
+            self.groups[state].discard(group.id)
+
+    def move(self, episode: EpisodeRecord, state: State) -> None:
+        """The only place where the state of an episode of a live group is set."""
+        self._count(episode.group, episode.state, -1)
+        self._count(episode.group, state, 1)
+        episode.state = state
+
+    def take(self, group: GroupRecord, step: int) -> None:
+        """The first member of a group goes into a batch."""
+        self.steps[group.step].discard(group.id)
+        group.step = step
+        self.steps[step].add(group.id)
+
+    def filter(self, group: GroupRecord) -> None:
+        """What has landed of a group is filtered."""
+        group.filtered = True
+        self.filtered.add(group.id)
+
+    def open(self, committed: int) -> int:
+        """Groups whose batch is not committed yet."""
+        return len(self._order) - len(self._closed(committed))
+
+    def ranks(self, groups: list[int], committed: int) -> list[int]:
+        """How many open groups are older than each of these."""
+        closed = sorted(self._closed(committed))
+        return [bisect_left(self._order, group) - bisect_left(closed, group) for group in groups]
+
+    def over(self, group: GroupRecord) -> bool:
+        """None of its members changes any more."""
+        return all(state.over for state, count in self._members[group.id].items() if count)
+
+    def _closed(self, committed: int) -> set[int]:
+        return self.filtered.union(*(ids for step, ids in self.steps.items() if 0 <= step < committed))
+
+    def _count(self, group: int, state: State, change: int) -> None:
+        self.states[state] += change
+        members = self._members[group]
+        members[state] += change
+        if not members[state]:
+            self.groups[state].discard(group)
+        elif members[state] == change:  # the first one
+            self.groups[state].add(group)
