@@ -11,7 +11,8 @@ The version ledger names an engine by its peer's identity: a restarted one is ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.coordinator.state import RunState, log
@@ -21,7 +22,9 @@ from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
+TABLES_PER_SECOND = 4000  # to all workers together; with 512 of them each is sent one 8 times a second
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
+NO_USE = EngineUse("")
 
 
 @dataclass
@@ -54,7 +57,10 @@ class EngineHandler:
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.quarantined: set[str] = set()  # engines whose weights are not what they should be
         self._eval_servers: set[str] = set()  # set aside for validation
-        self._sent: dict[bytes, tuple[EngineEntry, ...]] = {}  # by worker: the table it has
+        self._table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
+        self._informed: set[bytes] = set()  # workers that have it
+        self._table_at = 0.0  # no change is sent earlier
+        self._uses: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by server: totals of all workers
 
     # -- engines of both kinds -----------------------------------------------------------------------
 
@@ -96,12 +102,15 @@ class EngineHandler:
         self.probe_gap = max(self.probe_gap, message.probe_gap)
         self.probe_tokens += message.probe_tokens
 
-    def version(self, engine: str, needed: int) -> int | None:
-        """Policy version that episodes of a worker which need one start on, at least: its own engine's, or
-        the oldest of the servers that fit. None: there is none."""
+    def steps(self, engine: str = "") -> list[int]:
+        """Policy versions that a worker's episodes can start on, ascending: that of its own `engine`, or those
+        of all servers."""
         held = self.state.versions
-        steps = [held.step(k.engine) for k in self._serving("train")] if self.remote else [held.step(engine)]
-        return min((step for step in steps if step >= needed), default=None)
+        return (
+            sorted(held.step(k.engine) for k in self._serving("train"))
+            if self.remote
+            else [held.step(engine)]
+        )
 
     def extend_leases(self, now: float) -> None:
         for keeper in self.keepers.values():
@@ -197,21 +206,32 @@ class EngineHandler:
         """Episodes can be sampled: with servers, one of them holds a published version."""
         return not self.remote or bool(self._serving(None))
 
-    def send_table(self, workers: Iterable[bytes], now: float) -> None:
-        """Send the table to each worker that has not got it. A restarted coordinator first gives the keepers
-        a lease's time to report: workers take back turns from servers that a table leaves out."""
+    def send_table(self, workers: Collection[bytes], now: float) -> None:
+        """Send each worker what it has not got of the table: all of it, or what has changed. Changes that come
+        soon after others wait for more. A restarted coordinator first gives the keepers a lease's time to
+        report: workers take back turns from servers that a table leaves out."""
         complete = len(self.keepers) >= self.state.config.engine.keepers
         if not self.remote or not (complete or now > self._began + self.state.config.launch.lease):
             return
-        table, before = self.table(), self._sent
-        self._sent = dict.fromkeys(workers, table)
-        for peer in self._sent:
-            if before.get(peer) != table:
-                self.state.outbox.to_control(peer, Engines(table))
+        self._informed -= self.state.outbox.unreachable  # a change did not reach them
+        self._informed &= set(workers)
+        if now >= self._table_at:
+            before, self._table = self._table, {entry.name: entry for entry in self.table()}
+            changed = tuple(entry for name, entry in self._table.items() if before.get(name) != entry)
+            gone = tuple(before.keys() - self._table.keys())
+            if changed or gone:
+                self._table_at = now + len(workers) / TABLES_PER_SECOND
+                self._tell(self._informed, Engines(changed, gone))
+        self._tell(set(workers) - self._informed, Engines(tuple(self._table.values()), whole=True))
+        self._informed.update(workers)
+
+    def _tell(self, workers: Collection[bytes], message: Engines) -> None:
+        for peer in workers:
+            self.state.outbox.to_control(peer, message)
 
     def forget_table(self, peer: bytes) -> None:
         """A worker said hello: it may have missed the table."""
-        self._sent.pop(peer, None)
+        self._informed.discard(peer)
 
     def table(self) -> tuple[EngineEntry, ...]:
         serving = {keeper.engine for keeper in self._serving(None)}
@@ -227,18 +247,30 @@ class EngineHandler:
             lane="eval" if keeper.engine in self._eval_servers else "train",
         )
 
-    def gauges(self, uses: Iterable[EngineUse]) -> dict[str, float]:
-        """Numbers per server: what workers had from it since they began, and its newest update."""
+    def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
+        """What the servers have done for a worker, by its last heartbeat and by this one."""
+        known = {use.name: use for use in before}
+        for use in now:
+            if use != (had := known.get(use.name, NO_USE)):
+                self._uses[use.name].update({n: getattr(use, n) - getattr(had, n) for n in COUNTS})
+
+    def gauges(self) -> dict[str, float]:
+        """Numbers per server: what workers had from it, and its newest update; and the share of all prompt
+        tokens that needed no computing."""
         found: dict[str, float] = {}
+        prompt = cached = 0
         for keeper in self.keepers.values():
-            mine = [use for use in uses if use.name == keeper.name]
-            totals = {name: float(sum(getattr(use, name) for use in mine)) for name in COUNTS}
+            use = self._uses[keeper.name]
+            totals = {name: float(use[name]) for name in COUNTS}
             totals["version"] = float(self.state.versions.step(keeper.engine))
             totals["push_s"] = keeper.push_s
-            totals["cache_hit"] = totals["cached_tokens"] / max(1.0, totals["prompt_tokens"])
+            totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
+            prompt, cached = prompt + use["prompt_tokens"], cached + use["cached_tokens"]
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
         if self.remote:
             found["async/engines"] = float(len(self._serving(None)))
+        if prompt:
+            found["rollout/prefix_cache_hit"] = cached / prompt
         return found
 
     def _serving(self, lane: str | None) -> list[KeeperRecord]:
@@ -268,6 +300,7 @@ class EngineHandler:
         ]
         for keeper in fit if all_servers else fit[: not self._eval_servers]:
             self._eval_servers.add(keeper.engine)
+            self._table_at = 0.0  # workers are told before they are given its episodes
             log.info("%s is set aside for validation", keeper.name)
         return bool(self._eval_servers)
 

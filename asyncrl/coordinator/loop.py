@@ -29,7 +29,7 @@ from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.turn_writer import TurnWriter
 from asyncrl.coordinator.validation import Validation
-from asyncrl.coordinator.workers import WorkerHandler
+from asyncrl.coordinator.workers import MOST_ASSIGNED, WorkerHandler
 from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.observe.progress import BATCH
@@ -54,7 +54,7 @@ from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, bound
 
 TICK = 0.05
-DRAIN = 256  # messages per socket and turn of the loop
+DRAIN = 128  # messages per socket and turn of the loop
 STATUS_EVERY = 0.5
 
 
@@ -106,6 +106,7 @@ class Coordinator:
         self.over = False  # closed, and everybody was sent the end
         self.observers: set[bytes] = set()
         self._status_at, self._turned_at = 0.0, now
+        self._more = False  # the last turn left what the next one can do at once
         self.writer = TurnWriter(self.state, self._keep_contact)
         self._presence: dict[tuple[str, int], Presence] = defaultdict(Presence)  # of workers and keepers
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
@@ -129,7 +130,7 @@ class Coordinator:
         """Run until the end. An error ends the run with its reason, after what is known is written."""
         both, control = Poller(self.control, self.bulk), Poller(self.control)
         while not self.over:
-            (control if self.writer.paused else both).wait(TICK)
+            (control if self.writer.paused else both).wait(0.0 if self._more else TICK)
             self.turn(time.monotonic())
 
     def turn(self, now: float) -> None:
@@ -154,7 +155,7 @@ class Coordinator:
                 return False
         self.state.waits = []
         self._extend_leases(now, gap=now - self._turned_at - TICK)
-        self._turned_at = now
+        self._turned_at, self._more = now, False
         for received in self._unread:
             self._on_control(*received, now)
         self._unread.clear()
@@ -255,7 +256,9 @@ class Coordinator:
         if self.lifecycle.phase is not Phase.STOPPING:
             self.engines.tick(now)
             self.validation.tick(now, exclusive=self.lifecycle.phase is Phase.EVALUATING)
+            waited = state.buffer.waiting
             self.workers.tick(now)
+            self._more = self.workers.more or waited >= MOST_ASSIGNED > state.buffer.waiting
             self._look_for_absent(now)
         self.trainer.serve()
         self._report_validations()
@@ -265,10 +268,12 @@ class Coordinator:
             self._to_observers(self._status())
 
     def _admit(self, now: float) -> None:
-        buffer, free = self.state.buffer, self.workers.free_slots
-        free -= buffer.waiting
-        while buffer.can_admit(free, self.workers.total_slots):
-            free -= len(buffer.admit(self.state.batches.committed, now).members)
+        """Admit groups, as far as their episodes can be assigned in this turn."""
+        buffer = self.state.buffer
+        if buffer.has_room:
+            free, total = self.workers.free_slots - buffer.waiting, self.workers.total_slots
+            while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
+                free -= len(buffer.admit(self.state.batches.committed, now).members)
         if buffer.data_over and self.config.data.at_end == "drop":
             self.workers.cancel(self.state.batches.drop_remainder())
 

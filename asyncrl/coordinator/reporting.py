@@ -142,7 +142,7 @@ class Reporter:
                 for reason in FailReason
             }
             | ({"weights/push_s": trainer.write_s} if files else {})
-            | self._engines()
+            | self.engines.gauges()
         )
 
     def batch_share(self) -> float:
@@ -161,14 +161,6 @@ class Reporter:
         named += [(f"trainer {rank}", beat.waiting) for rank, beat in self.trainer.ranks.beats.items()]
         own = dict.fromkeys(self.state.waits)
         return (*own, *(f"{name}: {waiting}" for name, waiting in named if waiting))
-
-    def _engines(self) -> dict[str, float]:
-        """Per server, and the share of all prompt tokens that needed no computing."""
-        beats = [worker.beat for worker in self.workers.workers.values() if worker.beat]
-        uses = [use for beat in beats for use in beat.engines]
-        prompt = sum(use.prompt_tokens for use in uses)
-        hit = {"rollout/prefix_cache_hit": sum(use.cached_tokens for use in uses) / prompt} if prompt else {}
-        return self.engines.gauges(uses) | hit
 
     def _episodes(self) -> dict[str, float]:
         columns, landed = self.landed.columns, self.landed.ends.total()

@@ -154,8 +154,10 @@ class Validation:
             log.error("validation of step %d abandoned: not done by its deadline", session.step)
             self._end(session)
             return
+        remote = self.engines.remote
+        pinned = remote and self._pinned(session, exclusive, now)
         for worker in self.workers.workers.values():
-            if not self._ready(session, worker, exclusive, now):
+            if not (pinned if remote else self._loaded(session, worker, now)):
                 continue
             share = 1.0 if exclusive else MID_RUN_SHARE
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
@@ -211,13 +213,14 @@ class Validation:
         if not self.engines.remote:
             self._held.enter_context(disk.lock_version(ref))
 
-    def _ready(self, session: ValidationSession, worker: WorkerRecord, exclusive: bool, now: float) -> bool:
-        """The worker can sample the version. Its own engine is sent it; again after a refusal or a long
-        silence."""
-        if self.engines.remote:
-            ready = self.engines.pin(session.ref.version, all_servers=exclusive)
-            self.engines.send_table(self.workers.workers, now)  # ahead of the episodes
-            return ready
+    def _pinned(self, session: ValidationSession, exclusive: bool, now: float) -> bool:
+        """Servers with the version are set aside, as the workers know."""
+        pinned = self.engines.pin(session.ref.version, all_servers=exclusive)
+        self.engines.send_table(self.workers.workers, now)  # ahead of the episodes
+        return pinned
+
+    def _loaded(self, session: ValidationSession, worker: WorkerRecord, now: float) -> bool:
+        """The worker's own engine has the version. It is sent it; again after a refusal or a long silence."""
         if worker.eval_version == session.ref.version:
             return True
         if now - worker.eval_asked > self.state.config.weights.deadline:

@@ -8,12 +8,14 @@ unblocks: workers (assignments, the clock)
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.buffer.freshness import pending
-from asyncrl.buffer.records import NEVER, EpisodeRecord
+from asyncrl.buffer.records import NEVER, EpisodeRecord, State
 from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
+from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.transcripts import is_kept
 from asyncrl.types import FailReason, PolicyVersion
@@ -22,6 +24,7 @@ from asyncrl.wire.messages.worker_bulk import Fenced
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
 EVAL = "val"  # uids of validation episodes begin with it
+MOST_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait for all
 
 
 @dataclass
@@ -56,6 +59,11 @@ class WorkerHandler:
         self.state, self.engines, self.is_current_eval = state, engines, is_current_eval
         self.workers: dict[bytes, WorkerRecord] = {}
         self.assign_seq = state.coordinator_epoch << 32  # grows across restarts of the coordinator
+        self.more = False  # the last tick left episodes that may be assigned now
+        self._restored: defaultdict[str, list[EpisodeRecord]] = defaultdict(list)  # that ran, by incarnation
+        for episode in state.buffer.episodes.values():
+            if episode.state is State.RUNNING:
+                self._restored[episode.worker].append(episode)
 
     # -- control -------------------------------------------------------------------------------------
 
@@ -83,8 +91,8 @@ class WorkerHandler:
 
     def _adopt(self, worker: WorkerRecord, now: float) -> None:
         """Episodes a restarted coordinator finds assigned to this very process go on."""
-        for episode in self.state.buffer.episodes.values():
-            if episode.worker == worker.hello.incarnation and episode.state == "running":
+        for episode in self._restored.pop(worker.hello.incarnation, []):
+            if episode.worker == worker.hello.incarnation and episode.state is State.RUNNING:
                 worker.running[episode.uid] = (episode.assign_seq, now)
 
     def heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> None:
@@ -99,6 +107,7 @@ class WorkerHandler:
             overdue = worker.seen - sent > self.state.config.launch.lease  # before it last ran
             if uid not in held and (arrived or overdue):
                 self._lose_episode(worker, uid, now)
+        self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
         worker.seen, worker.beat = now, message
         for attempt in message.held:
             if not self._is_current(worker, attempt):
@@ -168,7 +177,7 @@ class WorkerHandler:
         """Issue the episodes again whose worker is not connected (after a restart of the coordinator)."""
         here = {worker.hello.incarnation for worker in self.workers.values()}
         for episode in list(self.state.buffer.episodes.values()):
-            if episode.state == "running" and episode.worker not in here:
+            if episode.state is State.RUNNING and episode.worker not in here:
                 self._reissue(episode, FailReason.WORKER_LOST, now)  # a stop of the run is no failed attempt
 
     def _lose_episode(self, worker: WorkerRecord, uid: str, now: float) -> None:
@@ -200,11 +209,11 @@ class WorkerHandler:
 
     def cancel(self, episodes: list[EpisodeRecord]) -> None:
         """Let the workers stop these running episodes."""
-        uids = {episode.uid: episode for episode in episodes}
-        for worker in self.workers.values():
-            for uid in uids.keys() & worker.running.keys():
-                del worker.running[uid]
-                self.state.outbox.to_control(worker.peer, Cancel(Attempt(uid, uids[uid].attempt)))
+        here = {worker.hello.incarnation: worker for worker in self.workers.values()} if episodes else {}
+        for episode in episodes:
+            worker = here.get(episode.worker)
+            if worker is not None and worker.running.pop(episode.uid, None) is not None:
+                self.state.outbox.to_control(worker.peer, Cancel(Attempt(episode.uid, episode.attempt)))
 
     # -- assigning ----------------------------------------------------------------------------------
 
@@ -213,39 +222,47 @@ class WorkerHandler:
         return sum(worker.free for worker in self.workers.values() if self._usable(worker))
 
     def _usable(self, worker: WorkerRecord) -> bool:
-        return worker.peer.decode() not in self.engines.quarantined
+        quarantined = self.engines.quarantined
+        return not quarantined or worker.peer.decode() not in quarantined
 
     @property
     def total_slots(self) -> int:
         return sum(worker.hello.slots for worker in self.workers.values())
 
     def _assign(self, now: float) -> None:
-        """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough."""
-        state, open_slots = self.state, self.free_slots
-        if not open_slots:
+        """Give pending episodes, oldest first, to the least loaded worker whose weights are fresh enough; at
+        most MOST_ASSIGNED."""
+        state, self.more = self.state, False
+        if not state.buffer.waiting:
             return
         if not self.engines.ready:
-            state.waits.append("new episodes wait for a server that holds a published version")
+            if self.free_slots:
+                state.waits.append("new episodes wait for a server that holds a published version")
             return
-        unmet = NEVER
+        slots, unmet, left = self._free(), NEVER, MOST_ASSIGNED
+        in_order = state.config.buffer.on_stale != "hold"  # later ones need no older weights
         for needed, episode in pending(state.buffer):
-            if not open_slots:
+            self.more = left == 0
+            if self.more or not slots:
                 return
             if needed >= unmet:
+                if in_order:
+                    return
                 continue
-            fit = {
-                worker.peer: version
-                for worker in self.workers.values()
-                if worker.free and self._usable(worker)
-                if (version := self.engines.version(worker.peer.decode(), needed)) is not None
-            }
-            if not fit:
+            if (found := slots.take(needed)) is None:
                 unmet = needed
                 state.waits.append(self._named_wait(needed))
                 continue
-            chosen = max(fit, key=lambda peer: self.workers[peer].free)
-            self._assign_to(self.workers[chosen], episode, fit[chosen], now)
-            open_slots -= 1
+            self._assign_to(found[0], episode, found[1], now)
+            left -= 1
+
+    def _free(self) -> FreeSlots[WorkerRecord]:
+        steps = self.engines.steps
+        usable = filter(self._usable, self.workers.values())
+        if self.engines.remote:
+            shared = steps()
+            return FreeSlots((worker, worker.free, shared) for worker in usable)
+        return FreeSlots((worker, worker.free, steps(worker.peer.decode())) for worker in usable)
 
     def _assign_to(self, worker: WorkerRecord, episode: EpisodeRecord, oldest: int, now: float) -> None:
         frames = self.state.readable(episode)

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -97,15 +97,22 @@ class ServerTurn:
 class ServerPool:
     """`name` "train" uses the servers that are not set aside for validation; "eval" those that are, whatever
     they hold, and the others while there is none. `patience`: seconds that a turn waits for a server to take
-    it; a lost server should be back by then."""
+    it; a lost server should be back by then. `uses`: what each server has done, by its name, all its
+    incarnations together; pools of one worker share it."""
 
     def __init__(
-        self, name: str, connect: Connect, waits: Waits, meter: BusyTimer, patience: float = 600.0
+        self,
+        name: str,
+        connect: Connect,
+        waits: Waits,
+        meter: BusyTimer,
+        patience: float = 600.0,
+        uses: dict[str, EngineUse] | None = None,
     ) -> None:
         self.name, self.changed = name, Notifier()
         self._connect, self._waits, self._meter, self._patience = connect, waits, meter, patience
+        self.uses = {} if uses is None else uses
         self._servers: dict[str, PooledServer] = {}  # by id
-        self._use: dict[str, EngineUse] = {}  # by the server's name
         self._homes: dict[str, str] = {}  # by session: the server that holds its prefix
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -155,15 +162,6 @@ class ServerPool:
     def release(self, session: str) -> None:
         """The episode is over."""
         self._homes.pop(session, None)
-
-    def use(self) -> tuple[EngineUse, ...]:
-        """What each server has done for this pool, all its incarnations together."""
-        return tuple(self._use.values())
-
-    @property
-    def tokens(self) -> int:
-        """Sampled so far, turns under way included."""
-        return sum(use.tokens for use in self._use.values())
 
     async def close(self) -> None:
         for server in self._servers.values():
@@ -261,7 +259,7 @@ class ServerPool:
 
     # -- the table -----------------------------------------------------------------------------------
 
-    def table(self, entries: Sequence[EngineEntry]) -> None:
+    def table(self, entries: Iterable[EngineEntry]) -> None:
         """The servers from now on. The turns of one that left, or was restarted, go on elsewhere."""
         before, self._servers = self._servers, {}
         for entry in entries:
@@ -277,7 +275,7 @@ class ServerPool:
         self.changed.notify()
 
     def _join(self, entry: EngineEntry) -> PooledServer:
-        use = self._use.setdefault(entry.name, EngineUse(entry.name))
+        use = self.uses.setdefault(entry.name, EngineUse(entry.name))
         return PooledServer(entry, self._connect(entry, use), use)
 
     def _suspect(self, server: PooledServer, why: Exception) -> None:

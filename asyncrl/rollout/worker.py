@@ -46,7 +46,16 @@ from asyncrl.runtime.waits import Waits
 from asyncrl.wire.messages.channels import ToWorkerBulk, ToWorkerControl
 from asyncrl.wire.messages.shared import Attempt, LoadWeights, Stop, Welcome
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker_control import (
+    Assign,
+    Cancel,
+    Clock,
+    EngineEntry,
+    Engines,
+    EngineUse,
+    Heartbeat,
+    WorkerHello,
+)
 from asyncrl.wire.outbox import Outbox
 from asyncrl.wire.sockets import AsyncLink, Endpoints, identity
 
@@ -101,6 +110,8 @@ class RolloutWorker:
         self.timeline = Timeline(run_dir / "timeline" / f"rollout-{index}.jsonl")
         self.waits, self.busy_timer = Waits(), BusyTimer(self.timeline)
         self._local = self._local_samplers(parts.build, engine) if parts.build is not None else {}
+        self._servers: dict[str, EngineEntry] = {}  # by name
+        self._uses: dict[str, EngineUse] = {}  # by the server's name
         self._pools = self._server_pools(parts.connect) if parts.connect is not None else {}
         self.outbox = Outbox(lambda record, frames: self._bulk.send(record, frames))
         context = EpisodeContext(
@@ -127,7 +138,7 @@ class RolloutWorker:
     def _server_pools(self, connect: Connect) -> dict[str, ServerPool]:
         patience = self.config.engine.start_timeout
         return {
-            name: ServerPool(name, connect, self.waits, self.busy_timer, patience)
+            name: ServerPool(name, connect, self.waits, self.busy_timer, patience, self._uses)
             for name in ("train", "eval")
         }
 
@@ -205,8 +216,9 @@ class RolloutWorker:
                 case LoadWeights():
                     self._local[message.lane].offer(message.ref)
                 case Engines():
+                    self._servers = message.update(self._servers)
                     for pool in self._pools.values():
-                        pool.table(message.entries)
+                        pool.table(self._servers.values())
                 case Clock():
                     self._oldest = message.oldest
                     self._sampler("train").changed.notify()
@@ -269,10 +281,10 @@ class RolloutWorker:
             busy_s=busy,
             idle_s=idle,
             tokens=sum(local.tokens for local in self._local.values())
-            + sum(pool.tokens for pool in self._pools.values()),
+            + sum(use.tokens for use in self._uses.values()),
             waiting=self.waits.longest(),
             in_time=self.waits.in_time,
-            engines=tuple(use for pool in self._pools.values() for use in pool.use()),
+            engines=tuple(self._uses.values()),
         )
 
     # -- episodes ------------------------------------------------------------------------------------

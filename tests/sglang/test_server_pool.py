@@ -160,7 +160,7 @@ def test_episodes_stay_where_their_prefixes_are_cached(
             await s.load(victim, versions, 2)
             # Two per server: so few are never moved for the sake of balance, however their turns interleave.
             await asyncio.gather(*(episode(s.pool, index) for index in range(4)))
-            for use in s.pool.use():
+            for use in s.pool.uses.values():
                 assert (use.requests, use.moved) == (8, 0)
                 assert use.prompt_tokens == 2 * (20 + 50 + 80 + 110)
                 # Of each turn all but the reply, and the token before it, whose KV nobody had computed.
@@ -179,7 +179,7 @@ def test_turns_that_an_update_takes_back_go_on_with_the_new_weights(
             await s.under_way()
             await s.load(survivor, versions, 1)
             assert await checked(versions, turns) == [[0, 1]] * 4
-            (use,) = s.pool.use()
+            (use,) = s.pool.uses.values()
             assert (use.lost, use.moved) == (4, 0)
 
     run(body)
@@ -200,7 +200,7 @@ def test_the_turns_of_a_killed_server_go_on_at_the_other(
             assert await asyncio.to_thread(victim.gone)
             seen = await checked(versions, turns)
             assert sorted(seen) == [[0]] * 4 + [[1, 0]] * 4
-            alive, dead = s.pool.use()
+            alive, dead = s.pool.uses.values()
             assert (dead.lost, alive.lost, alive.moved, dead.moved) == (4, 0, 4, 0)
             assert await checked(versions, s.start(2)) == [[0]] * 2  # the dead one is not asked again
 

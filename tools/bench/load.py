@@ -62,7 +62,15 @@ from asyncrl.wire.messages.trainer import (
     WorkPlan,
 )
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Finished, Generated, Replied
-from asyncrl.wire.messages.worker_control import Assign, Cancel, Engines, EngineUse, Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker_control import (
+    Assign,
+    Cancel,
+    EngineEntry,
+    Engines,
+    EngineUse,
+    Heartbeat,
+    WorkerHello,
+)
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints, encode, identity
 
 TURNS = "turns.json"  # in the run directory: what `timed` has seen
@@ -126,6 +134,7 @@ class Worker(Peer):
         super().__init__(bench, "rollout", index, channels.ToWorkerControl, channels.ToWorkerBulk)
         self.seq = self.assigned = self.tokens = 0
         self.version = 0  # newest that it may sample with
+        self.servers: dict[str, EngineEntry] = {}
         self.held: set[Attempt] = set()
         self.ends: deque[tuple[int, Attempt]] = deque()  # sent and not acknowledged
         self.uses = [EngineUse(f"engine {number}") for number in range(bench.options.servers)]
@@ -152,7 +161,9 @@ class Worker(Peer):
                     self.held.discard(self.ends.popleft()[1])
                     self.bench.landed()
             case Engines():
-                self.version = max([self.version, *(e.version.step for e in message.entries if e.healthy)])
+                self.servers = message.update(self.servers)
+                steps = [entry.version.step for entry in self.servers.values() if entry.healthy]
+                self.version = max([self.version, *steps])
             case LoadWeights():
                 self.version = message.ref.version.step
                 self.send(self.control, Loaded(message.ref, message.lane, "same", 0.0))

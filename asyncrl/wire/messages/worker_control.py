@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from asyncrl.types import PolicyVersion, Sample
@@ -19,7 +21,7 @@ class WorkerHello(WireMessage, frozen=True):
     acked: int = 0
 
 
-class EngineUse(msgspec.Struct, array_like=True):
+class EngineUse(msgspec.Struct, array_like=True, gc=False):
     """What one server has done for a worker, as totals. Of the `prompt_tokens`, `cached_tokens` were not
     computed; `tokens` were sampled. `busy`: requests refused for want of room. `lost`: requests that it did
     not finish. `moved`: turns that it took over from another."""
@@ -85,9 +87,17 @@ class EngineEntry(msgspec.Struct, frozen=True):
 
 
 class Engines(WireMessage, frozen=True):
-    """All servers. Sent again whenever something about one changes."""
+    """The servers that are new or have changed since the last one, and the names of those that are `gone`;
+    or, `whole`, all that there are."""
 
     entries: tuple[EngineEntry, ...]
+    gone: tuple[str, ...] = ()
+    whole: bool = False
+
+    def update(self, table: Mapping[str, EngineEntry]) -> dict[str, EngineEntry]:
+        """The table by name, from the one before."""
+        kept = {} if self.whole else {name: entry for name, entry in table.items() if name not in self.gone}
+        return kept | {entry.name: entry for entry in self.entries}
 
 
 class Clock(WireMessage, frozen=True):

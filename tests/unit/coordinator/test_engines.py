@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import parse
-from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.engines import TABLES_PER_SECOND, EngineHandler
+from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store.runstore import RunStore
@@ -80,6 +81,11 @@ class EngineSetup:
                 self.ack(peer, ref)
         return ref
 
+    def version(self, needed: int) -> int | None:
+        """That an episode which needs one starts on."""
+        found = FreeSlots([(WORKER, 1, self.handler.steps())]).take(needed)
+        return found[1] if found else None
+
     def table(self) -> list[tuple[int, bool, str]]:
         return [(entry.version.step, entry.healthy, entry.lane) for entry in self.handler.table()]
 
@@ -91,12 +97,12 @@ def setup(tmp_path: Path) -> EngineSetup:
 
 def test_a_server_gets_no_work_before_it_holds_a_published_version(setup: EngineSetup) -> None:
     assert setup.table() == [(0, False, "train")] * 2 and not setup.handler.ready
-    assert setup.handler.version("any worker", 0) is None
+    assert setup.version(0) is None
     first = setup.publish(0)
     assert setup.pushed() == {A: 0, B: 0}  # neither serves: neither has to wait for the other
     setup.ack(A, first)
     assert setup.table() == [(0, True, "train"), (0, False, "train")] and setup.handler.ready
-    assert setup.handler.version("any worker", 0) == 0
+    assert setup.version(0) == 0
 
 
 def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) -> None:
@@ -104,13 +110,13 @@ def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) ->
     ref = setup.publish(1)
     (first,) = setup.pushed(1.0)
     assert setup.pushed(2.0) == {}  # the other one generates meanwhile
-    assert setup.handler.version("any worker", 0) == 0
+    assert setup.version(0) == 0
     setup.ack(first, ref)
-    assert setup.handler.version("any worker", 0) == 0  # new episodes may start on the slower server
+    assert setup.version(0) == 0  # new episodes may start on the slower server
     (second,) = setup.pushed(3.0)
     assert {first, second} == {A, B}
     setup.ack(second, ref)
-    assert setup.handler.version("any worker", 0) == 1
+    assert setup.version(0) == 1
 
 
 def test_versions_that_come_faster_than_pushes_reach_both_servers_in_turn(setup: EngineSetup) -> None:
@@ -183,28 +189,77 @@ def test_a_coordinator_that_was_away_does_not_blame_the_keepers(setup: EngineSet
     assert len(setup.handler.keepers) == 2
 
 
-def test_workers_get_the_table_when_it_changes_and_after_a_hello(setup: EngineSetup) -> None:
-    def tables() -> list[tuple[EngineEntry, ...]]:
-        setup.handler.send_table([WORKER], 0.0)
-        return [message.entries for _, message in setup.sent.take(Engines)]
+class Tables:
+    """What workers know of the servers."""
 
-    assert tables() == [setup.handler.table()]
-    assert tables() == []
-    setup.serve(0)
-    assert tables() == [setup.handler.table()]
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup, self.now = setup, 0.0
+        self.known: dict[bytes, dict[str, EngineEntry]] = {}
+
+    def send(self, *workers: bytes, after: float = 10.0, lost: bytes = b"") -> int:
+        """Entries that left; the messages to one worker may be lost."""
+        self.now += after
+        self.setup.handler.send_table(workers, self.now)
+        mail = self.setup.sent.take(Engines)
+        self.setup.sent.unreachable = {peer for peer, _ in mail if peer == lost}
+        for peer, message in mail:
+            if peer != lost:
+                self.known[peer] = message.update(self.known.get(peer, {}))
+        return sum(len(message.entries) for _, message in mail)
+
+    def know(self, *workers: bytes) -> bool:
+        table = sorted(self.setup.handler.table(), key=lambda entry: entry.name)
+        return all(sorted(self.known[peer].values(), key=lambda e: e.name) == table for peer in workers)
+
+
+def test_workers_get_what_changes_of_the_table_and_all_of_it_after_a_hello(setup: EngineSetup) -> None:
+    other, tables = b"rollout/1/x", Tables(setup)
+    assert tables.send(WORKER) == 2 and tables.know(WORKER)
+    assert tables.send(WORKER) == 0
+    ref = setup.serve(0)
+    assert tables.send(WORKER, other) == 4 and tables.know(WORKER, other)
+    setup.handler.beat(A, KeeperBeat(healthy=False, starting=False), 0.0)
+    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
     setup.handler.forget_table(WORKER)
-    assert tables() == [setup.handler.table()]
+    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
+    setup.handler.beat(A, HEALTHY, 0.0)
+    assert tables.send(WORKER, other, lost=other) == 2 and not tables.know(other)
+    assert tables.send(WORKER, other) == 2 and tables.know(WORKER, other)
+    assert setup.handler.pin(ref.version, False)
+    setup.handler._lose(setup.handler.keepers[B], "gone")
+    tables.setup.handler._began = -100.0  # its keeper is not waited for
+    tables.send(WORKER, other)
+    assert tables.know(WORKER, other) and len(tables.known[WORKER]) == 1
+
+
+def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup) -> None:
+    workers = [f"rollout/{number}/w".encode() for number in range(512)]
+    tables, pause = Tables(setup), 512 / TABLES_PER_SECOND
+    tables.send(*workers)
+    setup.serve(0)
+    assert tables.send(*workers) == 2 * 512
+    setup.handler.beat(A, KeeperBeat(healthy=False, starting=False), 0.0)
+    assert tables.send(*workers, after=0.5 * pause) == 0
+    setup.handler.beat(A, HEALTHY, 0.0)
+    ref = setup.serve(1)
+    assert tables.send(*workers, after=0.6 * pause) == 2 * 512 and tables.know(*workers)
+    setup.ack(A, setup.publish(2))
+    assert tables.send(*workers, after=0.0) == 0
+    assert setup.handler.pin(ref.version, False)  # its episodes follow at once
+    assert tables.send(*workers, after=0.0) > 0 and tables.know(*workers)
 
 
 def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> None:
     setup.serve(2)
-    uses = [
-        EngineUse("engine 0", requests=2, prompt_tokens=60, cached_tokens=15),
-        EngineUse("engine 0", requests=1, prompt_tokens=40, cached_tokens=35),
-        EngineUse("engine 7", requests=9),
-    ]
-    gauges = setup.handler.gauges(uses)
-    assert gauges["engine/0/requests"] == 3 and gauges["engine/0/cache_hit"] == 0.5
+    first = [EngineUse("engine 0", requests=2, prompt_tokens=60, cached_tokens=15)]
+    later = [EngineUse("engine 7", requests=9), EngineUse("engine 0", 4, prompt_tokens=70, cached_tokens=25)]
+    setup.handler.add_use([], first)
+    setup.handler.add_use(first, later)
+    setup.handler.add_use(later, later)
+    setup.handler.add_use([], [EngineUse("engine 0", requests=1, prompt_tokens=30, cached_tokens=25)])
+    gauges = setup.handler.gauges()
+    assert gauges["engine/0/requests"] == 5 and gauges["engine/0/cache_hit"] == 0.5
+    assert gauges["rollout/prefix_cache_hit"] == 0.5
     assert gauges["engine/1/requests"] == 0 and gauges["engine/1/version"] == 2
     assert gauges["async/engines"] == 2 and not any("engine/7" in name for name in gauges)
 
@@ -218,7 +273,7 @@ def test_validation_pins_one_server_of_two(setup: EngineSetup) -> None:
     setup.ack(peer, newer)
     assert sorted(setup.table()) == [(4, True, "eval"), (5, True, "train")]
     assert setup.pushed(2.0) == {}
-    assert setup.handler.version("any worker", 1) == 5  # training does not wait for the leased one
+    assert setup.version(1) == 5  # training does not wait for the leased one
     setup.handler.release()
     assert list(setup.pushed(3.0).values()) == [5]
 
@@ -291,7 +346,7 @@ def test_a_server_that_cannot_keep_up_does_not_hold_up_new_episodes(setup: Engin
     ref = setup.publish(5)
     (first,) = setup.pushed(1.0)
     setup.ack(first, ref)
-    assert setup.handler.version("any worker", 2) == 5
+    assert setup.version(2) == 5
 
 
 def test_a_restarted_coordinator_waits_for_the_keepers_before_it_tells_of_them(setup: EngineSetup) -> None:

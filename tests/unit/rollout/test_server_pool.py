@@ -114,7 +114,7 @@ async def test_a_full_server_sends_the_turn_to_another() -> None:
     s["a"].acts = [Busy()]
     assert counts_up(await s.pool.generate(request()))
     assert s.asked() == ["a:1", "b:1"]
-    assert s.pool.use()[1].moved == 0  # nobody had begun it
+    assert tuple(s.pool.uses.values())[1].moved == 0  # nobody had begun it
 
 
 @in_loop
@@ -159,7 +159,7 @@ async def test_a_lost_turn_goes_on_from_its_last_token() -> None:
     assert (turn.stop, turn.seconds) == (StopReason.LENGTH, 2 * SECONDS)
     again = s["b"].requests[0]
     assert (again.ids, again.sampling.max_new_tokens) == (tuple(range(6)), 5)
-    assert s.pool.tokens == 8
+    assert sum(use.tokens for use in s.pool.uses.values()) == 8
 
 
 @in_loop
@@ -169,7 +169,7 @@ async def test_a_turn_that_a_server_ends_too_early_goes_on_there() -> None:
     turn = await s.pool.generate(request(limit=8))
     assert counts_up(turn) and turn.stop is StopReason.LENGTH
     assert s.asked() == ["a:3", "b:1"]
-    assert [(use.lost, use.busy, use.moved) for use in s.pool.use()] == [(0, 1, 0), (0, 0, 1)]
+    assert [(use.lost, use.busy, use.moved) for use in s.pool.uses.values()] == [(0, 1, 0), (0, 0, 1)]
 
 
 @in_loop
@@ -268,7 +268,11 @@ def test_nothing_is_lost_or_sampled_twice(
         assert counts_up(generation)
         assert len(generation.ids) == min(limit, stop - 2)
         assert generation.stop is (StopReason.STOP if stop - 2 <= limit else StopReason.LENGTH)
-        assert s.pool.tokens == len(generation.ids) == sum(each.tokens for each in s.pool.use())
+        assert (
+            sum(use.tokens for use in s.pool.uses.values())
+            == len(generation.ids)
+            == sum(each.tokens for each in s.pool.uses.values())
+        )
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -336,7 +340,7 @@ async def test_use_is_counted_over_all_incarnations_of_a_server() -> None:
     await s.pool.generate(request("s", limit=8))
     s.tell(entry("a", incarnation="2"))
     await s.pool.generate(request("t", limit=4))
-    assert s.pool.use() == (
+    assert tuple(s.pool.uses.values()) == (
         EngineUse("a", requests=2, prompt_tokens=6, tokens=6, lost=1),
         EngineUse("b", requests=1, prompt_tokens=5, tokens=6, moved=1),
     )
