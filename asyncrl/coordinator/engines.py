@@ -103,14 +103,10 @@ class EngineHandler:
         self.probe_tokens += message.probe_tokens
 
     def steps(self, engine: str = "") -> list[int]:
-        """Policy versions that a worker's episodes can start on, ascending: that of its own `engine`, or those
-        of all servers."""
-        held = self.state.versions
-        return (
-            sorted(held.step(k.engine) for k in self._serving("train"))
-            if self.remote
-            else [held.step(engine)]
-        )
+        """Policy versions that a worker's episodes can start on, ascending: that of its own `engine`, or
+        those of all servers."""
+        engines = [keeper.engine for keeper in self._serving("train")] if self.remote else [engine]
+        return sorted(map(self.state.versions.step, engines))
 
     def extend_leases(self, now: float) -> None:
         for keeper in self.keepers.values():
@@ -207,7 +203,7 @@ class EngineHandler:
         return not self.remote or bool(self._serving(None))
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
-        """Send each worker what it has not got of the table: all of it, or what has changed. Changes that come
+        """Send each worker what it has not got of the table: all of it, or what changed. Changes that come
         soon after others wait for more. A restarted coordinator first gives the keepers a lease's time to
         report: workers take back turns from servers that a table leaves out."""
         complete = len(self.keepers) >= self.state.config.engine.keepers
