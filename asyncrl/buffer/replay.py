@@ -58,9 +58,7 @@ class ReplayBuffer:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
         self.partial = config.group_policy == "partial" and not greedy
-        self.lifetimes = RecentLifetimes(
-            LIFETIMES
-        )  # of groups, from their start to the end of the last member
+        self.lifetimes = RecentLifetimes(LIFETIMES)  # of groups, from start to the end of the last member
         self._began: dict[int, float] = {}  # those that run, and were started by this process
         self.group_size = config.episodes_per_group + greedy
         self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
@@ -113,6 +111,8 @@ class ReplayBuffer:
             if not math.isnan(group.started):  # the clock of that process is gone
                 group.started, group.deadline = -math.inf, now + group.patience
                 heapq.heappush(self._deadlines, (group.deadline, group.id))
+            if not group.settled:
+                group.baseline = ()  # what has landed is in time for the new deadline
             self.tally.join(group, [self.episodes[uid] for uid in group.members])
 
     # -- admission -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.wire.messages.shared import Stop
 from tests.fakes.data import give, rows
 from tests.fakes.mail import Sent
-from tests.unit.buffer.machine import land_group, run, train, turn_payload
+from tests.unit.buffer.machine import land, land_group, run, train, turn_payload
 
 GREEDY = Advantage(lambda given: 0.0, greedy=True)
 ROWS = 5
@@ -129,6 +129,23 @@ def test_baselines_of_kept_plans_are_the_same_after_a_restart(tmp_path: Path) ->
     assert [len(baseline.members) for baseline in again.batches.baselines.values()] == [2, 3]
     state.batches.retain(1)
     assert list(state.batches.baselines) == [1]
+
+
+def test_after_a_restart_what_has_landed_is_in_time_for_the_new_deadline(tmp_path: Path) -> None:
+    keys = {"episodes_per_group": 4, "group_policy": "partial", "group_deadline": 1.0}
+    state = build(tmp_path, **keys)
+    state.buffer.admit(0, 0.0)
+    for member in range(4):
+        run(state.buffer, f"0.{member}")
+    land(state.buffer, "0.2", now=1.5)
+    assert state.buffer.live[0].baseline == (2,)  # after the deadline, alone
+    state.persist()
+    again = build(tmp_path, **keys)
+    group = again.buffer.live[0]
+    assert group.baseline == () and not group.settled
+    land(again.buffer, "0.0", now=group.deadline - 0.5)
+    again.buffer.tick(group.deadline)
+    assert (group.baseline, group.late_siblings) == ((0, 2), (0, 2))
 
 
 def test_the_coordinator_imports_no_torch() -> None:
