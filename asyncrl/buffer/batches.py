@@ -50,8 +50,9 @@ class Baseline(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct):
-    """The plan of one optimizer batch. `micros`: the uids of each micro-batch; `closed`: no more come.
-    `lost`: those whose payload could not be read. They keep their places, so that others keep theirs."""
+    """The plan of one optimizer batch. `micros`: the uids of each micro-batch; in the place of an empty one
+    the probe is scored. `closed`: no more come. `lost`: those whose payload could not be read. They keep
+    their places, so that others keep theirs."""
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
@@ -115,7 +116,7 @@ class Batches:
         self.buffer.closed = max((step for step, batch in self.batches.items() if batch.closed), default=-1)
 
     def plan(self, step: int, micro: int, ranks: int) -> list[str] | None:
-        """Uids of a micro-batch; [] when the batch is complete; None when the caller must wait.
+        """Uids of a micro-batch; [] for the probe, or when the batch is complete; None: the caller must wait.
 
         The caller refuses a `step` greater than `committed`.
         """
@@ -127,6 +128,14 @@ class Batches:
         if batch.closed:
             return []
         return self._extend(batch, ranks)
+
+    def insert_probe(self, step: int, micro: int) -> None:
+        """The probe is scored in the place of the next micro-batch, if that is not planned: once a batch, as
+        its weights do not change before it is complete."""
+        batch = self.batches.setdefault(step, Batch(step))
+        if micro == len(batch.micros) and not batch.closed and [] not in batch.micros:
+            batch.micros.append([])
+            self._dirty.add(step)
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add the next micro-batch, once it is full or nothing more can enter the batch."""
@@ -154,7 +163,7 @@ class Batches:
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""
-        if not batch.micros:
+        if not batch.planned:
             return None
         batch.closed, self.buffer.closed = True, batch.step
         self._dirty.add(batch.step)
@@ -164,14 +173,14 @@ class Batches:
         """The data is over, and no group but these can become ready. A batch that has begun is then trained
         short; one that has not begun only with `flush`."""
         return (
-            (self.flush or bool(batch.micros))
+            (self.flush or bool(batch.planned))
             and self.buffer.data_over
             and self.buffer.tally.steps[-1] <= groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:
         """The data is over: give up the groups that cannot fill a batch any more. Returns those running."""
-        begun = bool(self.batches.get(self.committed, Batch(self.committed)).micros)
+        begun = bool(self.batches.get(self.committed, Batch(self.committed)).planned)
         if begun or len(self.buffer.tally.steps[-1]) >= self.buffer.config.groups_per_batch:
             return []
         return self.buffer.drop_all(DropReason.END_OF_DATA)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.types import NO_VERSION, PolicyVersion
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop
+from asyncrl.wire.messages.shared import Loaded, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
@@ -93,6 +93,10 @@ class EngineHandler:
             self.quarantine(engine, now + LOAD_RETRY)
             return
         self.record_probe(message)
+        versions.engines[engine].unproven = message.unproven
+        if message.unproven:  # it is sent the newest version again, with the probe
+            versions.resend(engine, now)
+            return
         self.quarantined.discard(engine)
         if versions.ack(engine, version):
             self.state.liveness.alive(now)
@@ -124,7 +128,7 @@ class EngineHandler:
         versions = self.state.versions
         if versions.ref is not None:
             for engine in self._due(now):
-                self.state.outbox.to_control(engine.encode(), LoadWeights(versions.ref, "train"))
+                self.state.outbox.to_control(engine.encode(), versions.order(versions.ref, "train"))
                 versions.push(engine, now)
         for engine in versions.overdue(now, self.state.config.weights.deadline):
             log.warning("%s has not loaded v%d in time; it is sent again", engine, versions.newest.step)

@@ -45,6 +45,7 @@ from asyncrl.wire.messages.trainer import (
     OutOfMemory,
     PlanReceived,
     PlanRequest,
+    Probed,
     Published,
     TrainerBeat,
     TrainerHello,
@@ -209,6 +210,8 @@ class Coordinator:
                 self.trainer.commit(peer, message, now)
             case OutOfMemory():
                 self.trainer.out_of_memory(peer, message)
+            case Probed():
+                self.trainer.probed(message, now)
             case Published():
                 self.trainer.publish(message, now)
             case Checkpointed():

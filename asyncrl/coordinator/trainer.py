@@ -18,6 +18,7 @@ from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.summary import NLL_HELD_OUT, SAMPLED_SCORE
+from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -27,6 +28,7 @@ from asyncrl.wire.messages.trainer import (
     PlannedTrajectory,
     PlanReceived,
     PlanRequest,
+    Probed,
     Published,
     StartPlan,
     TrainerBeat,
@@ -185,6 +187,10 @@ class TrainerHandler:
             state.store.put_version(ref.version, ref.path)
             state.liveness.alive(now)
 
+    def probed(self, message: Probed, now: float) -> None:
+        if message.version.epoch == self.state.trainer_epoch:
+            self.state.versions.take_probe(message, now)
+
     def checkpointed(self, peer: bytes, message: Checkpointed, now: float) -> None:
         """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
         state = self.state
@@ -286,11 +292,15 @@ class TrainerHandler:
             return plan("stop"), []
         if request.step >= self.state.config.total_steps:
             return plan("end"), []
+        if self.state.versions.lacks_probe(PolicyVersion(self.state.trainer_epoch, request.step)):
+            batches.insert_probe(request.step, request.micro)
         uids = batches.plan(request.step, request.micro, parts)
+        batch = batches.batches[request.step]
         if uids is None:
-            return (plan("end") if batches.over and request.micro == 0 else None), []
+            return (plan("end") if batches.over and not batch.planned else None), []
         if not uids:
-            return plan("step", plan_hash=batches.batches[request.step].plan_hash), []
+            probe = request.micro < len(batch.micros)
+            return plan("probe") if probe else plan("step", plan_hash=batch.plan_hash), []
         mine = batches.deal(uids, parts)[rank // sharing]
         trajectories, frames = self._trajectories(request.step, mine)
         return plan("work", trajectories), frames

@@ -26,7 +26,7 @@ from asyncrl.observe.summary import HIGHEST
 from asyncrl.types import EpisodeResult, Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
-from asyncrl.wire.messages.shared import Attempt, LoadWeights
+from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel
 
@@ -225,7 +225,7 @@ class Validation:
             return True
         if now - worker.eval_asked > self.state.config.weights.deadline:
             worker.eval_asked = now
-            self.state.outbox.to_control(worker.peer, LoadWeights(session.ref, "eval"))
+            self.state.outbox.to_control(worker.peer, self.state.versions.order(session.ref, "eval"))
         return False
 
     def _assign(self, session: ValidationSession, worker: WorkerRecord) -> None:

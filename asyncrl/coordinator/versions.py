@@ -5,16 +5,22 @@ from __future__ import annotations
 import msgspec
 
 from asyncrl.types import NO_VERSION, PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
+from asyncrl.wire.messages.shared import LoadWeights
+from asyncrl.wire.messages.trainer import Probed
+
+PROBE_EVERY = 50  # steps after which all engines are compared with the trainer again
 
 
 class EngineVersions(msgspec.Struct):
-    """One engine's: what it was sent last, and what it has confirmed. NO_VERSION: nothing."""
+    """One engine's: what it was sent last, and what it has confirmed. NO_VERSION: nothing. `unproven`: it
+    could load, and has yet to compare its log-probs with the trainer's before it samples."""
 
     pushed: PolicyVersion = NO_VERSION
     acked: PolicyVersion = NO_VERSION
     pushed_at: float = 0.0
     send_at: float = 0.0
+    unproven: bool = False
 
 
 class VersionLedger:
@@ -28,6 +34,7 @@ class VersionLedger:
     def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
         self.newest, self.ref = newest, ref
         self.engines: dict[str, EngineVersions] = {}
+        self.probed: Probed | None = None  # the newest probe, perhaps of a version that is not written yet
         self._checksum = (NO_VERSION, "")  # of the newest version that was loaded, as first loaded
 
     def publish(self, ref: WeightsRef) -> bool:
@@ -44,13 +51,38 @@ class VersionLedger:
         self.engines.pop(engine, None)
 
     def behind(self, engine: str, now: float) -> bool:
-        """True when the engine is to be sent the newest version now."""
+        """True when the engine is to be sent the newest version now; an unproven one, with its probe."""
         held = self.engines[engine]
-        return held.pushed < self.newest and now >= held.send_at
+        ready = not held.unproven or self._probe(self.newest) is not None
+        return held.pushed < self.newest and now >= held.send_at and ready
 
     def push(self, engine: str, now: float) -> None:
         held = self.engines[engine]
         held.pushed, held.pushed_at = self.newest, now
+
+    def order(self, ref: WeightsRef, lane: str) -> LoadWeights:
+        """To load a version."""
+        return LoadWeights(ref, lane, self._probe(ref.version))
+
+    def _probe(self, version: PolicyVersion) -> Probe | None:
+        """As the trainer scores it with a version, if it has."""
+        return self.probed.probe if self.probed is not None and self.probed.version == version else None
+
+    def lacks_probe(self, version: PolicyVersion) -> bool:
+        """Whether the trainer, which has this version now, is to score the probe with it: an engine waits for
+        that, or the last time was long ago."""
+        if self._probe(version) is not None:
+            return False
+        due = self.probed is not None and version.step >= self.probed.version.step + PROBE_EVERY
+        return due or any(held.unproven for held in self.engines.values())
+
+    def take_probe(self, probed: Probed, now: float) -> None:
+        """The trainer scored the probe. Engines that may have loaded that version already are sent it again:
+        they only compare."""
+        self.probed = probed
+        if probed.version == self.newest:
+            for engine in self.engines:
+                self.resend(engine, now)
 
     def same_weights(self, version: PolicyVersion, checksum: str) -> bool:
         """False when the checksum of the newest version is not the one that the first engine reported."""

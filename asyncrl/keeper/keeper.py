@@ -39,7 +39,7 @@ log = logging.getLogger("asyncrl.keeper")
 
 CHECK_SECONDS = 1.0  # seconds between two looks at a server
 MAX_UNANSWERED = 3  # looks in a row without an answer after which a server is given up
-# Nats between server and trainer on the first version; with more it is not the same model. In bfloat16
+# Nats between server and trainer on the first probe; with more it is not the same model. In bfloat16
 # rounding alone may reach that: then a multiple of what the trainer's own rounding makes.
 MAX_PROBE_GAP, MAX_PROBE_NOISES = 1.0, 5.0
 
@@ -70,6 +70,7 @@ class Keeper:
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
         self._loaded, self._failures = 0, LoadFailures()  # versions in all
+        self._proven = False  # the server has been compared with the trainer
 
     async def serve(self) -> int:
         """Until `Stop`."""
@@ -209,12 +210,13 @@ class Keeper:
 
     def _check_probe(self, message: Loaded) -> None:
         limit = max(MAX_PROBE_GAP, MAX_PROBE_NOISES * message.probe_noise)
-        if not self._loaded and message.probe_gap > limit:
+        if not self._proven and message.probe_gap > limit:
             raise ConfigError(
                 f"engine {self.index}: the server computes another model: its log-probs of version "
                 f"{message.ref.version.step} differ from the trainer's by up to {message.probe_gap:.3g} "
                 f"nats, where rounding explains {limit:.3g}; start it with the trainer's model.path and dtype"
             )
+        self._proven = not message.unproven
 
     # -- the coordinator -----------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class Keeper:
                 case Welcome():
                     self._contact.welcomed = True
                 case LoadWeights():
-                    self._loads.offer(message.ref)
+                    self._loads.offer(message.ref, message.probe)
                 case Stop():
                     self._end(message.reason)
 

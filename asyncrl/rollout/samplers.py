@@ -18,7 +18,6 @@ from asyncrl.runtime.busy_timer import BusyTimer, Recorder
 from asyncrl.runtime.waits import Notifier, Waits
 from asyncrl.runtime.weight_loader import LoadFailures, WeightLoader
 from asyncrl.types import Generation
-from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
 BROKEN = 8  # failed turns in a row after which the engine counts as broken
@@ -47,10 +46,6 @@ class LocalSampler:
     @property
     def changed(self) -> Notifier:
         return self.loads.changed
-
-    def offer(self, ref: WeightsRef) -> None:
-        """Load this version next; one that was waiting is skipped."""
-        self.loads.offer(ref)
 
     async def run(self, report: Callable[[Loaded], Awaitable[None]]) -> None:
         """Load what is offered, for ever, beside generation. Raises EngineError when the engine is broken, or

@@ -214,7 +214,7 @@ class RolloutWorker:
                 case Cancel():
                     self._drop(message.attempt)
                 case LoadWeights():
-                    self._local[message.lane].offer(message.ref)
+                    self._local[message.lane].loads.offer(message.ref, message.probe)
                 case Engines():
                     self._servers = message.update(self._servers)
                     for pool in self._pools.values():

@@ -17,7 +17,7 @@ from asyncrl.errors import recorded
 from asyncrl.runtime.busy_timer import Recorder
 from asyncrl.runtime.waits import Notifier
 from asyncrl.weights.buffers import Superseded
-from asyncrl.weights.manifest import Manifest, WeightsError, WeightsRef
+from asyncrl.weights.manifest import Manifest, Probe, WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 
 LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, after which an engine is given up
@@ -25,9 +25,6 @@ LOAD_TRIES = 3  # failed loads in a row, over a time that the owner allows, afte
 
 class Loadable(Protocol):
     """An `Engine`, or a keeper's server; see `Engine` for the methods."""
-
-    @property
-    def version(self) -> int: ...
 
     async def load(self, ref: WeightsRef) -> Manifest: ...
 
@@ -62,13 +59,14 @@ class WeightLoader:
     ) -> None:
         self.lane, self.changed = lane, Notifier()
         self._timeline, self._deadline, self._engine = timeline, deadline, engine
-        self._offered: WeightsRef | None = None
+        self._offered: tuple[WeightsRef, Probe | None] | None = None
+        self._proven = False  # the engine has compared a probe
         self._busy = False
         self._last: tuple[WeightsRef, Manifest] | None = None
 
-    def offer(self, ref: WeightsRef) -> None:
+    def offer(self, ref: WeightsRef, probe: Probe | None = None) -> None:
         """Load this version next; one that was waiting is skipped."""
-        self._offered = ref
+        self._offered = ref, probe
         self.changed.notify()
 
     @property
@@ -84,21 +82,23 @@ class WeightLoader:
     async def next(self) -> Loaded:
         """Load the version offered last, and check it. There must be one. Failures are in the answer."""
         assert self._offered is not None
-        ref, self._offered, self._busy = self._offered, None, True
+        offered, self._offered, self._busy = self._offered, None, True
         try:
-            return await self._load(ref)
+            return await self._load(*offered)
         finally:
             self._busy = False
             self.changed.notify()
 
-    async def _load(self, ref: WeightsRef) -> Loaded:
+    async def _load(self, ref: WeightsRef, probe: Probe | None) -> Loaded:
         start, wall, checksum, probed = time.monotonic(), time.time(), "", (0.0, 0, 0.0)
         with recorded() as failure:
             try:
                 async with asyncio.timeout(self._deadline):
                     engine = await self._engine()
                     manifest = await self._swap(engine, ref)
-                    probed = await _probe(engine, manifest)
+                    if probe is not None:
+                        probed = await _compared(engine, probe)
+                        self._proven = True
                     checksum = manifest.checksum
             except TimeoutError:
                 what = "loaded" if self._last is None else "probed"
@@ -106,7 +106,8 @@ class WeightLoader:
         self._timeline.record("load_weights", wall, time.time())
         seconds = time.monotonic() - start
         superseded = isinstance(failure.error, Superseded)
-        return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded)
+        unproven = not self._proven
+        return Loaded(ref, self.lane, checksum, seconds, failure.line, *probed, superseded, unproven)
 
     async def _swap(self, engine: Loadable, ref: WeightsRef) -> Manifest:
         """Load a version; one that is in use already is only confirmed again."""
@@ -116,12 +117,9 @@ class WeightLoader:
         return self._last[1]
 
 
-async def _probe(engine: Loadable, manifest: Manifest) -> tuple[float, int, float]:
-    """(largest gap, tokens, the trainer's own noise) of the engine's log-probs of the version's probe against
-    the trainer's."""
-    probe = manifest.probe
-    if probe is None or engine.version != manifest.version.step:
-        return 0.0, 0, 0.0
+async def _compared(engine: Loadable, probe: Probe) -> tuple[float, int, float]:
+    """(largest gap, tokens, the trainer's own noise) of the engine's log-probs of the probe against the
+    trainer's. Of an engine that computes nothing there are none."""
     own = await engine.score(probe.ids)
-    gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=True)]
-    return (max(gaps) if all(map(math.isfinite, gaps)) else math.inf), len(own), probe.noise
+    gaps = [abs(a - b) for a, b in zip(own, probe.logprobs, strict=bool(own))]
+    return (max(gaps, default=0.0) if all(map(math.isfinite, gaps)) else math.inf), len(own), probe.noise

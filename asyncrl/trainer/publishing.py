@@ -35,8 +35,8 @@ NOISE_ROWS = 16  # the probe in a batch of this many rows: products of other sha
 class Publishing:
     """Made by all ranks together. `announced`: the last version that rank 0 has announced. `noise_floor`:
     how far the trainer's own log-probs of the probe differ when it is scored in a larger batch (by another
-    attention function, where rows are packed), at the first version published; an engine cannot be expected
-    to come closer."""
+    attention function, where rows are packed), the first time; an engine cannot be expected to come
+    closer."""
 
     def __init__(
         self, config: RunConfig, endpoints: Endpoints, run_dir: Path, mesh: World, policy: Policy
@@ -59,24 +59,24 @@ class Publishing:
     def publish(self, version: PolicyVersion) -> None:
         """Copy the weights to host memory and leave the rest to the publisher. A collective. Raises the error
         of an earlier publish."""
-        if self.noise_floor is None:
-            self.noise_floor = self._measure_noise()
         start = time.monotonic()
         claimed = self._host.claim() if self.mesh.rank == 0 else 0
         index = self.mesh.gather(claimed, int)[0]
         self._host.copy(index, shards(self.policy))
-        logprobs = score(self.policy, self._probe_ids, self.mesh.device)
-        probe = Probe(self._probe_ids, logprobs, self.noise_floor)
         self.check()
         if self._publisher is not None:
             stall = time.monotonic() - start
-            self._publisher.submit(self._host.snapshot(index, version, probe, stall))
+            self._publisher.submit(self._host.snapshot(index, version, stall))
 
-    def _measure_noise(self) -> float:
-        one = score(self.policy, self._probe_ids, self.mesh.device)
-        with unpacked(self.policy):
-            other = score(self.policy, self._probe_ids, self.mesh.device, rows=NOISE_ROWS)
-        return max(abs(a - b) for a, b in zip(one, other, strict=True))
+    def probe(self) -> Probe:
+        """The probe as the policy scores it now. A collective. It takes as long as many copies of the
+        weights, so it is asked for when an engine was started, and is no part of `publish`."""
+        logprobs = score(self.policy, self._probe_ids, self.mesh.device)
+        if self.noise_floor is None:
+            with unpacked(self.policy):
+                other = score(self.policy, self._probe_ids, self.mesh.device, rows=NOISE_ROWS)
+            self.noise_floor = max(abs(a - b) for a, b in zip(logprobs, other, strict=True))
+        return Probe(self._probe_ids, logprobs, self.noise_floor)
 
     def check(self) -> None:
         """Raises the error of a failed write or broadcast."""
@@ -141,5 +141,5 @@ class Publishing:
 
 
 def probe_ids(vocabulary: int) -> tuple[int, ...]:
-    """The fixed text that trainer and engines score at each publish; any ids do."""
+    """The fixed text that trainer and engines score; any ids do."""
     return tuple(random.Random(0).choices(range(vocabulary), k=PROBE_TOKENS))

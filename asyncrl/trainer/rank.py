@@ -42,6 +42,7 @@ from asyncrl.wire.messages.trainer import (
     PlannedTrajectory,
     PlanReceived,
     PlanRequest,
+    Probed,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -118,6 +119,7 @@ class TrainerRank:
         self._beat_at = self._heard_at = time.monotonic()
         self._batch: list[str] = []
         self.published_step, self.repeating = -1, False
+        self.probed: Probed | None = None
         self.publishing = Publishing(config, endpoints, self.run_dir, mesh, self.learner.policy)
 
     # -- the loop --------------------------------------------------------------------------------------
@@ -126,8 +128,7 @@ class TrainerRank:
         """Take, train, commit, publish, until the coordinator sends Stop."""
         frontier = self._hello().step
         self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
-        if not self.repeating:
-            self._publish()
+        self._probe()
         try_largest(self.learner)
         micro = 0
         while True:
@@ -136,12 +137,15 @@ class TrainerRank:
                 case "work":
                     self._train(plan, frames)
                     micro += 1
+                case "probe":
+                    self._probe()
+                    micro += 1
                 case "step":
                     self._finish(plan)
                     micro = 0
                 case "end" | "stop":
-                    if plan.kind == "end" and self.published_step != self.learner.step:
-                        self._publish()  # weights.every may have left out the last version
+                    if plan.kind == "end":  # no plan follows, and engines may still be started
+                        self._probe()
                     self._save_last()
                     self._await_stop(plan.kind)
 
@@ -237,8 +241,9 @@ class TrainerRank:
                 self._heard_at = time.monotonic()
                 if isinstance(received[0], Stop):
                     raise Stopped(received[0].reason)
-                if isinstance(received[0], Welcome) and self.publishing.announced is not None:
-                    self.control.send(self.publishing.announced)  # a restarted coordinator may not know it
+                if isinstance(received[0], Welcome):  # a restarted coordinator may not know them
+                    for message in filter(None, (self.probed, self.publishing.announced)):
+                        self.control.send(message)
                 yield received
 
     def _pulse(self) -> None:
@@ -309,6 +314,19 @@ class TrainerRank:
         self.published_step = self.learner.step
         with self.timeline.span("snapshot"), self.watch.phase("update_weights"):
             self.publishing.publish(PolicyVersion(self.trainer_epoch, self.learner.step))
+
+    def _probe(self) -> None:
+        """Score the probe, for engines to compare, with a version that is published. While steps are repeated
+        the engines keep their newer weights, and none is."""
+        if self.repeating:
+            return
+        if self.published_step != self.learner.step:  # the first one; or weights.every left this one out
+            self._publish()
+        with self.timeline.span("probe"), self.watch.phase("update_weights"):
+            probe = self.publishing.probe()
+        if self.first:
+            self.probed = Probed(PolicyVersion(self.trainer_epoch, self.published_step), probe)
+            self.control.send(self.probed)
 
     def _save_if_due(self) -> None:
         """Begin a checkpoint; its writing goes on beside training, where there is memory for a copy."""

@@ -171,7 +171,7 @@ class EngineConnection:
                 under_way = group.broadcast(ready)
                 ready = next(flattened, ready)  # meanwhile
         self._arrived(len(buckets), under_way, deadline)
-        manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout), snapshot.probe)
+        manifest = describe(snapshot.version, tuple(entries[s.name] for s in snapshot.layout))
         send_answer(self._socket, Sent(manifest), deadline)
 
     def _parts(self, snapshot: Snapshot) -> Iterator[slice]:

@@ -82,7 +82,7 @@ class DeltaWriter:
                 own[spec.name][:] = data
                 entries.append(entry(spec, data))
         delta = Delta(base.version, base.checksum, tuple(sizes))
-        return describe(snapshot.version, tuple(entries), snapshot.probe, delta)
+        return describe(snapshot.version, tuple(entries), delta)
 
 
 def materialise(ref: WeightsRef, cache: Path) -> WeightsRef:
@@ -131,7 +131,7 @@ def _build(lineage: list[Version], cache: Path) -> WeightsRef:
         for version, changes in reversed(lineage[:-1]):
             disk.apply_delta(arrays, version, changes)
         disk.check(arrays, ref, manifest)
-        disk.write_manifest(work, describe(manifest.version, manifest.tensors, manifest.probe))
+        disk.write_manifest(work, describe(manifest.version, manifest.tensors))
     return disk.ref_to(cache, ref.version)
 
 

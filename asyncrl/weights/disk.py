@@ -63,7 +63,7 @@ def write(snapshot: Snapshot, directory: Path, bucket_bytes: int) -> WeightsRef:
         chunks = snapshot.chunks(bucket_bytes)
         with (work / PAYLOAD).open("wb") as file:
             entries = tensorfile.write(file, snapshot.layout, chunks)
-        write_manifest(work, describe(snapshot.version, entries, snapshot.probe))
+        write_manifest(work, describe(snapshot.version, entries))
     return ref_to(directory, snapshot.version)
 
 
@@ -103,7 +103,7 @@ def read_manifest(ref: WeightsRef) -> Manifest:
         raise WeightsError(f"weights {ref.path}: no usable {MANIFEST} ({error})") from error
     if manifest.version != ref.version:
         raise WeightsError(f"weights {ref.path}: expected {ref.label}; found {manifest.version.label}")
-    if manifest.checksum != overall_checksum(manifest.tensors, manifest.probe):
+    if manifest.checksum != overall_checksum(manifest.tensors):
         raise WeightsError(f"weights {ref.path}: {MANIFEST} does not match its own checksum")
     return manifest
 

@@ -67,9 +67,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """A fixed text as the trainer scored it: `logprobs[i]` is that of `ids[i + 1]`, at temperature 1. An
-    engine that loaded the version must agree; whatever is wrong with it shows before it samples a token.
-    `noise`: the largest difference that the trainer's own rounding makes to them, in nats."""
+    """A fixed text as the trainer scored it with a version: `logprobs[i]` is that of `ids[i + 1]`, at
+    temperature 1. An engine that was just started must agree; whatever is wrong with it shows before it
+    samples a token. `noise`: the largest difference that the trainer's own rounding makes, in nats."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -85,13 +85,12 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries and the probe: the same
-    for a version that is published whole and one that is published as a `delta`."""
+    """All tensors of a version, in file order. `checksum` is the xxh3 of all entries: the same for a version
+    that is published whole and one that is published as a `delta`."""
 
     version: PolicyVersion
     tensors: tuple[TensorEntry, ...]
     checksum: str
-    probe: Probe | None = None
     delta: Delta | None = None
 
     @property
@@ -100,13 +99,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def describe(
-    version: PolicyVersion,
-    tensors: tuple[TensorEntry, ...],
-    probe: Probe | None,
-    delta: Delta | None = None,
+    version: PolicyVersion, tensors: tuple[TensorEntry, ...], delta: Delta | None = None
 ) -> Manifest:
     """The manifest of a version, its checksum included."""
-    return Manifest(version, tensors, overall_checksum(tensors, probe), probe, delta)
+    return Manifest(version, tensors, overall_checksum(tensors), delta)
 
 
 def entry(spec: TensorSpec, data: Any) -> TensorEntry:
@@ -119,6 +115,6 @@ def xxh3(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def overall_checksum(tensors: Iterable[TensorEntry], probe: Probe | None) -> str:
-    """One checksum over the names, shapes, types and checksums of all tensors, in order, and the probe."""
-    return xxh3(msgspec.json.encode((tuple(tensors), probe)))
+def overall_checksum(tensors: Iterable[TensorEntry]) -> str:
+    """One checksum over the names, shapes, types and checksums of all tensors, in order."""
+    return xxh3(msgspec.json.encode(tuple(tensors)))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.buffers import Buffers, Superseded
-from asyncrl.weights.manifest import Layout, Probe, TensorSpec, WeightsError
+from asyncrl.weights.manifest import Layout, TensorSpec, WeightsError
 from asyncrl.weights.names import FilePiece
 from asyncrl.weights.snapshot import Read, Snapshot, Tensors
 
@@ -66,7 +66,7 @@ class HostShards:
         """Copy this rank's shards, cast to the exported type. Not a collective."""
         self._buffers.copy(index, [_local(shard) for shard in shards.values()])
 
-    def snapshot(self, index: int, version: PolicyVersion, probe: Probe | None, seconds: float) -> Snapshot:
+    def snapshot(self, index: int, version: PolicyVersion, seconds: float) -> Snapshot:
         """Rank 0: the copy just made, as a version."""
         copied = self._buffers.copies
 
@@ -75,7 +75,7 @@ class HostShards:
             with self._buffers.reading(index, copied, wait=0) as memory:
                 yield lambda part: self._collect(memory, index, copied, part)
 
-        return Snapshot(version, self.layout, probe, seconds, pin)
+        return Snapshot(version, self.layout, seconds, pin)
 
     def close(self, timeout: float) -> None:
         """Rank 0 ends the threads of the others, which wait for that, `timeout` seconds at most."""

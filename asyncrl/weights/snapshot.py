@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import Layout, Probe, TensorSpec
+from asyncrl.weights.manifest import Layout, TensorSpec
 
 Tensors = dict[str, Tensor]
 Bytes = np.ndarray  # [n], uint8
@@ -28,7 +28,6 @@ class Snapshot:
 
     version: PolicyVersion
     layout: Layout  # in the order in which `buckets` yields
-    probe: Probe | None
     seconds: float
     pin: Callable[[], AbstractContextManager[Read]]  # entering raises Superseded
 

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from asyncrl.types import PolicyVersion
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import ITEM_BYTES, Probe, TensorSpec, WeightsRef
+from asyncrl.weights.manifest import ITEM_BYTES, TensorSpec, WeightsRef
 from asyncrl.weights.snapshot import Snapshot, Tensors
 
 BUCKET_BYTES = 256 << 20
 
 
-def snapshot_of(
-    tensors: Mapping[str, Tensor], version: PolicyVersion, probe: Probe | None = None
-) -> Snapshot:
+def snapshot_of(tensors: Mapping[str, Tensor], version: PolicyVersion) -> Snapshot:
     """Of tensors that share their storage (tied weights) the first name is taken."""
     kept: Tensors = {}
     seen = set[tuple[object, ...]]()
@@ -34,11 +32,9 @@ def snapshot_of(
     def read(part: slice) -> Tensors:
         return {spec.name: kept[spec.name] for spec in layout[part]}
 
-    return Snapshot(version, layout, probe, 0.0, lambda: nullcontext(read))
+    return Snapshot(version, layout, 0.0, lambda: nullcontext(read))
 
 
-def publish(
-    tensors: Mapping[str, Tensor], directory: Path, version: PolicyVersion, probe: Probe | None = None
-) -> WeightsRef:
+def publish(tensors: Mapping[str, Tensor], directory: Path, version: PolicyVersion) -> WeightsRef:
     """Write a version to files."""
-    return disk.write(snapshot_of(tensors, version, probe), directory, BUCKET_BYTES)
+    return disk.write(snapshot_of(tensors, version), directory, BUCKET_BYTES)

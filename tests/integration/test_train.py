@@ -21,7 +21,7 @@ def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     assert flow["issued"] == sum(flow.values()) - flow["issued"]
     assert 0 <= summary["lag_max"] <= 4 and summary["masked_token_frac"] == 0
     assert summary["logprob_diff_max_same_version"] <= 1e-4 and summary["logprob_tokens_compared"] > 0
-    assert summary["probe_logprob_diff_max"] <= 1e-4 and summary["probe_tokens_compared"] >= 6 * 64
+    assert summary["probe_logprob_diff_max"] <= 1e-4 and summary["probe_tokens_compared"] >= 64
     assert summary["policy_version"] == 6 and summary["tokens_trained"] > 0
     assert None not in (summary["success_before"], summary["success_after"], summary["greedy_after"])
     rows = run.rows()
@@ -56,7 +56,7 @@ def test_two_workers_two_ranks_and_several_steps_per_batch(tmp_path: Path) -> No
         summary = run.completed(4)
     assert summary["flow"]["trained"] == 4 * 16
     assert summary["lag_max"] <= 2 and summary["masked_token_frac"] == 0
-    assert summary["probe_logprob_diff_max"] <= 1e-4 and summary["probe_tokens_compared"] >= 4 * 64
+    assert summary["probe_logprob_diff_max"] <= 1e-4 and summary["probe_tokens_compared"] >= 64
     assert list((run.path / "weights").glob("*/delta.bin")), "every version was published whole"
 
 

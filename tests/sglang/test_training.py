@@ -77,7 +77,7 @@ def test_a_pretrained_model_has_one_distribution_in_server_and_trainer(tmp_path:
         run.wait(DEADLINE)
         summary = run.completed(1)
     assert summary["logprob_diff_max_same_version"] < 1e-4 and summary["logprob_tokens_compared"] > 0
-    assert summary["probe_logprob_diff_max"] < 1e-4 and summary["probe_tokens_compared"] >= 2 * 64
+    assert summary["probe_logprob_diff_max"] < 1e-4 and summary["probe_tokens_compared"] >= 64
     assert summary["probe_noise_floor"] < 1e-4
 
 

@@ -58,7 +58,7 @@ class Bench:
             return {spec.name: tensors[spec.name] for spec in self._layout[part]}
 
         version = PolicyVersion(0, self._version)
-        return Snapshot(version, self._layout, None, 0.0, lambda: nullcontext(read))
+        return Snapshot(version, self._layout, 0.0, lambda: nullcontext(read))
 
     @property
     def megabytes(self) -> float:

@@ -30,8 +30,7 @@ from common import table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.config import ModelConfig
-from asyncrl.trainer.model import Policy, Selected, load_policy, score, shards
-from asyncrl.trainer.publishing import probe_ids
+from asyncrl.trainer.model import Policy, Selected, load_policy, shards
 from asyncrl.trainer.world import World, join, leave
 from asyncrl.weights import disk
 from asyncrl.weights.delta import DeltaWriter, materialise
@@ -100,7 +99,6 @@ class Bench:
         self.host = HostShards(shards(self.policy), self.policy.published, self.policy.export_dtype, 60.0)
         self.writer = DeltaWriter(place / "deltas", BUCKET_BYTES, full_every=1 << 30)
         self.world, self.place, self.times = world, place, Times()
-        self.probe = probe_ids(VOCABULARY)
         self.whole_bytes = sum(spec.nbytes for spec in self.host.layout)
 
     def run(self, steps: int, tokens: int) -> Times:
@@ -118,9 +116,7 @@ class Bench:
         index = self.host.claim()
         self.host.copy(index, shards(self.policy))
         self.times.measured("copy", begin)
-        score(self.policy, self.probe, self.world.device)
-        self.times.measured("stall", begin)
-        return self.host.snapshot(index, PolicyVersion(0, version), None, 0.0)
+        return self.host.snapshot(index, PolicyVersion(0, version), 0.0)
 
     def publish(self, snapshot: Snapshot) -> None:
         whole = self.timed("write whole", lambda: disk.write(snapshot, self.place / "whole", BUCKET_BYTES))
@@ -144,13 +140,12 @@ def line(dtype: str, rate: float, bench: Bench, times: Times) -> list[str]:
         *(dtype, f"{rate:g}", f"{bench.whole_bytes / 1e6:.0f}", f"{delta / 1e6:.1f}"),
         f"{bench.whole_bytes / delta:.1f}",
         *(f"{median(name):.2f}" for name in ("write whole", "write delta", "read whole", "apply delta")),
-        *(f"{1e3 * median('copy'):.0f}", f"{1e3 * median('stall'):.0f}", f"{median('step'):.2f}"),
-        f"{median('stall') / median('step'):.1%}",
+        *(f"{1e3 * median('copy'):.0f}", f"{median('step'):.2f}", f"{median('copy') / median('step'):.1%}"),
     ]
 
 
 HEADER = ["exported as", "lr", "whole MB", "delta MB", "ratio", "write whole s", "write delta s"]
-HEADER += ["read whole s", "apply delta s", "copy ms", "copy and probe ms", "step s", "stall / step"]
+HEADER += ["read whole s", "apply delta s", "copy ms", "step s", "copy / step"]
 
 
 def main() -> None:
@@ -174,7 +169,7 @@ def main() -> None:
     finally:
         leave()
         shutil.rmtree(place)
-    print(f"Steps of {args.tokens} tokens; the trainer's stall is the copy and the scoring of the probe.\n")
+    print(f"Steps of {args.tokens} tokens; the trainer waits for the copy.\n")
     print(table(HEADER, lines))
 
 

@@ -13,6 +13,7 @@ from asyncrl.wire.messages.trainer import (
     OutOfMemory,
     PlanReceived,
     PlanRequest,
+    Probed,
     Published,
     StartPlan,
     TrainerBeat,
@@ -23,8 +24,8 @@ from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
 
 ToCoordinatorControl = (
-    WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Published
-    | Checkpointed | OutOfMemory | TrainerBeat | ObserverHello | Stop
+    WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Probed
+    | Published | Checkpointed | OutOfMemory | TrainerBeat | ObserverHello | Stop
 )  # fmt: skip
 ToCoordinatorBulk = Record | PlanRequest | PlanReceived
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop

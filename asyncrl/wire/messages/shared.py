@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 
 
 class WireMessage(msgspec.Struct, frozen=True, tag=True):
@@ -29,16 +29,18 @@ class Welcome(WireMessage, frozen=True):
 
 
 class LoadWeights(WireMessage, frozen=True):
-    """Load a version into a lane and answer Loaded."""
+    """Load a version into a lane, compare its probe where there is one, and answer Loaded."""
 
     ref: WeightsRef
     lane: str
+    probe: Probe | None = None
 
 
 class Loaded(WireMessage, frozen=True):
     """An engine swapped in a version, or could not. `probe_gap` is the largest difference between its
     log-probs of the version's probe and the trainer's, over `probe_tokens` tokens; `probe_noise` is that of
-    the probe. `superseded`: the trainer has only a newer version by now."""
+    the probe. `superseded`: the trainer has only a newer version by now. `unproven`: the engine has compared
+    no probe since it was started."""
 
     ref: WeightsRef
     lane: str
@@ -49,6 +51,7 @@ class Loaded(WireMessage, frozen=True):
     probe_tokens: int = 0
     probe_noise: float = 0.0
     superseded: bool = False
+    unproven: bool = False
 
 
 class Stop(WireMessage, frozen=True):

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from asyncrl.types import EpisodeResult
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.types import EpisodeResult, PolicyVersion
+from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import WireMessage
 
 
@@ -57,6 +57,13 @@ class Published(WireMessage, frozen=True):
     ref: WeightsRef
     snapshot_s: float  # what the trainer waited
     write_s: float  # in the background; of a broadcast only the offer, keepers report each load
+
+
+class Probed(WireMessage, frozen=True):
+    """The probe as the trainer scores it with the weights of a version, which may not be written yet."""
+
+    version: PolicyVersion
+    probe: Probe
 
 
 class Checkpointed(WireMessage, frozen=True):
@@ -116,13 +123,14 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
 class WorkPlan(WireMessage, frozen=True):
     """What a rank does next; all ranks get the same kind for the same (step, micro).
 
-    work: train the trajectories (none: a dummy of weight zero). step: the batch is complete, take the
-    optimizer step. end: no more batches, write a checkpoint. stop: write a checkpoint now, mid-batch.
+    work: train the trajectories (none: a dummy of weight zero). probe: score the probe, for an engine that
+    was just started. step: the batch is complete, take the optimizer step. end: no more batches, write a
+    checkpoint. stop: write a checkpoint now, mid-batch.
     """
 
     step: int
     micro: int
-    kind: Literal["work", "step", "end", "stop"]
+    kind: Literal["work", "probe", "step", "end", "stop"]
     trajectories: tuple[PlannedTrajectory, ...] = ()
     plan_hash: str = ""  # with kind "step"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ from asyncrl.coordinator.state import RunState
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
+from asyncrl.wire.messages.trainer import Probed
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import make
@@ -70,8 +72,8 @@ class EngineSetup:
         self.handler.tick(now)
         return {peer: message.ref.version.step for peer, message in self.sent.take(LoadWeights)}
 
-    def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "") -> None:
-        self.handler.confirmed(peer, Loaded(ref, "train", checksum, 0.1, error), 0.0)
+    def ack(self, peer: bytes, ref: WeightsRef, checksum: str = "sum", error: str = "", **more: Any) -> None:
+        self.handler.confirmed(peer, Loaded(ref, "train", checksum, 0.1, error, **more), 0.0)
 
     def serve(self, version: int) -> WeightsRef:
         """Both servers load a version."""
@@ -103,6 +105,31 @@ def test_a_server_gets_no_work_before_it_holds_a_published_version(setup: Engine
     setup.ack(A, first)
     assert setup.table() == [(0, True, "train"), (0, False, "train")] and setup.handler.ready
     assert setup.version(0) == 0
+
+
+def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSetup) -> None:
+    """Each server is compared with the trainer before its first token; the version that it loaded first came
+    without a probe. A newer one without is not loaded meanwhile; the others load it."""
+    versions, probe = setup.state.versions, Probe((1, 2), (-1.0,))
+    first = setup.publish(0)
+    assert setup.pushed() == {A: 0, B: 0} and not versions.lacks_probe(first.version)
+    setup.ack(A, first)
+    setup.ack(B, first, unproven=True)
+    assert [healthy for _, healthy, _ in setup.table()] == [True, False]
+    assert versions.lacks_probe(first.version) and setup.pushed() == {}
+    second = setup.publish(1)
+    assert setup.pushed(1.0) == {A: 1}
+    setup.ack(A, second)
+    versions.take_probe(Probed(first.version, probe), 2.0)
+    assert setup.pushed(2.0) == {} and versions.lacks_probe(second.version)
+    versions.take_probe(Probed(second.version, probe), 3.0)
+    setup.handler.tick(3.0)  # the one that samples compares, too, and goes on
+    order = LoadWeights(second, "train", probe)
+    assert sorted(setup.sent.take(LoadWeights)) == [(A, order), (B, order)]
+    assert [healthy for _, healthy, _ in setup.table()] == [True, False]
+    setup.ack(B, second)
+    assert [healthy for _, healthy, _ in setup.table()] == [True, True]
+    assert [step for step in (1, 2, 50, 51) if versions.lacks_probe(PolicyVersion(1, step))] == [51]
 
 
 def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) -> None:

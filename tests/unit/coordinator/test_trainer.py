@@ -17,7 +17,7 @@ from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
-from asyncrl.weights.manifest import WeightsRef
+from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -26,6 +26,7 @@ from asyncrl.wire.messages.trainer import (
     OutOfMemory,
     PlanReceived,
     PlanRequest,
+    Probed,
     Published,
     StartPlan,
     TrainerBeat,
@@ -115,6 +116,38 @@ def test_no_rank_goes_before_all_hold_their_plan_and_a_missed_go_is_repeated(set
     restarted.ranks = setup.handler.ranks
     setup.handler = restarted
     assert setup.confirm(1, 0, 0) == [PEERS[1]]
+
+
+def test_all_ranks_score_the_probe_at_the_same_place_once_a_batch(setup: TrainerSetup) -> None:
+    """An engine was started: without the probe it may not sample, and nothing may ever become ready."""
+    versions = setup.state.versions
+    assert setup.take(0, 0, 0) is not None  # planned before
+    versions.join("engine")
+    versions.engines["engine"].unproven = True
+    assert [plan.kind for rank in (1, 0) if (plan := setup.take(rank, 0, 0))] == ["work", "work"]
+    for _ in range(2):  # a request that is repeated
+        assert [plan.kind for rank in (0, 1) if (plan := setup.take(rank, 0, 1))] == ["probe", "probe"]
+    again = setup.take(0, 0, 2)
+    assert again is not None and again.kind == "step"
+    for epoch in (0, setup.state.trainer_epoch):  # one of a trainer that was replaced does not count
+        assert versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
+        setup.handler.probed(Probed(PolicyVersion(epoch, 0), Probe((1, 2), (-1.0,))), 0.0)
+    assert not versions.lacks_probe(PolicyVersion(setup.state.trainer_epoch, 0))
+
+
+def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path: Path) -> None:
+    setup = TrainerSetup(tmp_path, *make())
+    setup.hello()
+    versions = setup.state.versions
+    versions.join("engine")
+    assert setup.take(0, 0, 0) is None
+    versions.engines["engine"].unproven = True
+    plan = setup.take(0, 0, 0)
+    assert plan is not None and plan.kind == "probe"
+    assert setup.take(0, 0, 1) is None  # a batch without trajectories is no step
+    setup.state.buffer.retired.update(range(100))  # the data is over
+    ended = setup.take(0, 0, 1)
+    assert ended is not None and ended.kind == "end"
 
 
 @pytest.mark.parametrize("first", [0, 1])

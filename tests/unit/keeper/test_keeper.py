@@ -118,8 +118,10 @@ def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
 
 def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:
     strange = Loaded(REF, "train", "sum", 0.1, probe_gap=2.5, probe_tokens=64)
-    with pytest.raises(ConfigError, match=r"computes another model.*2\.5"):
-        keep(tmp_path, lambda keeper: report(keeper, strange))
+    without = msgspec.structs.replace(FINE, unproven=True)
+    for before in ([], [without]):  # the version came ahead of its probe
+        with pytest.raises(ConfigError, match=r"computes another model.*2\.5"):
+            keep(tmp_path, lambda keeper, before=before: report(keeper, *before, strange))
     keep(tmp_path, lambda keeper: report(keeper, FINE, strange))  # a gap that grows is a metric
     rounded = msgspec.structs.replace(strange, probe_noise=0.6)  # bfloat16
     keep(tmp_path, lambda keeper: report(keeper, rounded))

@@ -24,7 +24,6 @@ from asyncrl.rollout.demonstrations import (
 from asyncrl.tools import Toolbox
 from asyncrl.types import FailReason, Message, PolicyVersion, Sample, StopReason, Turn
 from asyncrl.weights import disk
-from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated
 from asyncrl.wire.messages.worker_control import Assign
 from tests.fakes.weights import publish
@@ -114,13 +113,12 @@ def test_the_prompt_shows_the_tools_of_the_conversation_or_of_the_run() -> None:
 
 
 def test_no_engine_confirms_versions_and_samples_nothing(tmp_path: Path) -> None:
-    probe = Probe((1, 2), (-0.5,))
-    ref = publish({"w": torch.zeros(2)}, tmp_path, PolicyVersion(1, 3), probe)
+    ref = publish({"w": torch.zeros(2)}, tmp_path, PolicyVersion(1, 3))
 
     async def main() -> None:
         engine = NoEngine()
         manifest = await engine.load(ref)
-        assert engine.version == 3 and manifest.probe is None
+        assert engine.version == 3 and await engine.score((1, 2)) == ()
         assert manifest.checksum == disk.read_manifest(ref).checksum
         with pytest.raises(EngineError, match="in validation only"):
             await engine.generate(Request("s", (1,), Sampling(1, ())))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from pathlib import Path
 
 import pytest
-import torch
 
 from asyncrl.engines.base import EngineRefused, Request, Sampling
 from asyncrl.errors import EngineError
@@ -21,7 +19,6 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import Loaded
 from tests.fakes.engine import ScriptedEngine
 from tests.fakes.loop import Intervals, settle
-from tests.fakes.weights import publish
 
 REQUEST = Request("s", (1,), Sampling(8, (3,)))
 
@@ -146,17 +143,20 @@ def ref(version: int, path: str = "somewhere") -> WeightsRef:
 
 
 @pytest.mark.parametrize(("engine", "gap"), [(-1.0, 0.5), (math.nan, math.inf)])
-def test_a_load_compares_the_probe(tmp_path: Path, engine: float, gap: float) -> None:
-    """Wrong weights, or none at all, show at the load and not in the training curve."""
+def test_a_load_compares_the_probe(engine: float, gap: float) -> None:
+    """Wrong weights, or none at all, show at the load and not in the training curve. A version that came
+    without the probe is not loaded again for it."""
 
     async def main() -> None:
         f = Fixture()
         f.engine.score = lambda ids: asyncio.sleep(0, tuple(engine for _ in ids[1:]))  # type: ignore[method-assign]
         probe = Probe((1, 2, 3), (-1.0, -1.5), noise=0.25)
-        f.lane.offer(publish({"w": torch.ones(1)}, tmp_path, PolicyVersion(0, 1), probe))
-        await f.answered(1)
-        found = f.answers[0]
-        assert (found.probe_gap, found.probe_tokens, found.probe_noise) == (gap, 2, 0.25)
+        for count, offered in enumerate((None, probe, None), start=1):
+            f.lane.loads.offer(ref(1), offered)
+            await f.answered(count)
+        assert [(a.probe_tokens, a.unproven) for a in f.answers] == [(0, True), (2, False), (0, False)]
+        assert (f.answers[1].probe_gap, f.answers[1].probe_noise) == (gap, 0.25)
+        assert len(f.engine.loads) == 1
         f.task.cancel()
 
     asyncio.run(main())
@@ -166,14 +166,14 @@ def test_the_latest_offer_wins_and_the_same_one_is_only_confirmed() -> None:
     async def main() -> None:
         f = Fixture()
         f.engine.load_gate.clear()
-        f.lane.offer(ref(1))
+        f.lane.loads.offer(ref(1))
         await settle()
         for version in (2, 3):
-            f.lane.offer(ref(version))
+            f.lane.loads.offer(ref(version))
         f.engine.load_gate.set()
         await f.answered(2)
         assert f.versions == [1, 3]
-        f.lane.offer(ref(3))
+        f.lane.loads.offer(ref(3))
         await f.answered(3)
         assert [r.version.step for r in f.engine.loads] == [1, 3]
         assert f.answers[2].checksum == "sum-3"
@@ -189,7 +189,7 @@ def test_an_engine_that_refuses_every_version_is_given_up() -> None:
         f = Fixture(pinned)
         f.lane.deadline = 0.0
         for count in range(1, LOAD_TRIES + 1):
-            f.lane.offer(ref(count, "damaged"))
+            f.lane.loads.offer(ref(count, "damaged"))
             await f.answered(count)
         await settle()
         if pinned:
@@ -211,10 +211,10 @@ def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
         await settle()
         f.waits._clock.now = 3.0  # type: ignore[attr-defined]
         assert f.waits.longest() == "weights v2: engine has v0 (3 s)"
-        f.lane.offer(ref(1))
+        f.lane.loads.offer(ref(1))
         await f.answered(1)
         assert not waiting.done()
-        f.lane.offer(ref(2))
+        f.lane.loads.offer(ref(2))
         await f.answered(2)
         await asyncio.wait_for(waiting, 60)
         f.task.cancel()
@@ -225,11 +225,11 @@ def test_a_turn_waits_by_name_until_the_weights_are_fresh() -> None:
 def test_damaged_weights_are_reported_and_the_lane_goes_on() -> None:
     async def main() -> None:
         f = Fixture()
-        f.lane.offer(ref(1, "damaged"))
+        f.lane.loads.offer(ref(1, "damaged"))
         await f.answered(1)
         assert "damaged" in f.answers[0].error
         assert f.lane.version == 0
-        f.lane.offer(ref(2))
+        f.lane.loads.offer(ref(2))
         await f.answered(2)
         assert (f.answers[1].error, f.lane.version) == ("", 2)
         f.task.cancel()
@@ -250,10 +250,10 @@ def test_the_pinned_lane_is_built_when_needed_and_changes_only_when_idle() -> No
         first = asyncio.create_task(episode())
         await settle()
         assert not entered.is_set()  # it has no weights yet
-        f.lane.offer(ref(1))
+        f.lane.loads.offer(ref(1))
         await f.answered(1)
         await asyncio.wait_for(entered.wait(), 60)
-        f.lane.offer(ref(2))
+        f.lane.loads.offer(ref(2))
         await settle()
         assert f.versions == [1]
         assert f.lane.version == 1

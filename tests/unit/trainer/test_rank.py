@@ -23,6 +23,8 @@ from asyncrl.trainer.rank import (
     is_answer,
 )
 from asyncrl.trainer.stopwatch import Stopwatch
+from asyncrl.types import PolicyVersion
+from asyncrl.weights.manifest import Probe
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -30,6 +32,7 @@ from asyncrl.wire.messages.trainer import (
     Committed,
     OutOfMemory,
     PlanRequest,
+    Probed,
     TrainerBeat,
     WorkPlan,
 )
@@ -105,6 +108,31 @@ def test_a_rank_that_only_waits_beats_and_tells_no_work(rank: TrainerRank, clock
         clock.now += BEAT_EVERY / 2
         rank._beat(clock.now)
     assert beats(rank) == [1, 2, 2]
+
+
+def test_the_probe_is_scored_for_a_published_version_and_not_while_steps_are_repeated(
+    rank: TrainerRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted coordinator is told again."""
+    done: list[Any] = []
+    probe = Probe((1, 2), (-1.0,))
+    monkeypatch.setattr(rank.publishing, "publish", done.append, raising=False)
+    monkeypatch.setattr(rank.publishing, "probe", lambda: done.append("probe") or probe, raising=False)
+    rank.repeating = True
+    rank._probe()
+    assert not done
+    rank.repeating, rank.learner.step = False, 3  # weights.every=2: step 3 was not published
+    rank._probe()
+    rank._probe()
+    assert done == [PolicyVersion(0, 3), "probe", "probe"]
+    told = Probed(PolicyVersion(0, 3), probe)
+    assert rank.control.sent == [told, told]  # type: ignore[attr-defined]
+    rank.control.sent.clear()  # type: ignore[attr-defined]
+    welcome = [(Welcome(2, 0, 3), [])]
+    rank.control.receive = lambda wait: welcome.pop() if welcome else None  # type: ignore[method-assign]
+    rank.bulk.receive = lambda wait: None  # type: ignore[method-assign]
+    list(rank._received())
+    assert rank.control.sent == [told]  # type: ignore[attr-defined]
 
 
 class FailingDisk:

@@ -15,6 +15,7 @@ from asyncrl.algorithms.recipe import compose
 from asyncrl.trainer import step
 from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
+from asyncrl.trainer.model import score
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
 from tests.fakes import reference
@@ -120,11 +121,14 @@ def test_a_learner_that_masks_nothing_is_seen_in_the_lag(
 
 
 def test_gradient_does_not_depend_on_the_cut(world: World, model_path: str, episodes: list[Episode]) -> None:
+    """Nor on the probe, which is scored between two micro-batches."""
     learner = at_step(make_learner(tiny_config(model_path), world))
-    one = final_gradients(learner, whole(episodes))
+    one, probed = final_gradients(learner, whole(episodes)), list[tuple[float, ...]]()
     for micros in (1, 2, 3, 7):
         cut = random_cut(episodes, 1, micros, seed=micros)
+        learner.pulse = lambda: probed.append(score(learner.policy, (1, 2, 3), world.device))
         assert difference(final_gradients(learner, cut), one) < TOLERANCE, micros
+    assert len(probed) >= 3 and len(set(probed)) == 1
 
 
 def test_a_stale_token_has_no_gradient_but_keeps_its_place_in_the_denominator(
