@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from asyncrl.engines.base import Request
 from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build
 from asyncrl.engines.torch.prefixes import Prefixes, Source
-from asyncrl.engines.torch.sampler import sample
+from asyncrl.engines.torch.recorded import RecordedStep
 from asyncrl.engines.torch.sessions import Slot, Slots
-from asyncrl.engines.torch.slots import KVCache, reach
+from asyncrl.engines.torch.slots import KVCache
 from asyncrl.errors import EngineError
 from asyncrl.types import Generation, StopReason, VersionSpan
 
@@ -65,6 +65,7 @@ class Batcher:
         self.generated = 0  # tokens, in all
         self.runs: dict[str, Run] = {}  # by session: all that have not ended
         self.cache = KVCache(model, slots, max_len)
+        self._forward = RecordedStep(self.cache)
         self.slots = Slots(slots)
         self._prefixes = Prefixes()
         self._waiting: deque[Run] = deque()
@@ -97,7 +98,7 @@ class Batcher:
         if plan is None or chunks:
             plan = build(self.cache, self._sampling, self._lengths, self._live, list(chunks.values()))
         else:
-            plan = plan.advance(reach(int((self._lengths * self._live).max()), self.cache.max_len))
+            plan = plan.advance(self.cache.reach(int((self._lengths * self._live).max())))
         done = self._forward(plan)
         self._steady = None if chunks else plan
         self._lengths += self._live
@@ -189,21 +190,6 @@ class Batcher:
                 return True
         run.source = None
         return False
-
-    def _forward(self, plan: DecodePlan) -> list[int]:
-        """Run the model and sample; returns the slots that are done."""
-        logits = self.cache.forward(plan.layout, plan.keep)
-        if not plan.slots:
-            return []
-        cells, positions = plan.layout.cells + 1, plan.layout.positions + 1
-        if plan.keep is not None:
-            cells, positions = cells[plan.keep], positions[plan.keep]
-        ids, logprobs = sample(logits, positions, plan.params)
-        self.cache.ids.view(-1).index_copy_(0, cells, ids)
-        self.cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
-        stopped = (ids[:, None] == plan.stops).any(1)
-        done = (stopped | (positions + 1 >= plan.limits) | logprobs.isnan()) & (plan.live == 1)
-        return [plan.slots[index] for index in done.nonzero().flatten().tolist()]
 
     def _filled(self, run: Run, chunk: Chunk) -> None:
         """The chunk's KV is in the cache; after the last one the slot decodes."""

@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.engines.base import Sampling
 from asyncrl.engines.torch.sampler import Params, mixed
-from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup, reach
+from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
 _SPARSE = 2  # slots are read in place up to the highest one, if at least 1/2 of those decode
 
@@ -27,19 +27,19 @@ class DecodePlan(NamedTuple):
     """One step: the tokens to forward, and how to sample from the logits of some of them."""
 
     layout: Layout
-    keep: torch.Tensor | None  # [samples] indices of the tokens sampled from; None: all
+    keep: torch.Tensor  # [samples] indices of the tokens sampled from
     slots: list[int]  # [samples]
     live: torch.Tensor  # [samples] int64: 1, or 0 on a slot that sits out
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the slot ends
 
-    def advance(self, reach: int) -> DecodePlan:
-        """The same decoding slots one token further; attention now spans `reach` keys."""
+    def advance(self, columns: torch.Tensor) -> DecodePlan:
+        """The same decoding slots one token further; attention now spans these columns."""
         layout = self.layout
         layout.cells.add_(self.live)
         layout.positions.add_(self.live)
-        group = layout.groups[0]._replace(reach=reach)  # its positions are a view of the layout's
+        group = layout.groups[0]._replace(columns=columns)  # its positions are a view of the layout's
         return self._replace(layout=layout._replace(groups=(group,)))
 
 
@@ -82,16 +82,15 @@ def build(
     spans = [(slots, np.where(active == 1, lengths[slots] - 1, cache.scratch)[:, None])]
     last = [chunk for chunk in chunks if chunk.last]
     samples = np.concatenate([slots, np.array([chunk.slot for chunk in last], dtype=np.int64)])
-    keep = None
+    ends: list[int] = []
     if chunks:
         filling = _fill_positions(chunks, cache.scratch)
         spans.append((np.array([chunk.slot for chunk in chunks]), filling))
         width = filling.shape[1]
         ends = [len(slots) + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
-        keep = _tensor(np.array([*range(len(slots)), *ends], dtype=np.int64), cache.device)
     return DecodePlan(
         layout=_layout(cache, [span for span in spans if len(span[0])]),
-        keep=keep,
+        keep=_tensor(np.array([*range(len(slots)), *ends], dtype=np.int64), cache.device),
         slots=samples.tolist(),
         live=_tensor(np.concatenate([active, np.ones(len(last), dtype=np.int64)]), cache.device),
         params=sampling.params(samples, cache.device),
@@ -117,18 +116,17 @@ def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
 
 
 def _layout(cache: KVCache, spans: list[tuple[np.ndarray, np.ndarray]]) -> Layout:
-    """Pack (slots [r], positions [r, width]) one after another. Adjacent slots are read in place."""
+    """Pack (slots [r], positions [r, width]) one after another."""
     flat = _tensor(np.concatenate([at.reshape(-1) for _, at in spans]), cache.device)
     cells = np.concatenate([(slots[:, None] * cache.columns + at).reshape(-1) for slots, at in spans])
     groups, start = [], 0
     for slots, positions in spans:
-        adjacent = bool((np.diff(slots) == 1).all())
-        index = slice(int(slots[0]), int(slots[-1]) + 1) if adjacent else _tensor(slots, cache.device)
         longest = int(positions[positions < cache.scratch].max()) + 1
         at = flat[start : start + positions.size].view(positions.shape)
-        groups.append(SlotGroup(start, index, at, reach(longest, cache.max_len)))
+        groups.append(SlotGroup(_tensor(slots, cache.device), at, cache.reach(longest)))
         start += positions.size
-    return Layout(_tensor(cells, cache.device), flat, tuple(groups))
+    dense = bool((spans[0][0] == np.arange(len(spans[0][0]))).all())
+    return Layout(_tensor(cells, cache.device), flat, tuple(groups), dense)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

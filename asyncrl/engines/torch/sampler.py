@@ -44,7 +44,7 @@ def uniform(seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor, positions: torch.Tensor, params: Params
+    logits: torch.Tensor, positions: torch.Tensor, params: Params, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [n] and their log-probs [n] from logits [n, vocabulary].
 
@@ -52,28 +52,28 @@ def sample(
     It is NaN where the logits are not finite numbers.
     """
     logprobs = torch.log_softmax(logits.float() / params.temperature[:, None], -1)
-    ids = _drawn(logprobs.exp(), uniform(params.seed, positions)[:, None])
+    ids = _drawn(logprobs.exp(), uniform(params.seed, positions)[:, None], vocabulary)
     if params.any_greedy:
         ids = torch.where(params.greedy, logprobs.argmax(-1), ids)
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
 
 
-def _drawn(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def _drawn(weights: torch.Tensor, u: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Indices [n] into weights [n, V], the first whose cumulative sum is above u [n, 1] of the total:
     first the block of BLOCK weights, then the one in it. (A sum over all V in float64 is slow.)"""
-    missing = -weights.shape[1] % BLOCK
+    missing = -vocabulary % BLOCK
     blocks = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     # u < 1 in steps of 2^-52 keeps the target below the total, so that the first entry above it has weight.
     target = u * cumulative[:, -1:]
     block = torch.searchsorted(cumulative, target, right=True)
-    block.clamp_(max=blocks.shape[1] - 1)  # NaN compares false with everything
+    block.clamp_(max=(vocabulary + missing) // BLOCK - 1)  # NaN compares false with everything
     before = F.pad(cumulative, (1, 0)).gather(1, block)
-    inside = blocks[torch.arange(len(blocks)), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(-1, dtype=torch.float64)
     index = torch.searchsorted(inside, target - before, right=True)
     total = inside[:, -1:].contiguous()
     last = torch.searchsorted(inside, total)  # with weight: the two sums may differ by rounding
-    return (block * BLOCK + torch.minimum(index, last)).squeeze(1).clamp(max=weights.shape[1] - 1)
+    return (block * BLOCK + torch.minimum(index, last)).squeeze(1).clamp(max=vocabulary - 1)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:

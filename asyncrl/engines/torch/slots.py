@@ -25,54 +25,64 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 class SlotGroup(NamedTuple):
-    """r slots × width tokens of a packed step: tokens [start, start + r * width), slot by slot."""
+    """r slots × width tokens of a packed step, slot by slot."""
 
-    start: int
-    slots: slice | torch.Tensor  # a slice is read in place, an index [r] is gathered
+    slots: torch.Tensor  # [r]
     positions: torch.Tensor  # [r, width]
-    reach: int  # keys [0, reach) cover every real position
+    columns: torch.Tensor  # [reach] 0, 1, …: the keys that cover every real position
 
 
 class Layout(NamedTuple):
-    """Where the N tokens of one forward live, and how they attend."""
+    """Where the N tokens of one forward live, and how they attend: the tokens of the groups, one group after
+    another."""
 
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
     groups: tuple[SlotGroup, ...]
+    dense: bool  # the first group has the first r slots, which are read in place; other slots are gathered
 
 
 class KVCache:
     """Ids, log-probs, keys and values of all slots, on the model's device."""
 
     def __init__(self, model: PreTrainedModel, slots: int, max_len: int) -> None:
+        self.model = model
         self.slots, self.max_len, self.columns = slots, max_len, max_len + 1
         self.device = model.device
         self.ids = torch.zeros(slots, self.columns, dtype=torch.long, device=self.device)
         self.logprobs = torch.zeros(slots, self.columns, dtype=torch.float32, device=self.device)
-        self.keys: dict[int, torch.Tensor] = {}  # layer -> [slots, kv_heads, columns, head_dim]
+        self.keys: dict[int, torch.Tensor] = {}  # layer -> [kv_heads, slots, columns, head_dim]
         self.values: dict[int, torch.Tensor] = {}
-        self._model = model
+        self.share: dict[int, int] = {}  # layer -> query heads of one KV head
+        self._every = torch.arange(self.columns, device=self.device)
         self._layout: Layout
         self._biases: list[torch.Tensor] = []
-        self._writes: dict[int, torch.Tensor] = {}  # kv_heads -> index into the flat cache per token and head
-        self._allocate()
+        self.vocabulary = self._allocate()
 
     @property
     def scratch(self) -> int:
         return self.max_len - 1
 
-    def forward(self, layout: Layout, keep: torch.Tensor | None) -> torch.Tensor:
-        """Run the model on the tokens in these cells and write their KV. Returns logits [N, vocabulary], or
-        [len(keep), vocabulary] of the tokens with these indices."""
+    @property
+    def pools(self) -> tuple[torch.Tensor, ...]:
+        return (*self.keys.values(), *self.values.values())
+
+    def reach(self, length: int) -> torch.Tensor:
+        """The columns that sequences of at most `length` tokens attend to: bucketed, so that kernels see few
+        shapes."""
+        return self._every[: min(-(-length // _BUCKET) * _BUCKET, self.max_len)]
+
+    def forward(self, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
+        """Run the model on the tokens in these cells and write their KV. Returns logits [len(keep),
+        vocabulary] of the tokens with these indices."""
         self._layout = layout
         self._biases = [self._bias(group) for group in layout.groups]
-        self._writes = {}
-        output = self._model(
+        output = self.model(
             input_ids=self.ids.view(-1)[layout.cells][None],
             position_ids=layout.positions[None],
             attention_mask=self._no_mask,
             use_cache=False,
-            logits_to_keep=0 if keep is None else keep,
+            logits_to_keep=keep,
             slots=self,
         )
         return output.logits[0]
@@ -83,53 +93,50 @@ class KVCache:
         """Write key and value [1, kv_heads, N, d] into their cells; query [1, heads, N, d] reads its slots.
         Returns [1, N, heads, d]."""
         keys, values = self.keys[layer], self.values[layer]
-        self._write(keys, key)
-        self._write(values, value)
-        tokens = query[0].transpose(0, 1)
-        parts = [
-            _attend(tokens, group, keys, values, bias, scale)
-            for group, bias in zip(self._layout.groups, self._biases, strict=True)
-        ]
+        for pool, states in ((keys, key), (values, value)):
+            pool.flatten(1, 2).index_copy_(1, self._layout.cells, states[0])
+        parts: list[torch.Tensor] = []
+        start = 0
+        for group, bias in zip(self._layout.groups, self._biases, strict=True):
+            end = start + group.positions.numel()
+            dense = self._layout.dense and not parts
+            read = [_read(pool, group, dense) for pool in (keys, values)]
+            parts.append(_attend(query[0, :, start:end], *read, bias, self.share[layer], scale))
+            start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The KV of a slot's first `length` positions to another slot."""
-        for pool in (*self.keys.values(), *self.values.values()):
-            pool[target, :, :length] = pool[source, :, :length]
+        for pool in self.pools:
+            pool[:, target, :length] = pool[:, source, :length]
 
     def wipe(self, slot: int) -> None:
         """Zero a slot and all scratch cells after values that are not finite: no mask stops a NaN."""
-        for pool in (*self.keys.values(), *self.values.values()):
-            pool[slot].zero_()
+        for pool in self.pools:
+            pool[:, slot].zero_()
             pool[:, :, self.scratch].zero_()
-
-    def _write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
-        heads, dim = states.shape[1], states.shape[3]
-        if heads not in self._writes:
-            slot, position = self._layout.cells // self.columns, self._layout.positions
-            head = torch.arange(heads, device=self.device)
-            self._writes[heads] = ((slot[:, None] * heads + head) * self.columns + position[:, None]).view(-1)
-        pool.view(-1, dim).index_copy_(0, self._writes[heads], states[0].transpose(0, 1).reshape(-1, dim))
 
     def _bias(self, group: SlotGroup) -> torch.Tensor:
         """Additive mask [r, 1, width, reach]: 0 where a token may look, -inf on later positions."""
-        later = torch.arange(group.reach, device=self.device) > group.positions[:, None, :, None]
-        bias = torch.zeros(later.shape, dtype=self._model.dtype, device=self.device)
+        later = group.columns > group.positions[:, None, :, None]
+        bias = torch.zeros(later.shape, dtype=self.model.dtype, device=self.device)
         return bias.masked_fill_(later, -torch.inf)
 
-    def _allocate(self) -> None:
-        """Run one token through the model to learn the shapes of its layers and that it can be served."""
+    def _allocate(self) -> int:
+        """Run one token through the model to learn the shapes of its layers and that it can be served.
+        Returns the number of its logits."""
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
-        self._model.set_attn_implementation(ATTENTION)
+        self.model.set_attn_implementation(ATTENTION)
         probe = _Probe(self)
         with torch.no_grad():
             one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            self._model(
+            output = self.model(
                 input_ids=one, position_ids=one, attention_mask=self._no_mask, use_cache=False, slots=probe
             )
         if not self.keys:
-            name = type(self._model).__name__
+            name = type(self.model).__name__
             raise ConfigError(f"the embedded engine cannot serve {name}: it has its own attention")
+        return output.logits.shape[-1]
 
 
 class _Probe:
@@ -142,37 +149,34 @@ class _Probe:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         for pools, states in ((self.cache.keys, key), (self.cache.values, value)):
-            shape = (self.cache.slots, states.shape[1], self.cache.columns, states.shape[3])
+            shape = (states.shape[1], self.cache.slots, self.cache.columns, states.shape[3])
             pools[layer] = torch.zeros(shape, dtype=states.dtype, device=states.device)
+        self.cache.share[layer] = query.shape[1] // key.shape[1]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def reach(length: int, max_len: int) -> int:
-    """Attention length for sequences of at most `length` tokens: bucketed, so that kernels see few shapes."""
-    return min(-(-length // _BUCKET) * _BUCKET, max_len)
+def _read(pool: torch.Tensor, group: SlotGroup, dense: bool) -> torch.Tensor:
+    """The keys or values of a group's slots: [r, kv_heads, reach, d]."""
+    near = pool[:, :, : group.columns.shape[0]]
+    read = near[:, : group.slots.shape[0]] if dense else near[:, group.slots]
+    return read.transpose(0, 1)
 
 
 def _attend(
-    tokens: torch.Tensor,
-    group: SlotGroup,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     bias: torch.Tensor,
+    share: int,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attention of one group: [r * width, heads, d]. Query heads that share a KV head are folded into the
-    query's length, so that keys and values are never repeated."""
-    count, width = group.positions.shape
-    heads, kv_heads = tokens.shape[1], keys.shape[1]
-    share = heads // kv_heads
-    query = tokens[group.start : group.start + count * width].reshape(count, width, kv_heads, share, -1)
-    query = query.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, share * width, -1)
-    if share > 1 and width > 1:
-        bias = bias.repeat(1, 1, share, 1)
-    key, value = keys[:, :, : group.reach][group.slots], values[:, :, : group.reach][group.slots]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    out = out.view(count, kv_heads, share, width, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(count * width, heads, -1)
+    """Attention of one group: query [heads, r * width, d], returns [r * width, heads, d]. Query heads that
+    share a KV head are folded into the query's length, so that keys and values are never repeated."""
+    count, width = bias.shape[0], bias.shape[2]
+    folded = query.view(-1, share, count, width, query.shape[2]).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    bias = bias[:, :, None].expand(-1, -1, share, -1, -1).flatten(2, 3)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
+    return out.unflatten(2, (share, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _attention(

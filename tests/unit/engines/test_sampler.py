@@ -19,7 +19,7 @@ def params(count: int, temperature: float = 1.0) -> Params:
 
 
 def draw(row: torch.Tensor, count: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return sample(row.expand(count, -1), torch.arange(count), params(count, temperature))
+    return sample(row.expand(count, -1), torch.arange(count), params(count, temperature), row.shape[-1])
 
 
 def splitmix64(state: int) -> int:
@@ -57,7 +57,7 @@ def test_greedy_is_argmax_with_raw_logprobs_beside_sampled_rows():
     torch.manual_seed(1)
     logits = torch.randn(6, 11)
     mixture = params(6)._replace(greedy=torch.tensor([True, False] * 3), any_greedy=True)
-    ids, logprobs = sample(logits, torch.arange(6), mixture)
+    ids, logprobs = sample(logits, torch.arange(6), mixture, 11)
     assert ids[::2].tolist() == logits[::2].argmax(-1).tolist()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
 
@@ -69,7 +69,7 @@ def test_a_token_is_the_first_whose_cumulative_weight_is_above_the_draw(vocabula
     logits = 3 * torch.randn(500, vocabulary)
     logits[:, 1::3] = -torch.inf
     positions, how = torch.arange(500), params(500)
-    ids, logprobs = sample(logits, positions, how)
+    ids, logprobs = sample(logits, positions, how, vocabulary)
     cumulative = logits.log_softmax(-1).exp().double().cumsum(-1)
     target = uniform(how.seed, positions)[:, None] * cumulative[:, -1:]
     wanted = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -79,6 +79,6 @@ def test_a_token_is_the_first_whose_cumulative_weight_is_above_the_draw(vocabula
 
 
 def test_not_finite_logits_give_nan_and_a_valid_id():
-    ids, logprobs = sample(torch.full((1, 4), torch.nan), torch.zeros(1, dtype=torch.long), params(1))
+    ids, logprobs = sample(torch.full((1, 4), torch.nan), torch.zeros(1, dtype=torch.long), params(1), 4)
     assert 0 <= ids.item() < 4
     assert logprobs.isnan().all()

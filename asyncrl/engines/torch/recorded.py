@@ -1,0 +1,123 @@
+"""What a step computes on the device: one forward, and a token sampled for every slot that decodes.
+
+A step of a small model is some hundred small operations, and Python takes longer to issue them than they
+take. So each kind of step, once it has been made often, is recorded by `torch.jit.trace`: the same operations
+on the same tensors, issued from C++, with other threads of Python running meanwhile. Sizes are not recorded,
+and weights and KV are read where they are, so a recording outlives other batches and other weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+
+from asyncrl.engines.torch.plan import DecodePlan
+from asyncrl.engines.torch.sampler import Params, sample
+from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
+from asyncrl.errors import one_line
+
+log = logging.getLogger("asyncrl.engine")
+
+RECORD_AFTER = 1  # steps of a kind: about what the recording costs
+_RECORDING = threading.Lock()  # torch records one module at a time
+
+
+class Kind(NamedTuple):
+    """What of a plan is not in its tensors."""
+
+    groups: int
+    dense: bool
+    any_greedy: bool
+
+
+class RecordedStep:
+    """Makes the steps of a cache; the caller makes one at a time, in inference mode."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._made: Counter[Kind] = Counter()
+        self._steps: dict[Kind, Callable[..., torch.Tensor]] = {}
+
+    def __call__(self, plan: DecodePlan) -> list[int]:
+        """Make a step; returns the slots that are done."""
+        kind = Kind(len(plan.layout.groups), plan.layout.dense, plan.params.any_greedy)
+        tensors = _tensors(plan)
+        if kind not in self._steps:
+            self._steps[kind] = _Step(self._cache, kind)
+        self._made[kind] += 1
+        if self._made[kind] == RECORD_AFTER:
+            self._steps[kind] = _recorded(self._steps[kind], tensors)
+        done = self._steps[kind](*tensors)
+        return [plan.slots[index] for index in done.tolist()]
+
+
+class _Step(torch.nn.Module):
+    """The steps of one kind. What they change is registered here, for a recording to find it."""
+
+    def __init__(self, cache: KVCache, kind: Kind) -> None:
+        super().__init__()
+        self.model, self._cache, self._kind = cache.model, cache, kind
+        for index, state in enumerate((cache.ids, cache.logprobs, *cache.pools)):
+            self.register_buffer(f"state_{index}", state)
+
+    def forward(
+        self,
+        cells: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        live: torch.Tensor,
+        seed: torch.Tensor,
+        temperature: torch.Tensor,
+        greedy: torch.Tensor,
+        stops: torch.Tensor,
+        limits: torch.Tensor,
+        *groups: torch.Tensor,
+    ) -> torch.Tensor:
+        """See DecodePlan for the arguments, three per group. Returns the indices of the samples that are
+        done."""
+        cache, kind = self._cache, self._kind
+        split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
+        layout = Layout(cells, positions, split, kind.dense)
+        logits = cache.forward(layout, keep)
+        cells, positions = cells[keep] + 1, positions[keep] + 1
+        params = Params(seed, temperature, greedy, kind.any_greedy)
+        ids, logprobs = sample(logits, positions, params, cache.vocabulary)
+        cache.ids.view(-1).index_copy_(0, cells, ids)
+        cache.logprobs.view(-1).index_copy_(0, cells, logprobs)
+        stopped = (ids[:, None] == stops).any(1)
+        done = (stopped | (positions + 1 >= limits) | logprobs.isnan()) & (live == 1)
+        return done.nonzero().flatten()
+
+
+def _tensors(plan: DecodePlan) -> tuple[torch.Tensor, ...]:
+    layout, params = plan.layout, plan.params
+    return (
+        *(layout.cells, layout.positions, plan.keep, plan.live),
+        *(params.seed, params.temperature, params.greedy, plan.stops, plan.limits),
+        *(tensor for group in layout.groups for tensor in group),
+    )
+
+
+def _recorded(
+    step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
+) -> Callable[..., torch.Tensor]:
+    """The step recorded; itself, if its Python code depends on values (as a mixture of experts may)."""
+    with _RECORDING, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        told = get_verbosity()
+        set_verbosity_error()  # the recording reads every attribute of the model, and some warn when read
+        try:
+            return torch.jit.trace(step, tensors, check_trace=False)
+        except Exception as error:
+            log.info("the engine's steps are issued by Python: %s", one_line(error.__cause__ or error))
+            return step
+        finally:
+            set_verbosity(told)

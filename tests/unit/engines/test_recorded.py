@@ -1,0 +1,78 @@
+"""Steps that are issued from a recording give the same as the model's own code."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.engines.torch import recorded
+from asyncrl.engines.torch.engine import TorchEngine
+from asyncrl.types import PolicyVersion
+from tests.fakes import weights as fake_weights
+
+from .tiny import ask, assert_logprobs, prompt, serve, tiny
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "RECORD_AFTER", 2)
+
+
+def made(engine: TorchEngine) -> dict[recorded.Kind, bool]:
+    """The kinds of steps so far, and whether they are recorded."""
+    steps = engine._batcher._forward._steps
+    return {kind: isinstance(step, torch.jit.ScriptModule) for kind, step in steps.items()}
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe"])
+def test_a_recording_serves_other_batches(family: str):
+    async def stream(engine: TorchEngine, index: int) -> None:
+        ids = prompt(1 + 5 * index % 30, index)
+        for turn in range(2):
+            request = ask(ids, 4 + index % 7, str(index), 100 * index + turn, temperature=0.9)
+            generation = await engine.generate(request)
+            assert_logprobs(reference, request, generation)
+            ids += generation.ids + prompt(1 + index % 4, turn)
+
+    async def main() -> None:
+        engine = serve(tiny(family), slots=7, budget=24)
+        await asyncio.wait_for(asyncio.gather(*(stream(engine, index) for index in range(9))), 120)
+        request = ask(prompt(9), 8, engine._batcher.slots.all[-1].session or "")
+        assert_logprobs(reference, request, await engine.generate(request))
+        kinds = made(engine)
+        assert len(kinds) == 4 and all(kinds.values()), kinds  # dense or not, with prompts or not
+        await engine.close()
+
+    reference = tiny(family)
+    asyncio.run(main())
+
+
+def test_a_recording_uses_the_weights_of_the_day(tmp_path: Path):
+    async def main() -> None:
+        engine = serve()
+        await engine.generate(ask(prompt(5), 8))
+        assert any(made(engine).values())
+        await engine.load(fake_weights.publish(dict(new.named_parameters()), tmp_path, PolicyVersion(1, 3)))
+        request = ask(prompt(5), 8, "new")
+        assert_logprobs(new, request, await engine.generate(request))
+        await engine.close()
+
+    new = tiny(seed=1)
+    asyncio.run(main())
+
+
+def test_a_model_whose_code_looks_at_values_is_played_from_its_code(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        model = tiny()
+        model.model.norm.register_forward_hook(lambda _module, _args, out: out * 2 if out.any() else out)
+        request, engine = ask(prompt(5), 8), serve(model)
+        await engine.generate(request)
+        assert len(made(engine)) == 1 and not any(made(engine).values())
+        assert "issued by Python" in caplog.text
+        await engine.close()
+
+    caplog.set_level("INFO")
+    asyncio.run(main())
