@@ -111,7 +111,7 @@ def _recorded(
     """The step recorded; itself, if its Python code depends on values (as a mixture of experts may)."""
     with _RECORDING, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("error", torch.jit.TracerWarning)
+        warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         told = get_verbosity()
         set_verbosity_error()  # the recording reads every attribute of the model, and some warn when read
         try:

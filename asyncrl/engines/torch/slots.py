@@ -100,8 +100,8 @@ class KVCache:
         for group, bias in zip(self._layout.groups, self._biases, strict=True):
             end = start + group.positions.numel()
             dense = self._layout.dense and not parts
-            read = [_read(pool, group, dense) for pool in (keys, values)]
-            parts.append(_attend(query[0, :, start:end], *read, bias, self.share[layer], scale))
+            key, value = _read(keys, group, dense), _read(values, group, dense)
+            parts.append(_attend(query[0, :, start:end], key, value, bias, self.share[layer], scale))
             start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
