@@ -25,7 +25,7 @@ from asyncrl.errors import one_line
 
 log = logging.getLogger("asyncrl.engine")
 
-RECORD_AFTER = 1  # steps of a kind: about what the recording costs
+RECORD_AFTER = 300  # steps of a kind: about what the recording costs
 _RECORDING = threading.Lock()  # torch records one module at a time
 
 
