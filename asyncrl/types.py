@@ -267,7 +267,7 @@ class RewardResult(msgspec.Struct, frozen=True):
     agents: dict[str, float] = {}
 
 
-class EpisodeResult(msgspec.Struct, frozen=True):
+class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
     """What an episode earned, and how it ended. It travels unchanged inside other structs: from the episode
     to the worker's last record, into the buffer and the store, and as a part of the baseline to the trainer.
 
@@ -326,7 +326,7 @@ class EpisodeResult(msgspec.Struct, frozen=True):
         return f"{wrong[0]}; it must be within ±{MAX_REWARD:g}" if wrong else ""
 
 
-class EpisodeStats(msgspec.Struct, frozen=True):
+class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
     `longest_row`: tokens; `prompt`: those of the first row before what was sampled. Of the `answered` tool
     calls, `failed` raised or ran out of time, and `refused` were wrong themselves. Of the `hints`, turns of

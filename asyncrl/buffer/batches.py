@@ -21,6 +21,8 @@ from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import Packing
 from asyncrl.types import DropReason, EpisodeResult
 
+CHOICE = 16  # micro-batches' worth of ready trajectories that one is chosen from
+
 
 class Baseline(msgspec.Struct, frozen=True):
     """What a group's rewards are compared with: the results of `members` (numbers within the group), for a
@@ -140,7 +142,7 @@ class Batches:
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add the next micro-batch, once it is full or nothing more can enter the batch."""
         places = places_of(self.buffer)
-        pool, groups = self._pool(batch, places)
+        pool, groups = self._pool(batch, places, CHOICE * self.micro_tokens * ranks)
         full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
         if not pool:
@@ -203,9 +205,9 @@ class Batches:
 
     # -- what may be taken ---------------------------------------------------------------------------
 
-    def _pool(self, batch: Batch, places: Places) -> tuple[list[EpisodeRecord], set[int]]:
-        """Ready trajectories that may enter the batch now, oldest group first, and their new groups, which
-        take their `places`."""
+    def _pool(self, batch: Batch, places: Places, tokens: int) -> tuple[list[EpisodeRecord], set[int]]:
+        """Ready trajectories that may enter the batch now, oldest group first, up to so many tokens; and
+        their new groups, which take their `places`."""
         pool: list[EpisodeRecord] = []
         new: set[int] = set()
         for group in [self.buffer.live[number] for number in sorted(self.buffer.tally.groups[State.READY])]:
@@ -219,6 +221,9 @@ class Batches:
                 places.take(floor)
                 new.add(group.id)
             pool += ready
+            tokens -= sum(episode.tokens for episode in ready)
+            if tokens <= 0:
+                break
         return pool, new
 
     def _usable(self, group: GroupRecord, step: int) -> list[EpisodeRecord]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.types import NO_VERSION, PolicyVersion
@@ -22,7 +23,7 @@ from asyncrl.wire.messages.shared import Loaded, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
-TABLES_PER_SECOND = 4000  # to all workers together; with 512 of them each is sent one 8 times a second
+TABLES_PER_SECOND = 2000  # to all workers together, at most: with 512 of them, four times a second each
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
 
@@ -248,10 +249,10 @@ class EngineHandler:
         )
 
     def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
-        """What the servers have done for a worker, by its last heartbeat and by this one."""
-        known = {use.name: use for use in before}
-        for use in now:
-            if use != (had := known.get(use.name, NO_USE)):
+        """What the servers have done for a worker, by its last heartbeat and by this one, which has the same
+        servers in the same order, and perhaps more."""
+        for use, had in zip(now, chain(before, repeat(NO_USE)), strict=False):
+            if use != had:
                 self._uses[use.name].update({n: getattr(use, n) - getattr(had, n) for n in COUNTS})
 
     def gauges(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ commits: a turn that an error interrupts has not happened.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     """Run the coordinator until the run is over. `incarnation` names this launch of the run: the same
     after a restart of this process alone, another after a resume. Returns the exit code."""
     coordinator = Coordinator(config, endpoints, incarnation)
+    gc.freeze()  # a collection need not look at modules
     try:
         coordinator.loop()
     except SupersededError as error:
@@ -109,6 +111,7 @@ class Coordinator:
         self._status_at, self._turned_at = 0.0, now
         self._more = False  # the last turn left what the next one can do at once
         self.writer = TurnWriter(self.state, self._keep_contact)
+        self._silent: list[str] = []  # waits for processes that are not heard of
         self._presence: dict[tuple[str, int], Presence] = defaultdict(Presence)  # of workers and keepers
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
         self._resume(incarnation)
@@ -262,7 +265,8 @@ class Coordinator:
             waited = state.buffer.waiting
             self.workers.tick(now)
             self._more = self.workers.more or waited >= MOST_ASSIGNED > state.buffer.waiting
-            self._look_for_absent(now)
+            self._silent = self._absent(now) if now >= self._status_at else self._silent
+            state.waits += self._silent
         self.trainer.serve()
         self._report_validations()
         self._watch(now)
@@ -329,7 +333,7 @@ class Coordinator:
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 
-    def _look_for_absent(self, now: float) -> None:
+    def _absent(self, now: float) -> list[str]:
         """A worker or a keeper that is silent, or starts, is named. One that was heard of hangs: it is
         replaced in the end. How long a start may take is not known here."""
         workers = [worker.hello for worker in self.workers.workers.values()]
@@ -338,17 +342,18 @@ class Coordinator:
         here |= {("engine", hello.index): hello.incarnation for hello in keepers}
         planned = [("engine", index) for index in range(self.config.engine.keepers)]
         planned += [("rollout", index) for index in range(self.config.rollout.workers)]
-        limit = self.state.liveness.start
+        limit, silent = self.state.liveness.start, []
         for role, index in planned:
             presence = self._presence[role, index]
             if (role, index) in here:
                 presence.incarnation, presence.silent_since = here[role, index], now
                 continue
-            self.state.waits.append(f"{role}-{index} is silent, or starts: it is not used")
+            silent.append(f"{role}-{index} is silent, or starts: it is not used")
             if presence.incarnation and now - presence.silent_since > limit:
                 why = f"{role}-{index} has been silent for {limit:g} s"
                 self._replace(Replace(role, why, presence.incarnation))
                 presence.silent_since = now
+        return silent
 
     def _replace(self, message: Replace) -> None:
         log.error("%s: replaced", message.reason)

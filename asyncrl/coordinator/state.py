@@ -161,6 +161,8 @@ class RunState:
         that is cut back to them."""
         turns: list[Turn] = []
         frames: list[bytes] = []
+        if not episode.turns:
+            return frames
         uid, stored = episode.uid, self.store.read.frames(episode.uid, episode.turns)
         try:
             for turn, *payloads in sound_turns(uid, stored):

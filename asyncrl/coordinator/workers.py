@@ -69,7 +69,8 @@ class WorkerHandler:
 
     def hello(self, peer: bytes, message: WorkerHello, now: float) -> None:
         """A worker reports in, for the first time or again. Both are handled alike: its state is absolute."""
-        same = [w for w in self.workers.values() if w.hello.index == message.index]
+        known = self.workers.get(peer)
+        same = [known] if known else [w for w in self.workers.values() if w.hello.index == message.index]
         if self.state.dismissed(peer, message.incarnation, same[0].hello.incarnation if same else ""):
             return
         for old in [w for w in same if w.peer != peer]:

@@ -35,6 +35,8 @@ SEND_DEADLINE = 30.0
 EVERY_ADDRESS = "0.0.0.0"
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
+LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
+MORE = LAST | int(zmq.SNDMORE)  # zmq's enums take longer than the sending
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -127,7 +129,10 @@ class Hub:
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         """False when the peer is unknown or its queue is full; the caller's protocol resends."""
         try:
-            self.socket.send_multipart([peer, *encode(message, frames)], flags=zmq.DONTWAIT)
+            *parts, last = peer, *encode(message, frames)
+            for part in parts:
+                self.socket.send(part, MORE)
+            self.socket.send(last, LAST)
         except (zmq.Again, zmq.ZMQError):
             return False
         return True

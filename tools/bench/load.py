@@ -47,7 +47,7 @@ from asyncrl.types import TurnReply as Replies
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages import channels
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
-from asyncrl.wire.messages.observer import ObserverHello, RunEnd
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -274,6 +274,8 @@ class Observer(Peer):
         self.welcomed = True
         if isinstance(message, RunEnd):
             self.bench.ending = message
+        elif isinstance(message, Status):
+            self.bench.status = message
 
 
 class Bench:
@@ -285,6 +287,7 @@ class Bench:
         self.context.set(zmq.MAX_SOCKETS, 1 << 14)
         self.random = random.Random(options.seed)
         self.ending: RunEnd | None = None
+        self.status: Status | None = None
         self.count = 0  # landed and acknowledged
         self.marks: list[tuple[int, float, float]] = []  # (landed, wall, CPU of the coordinator)
         self._poller, self._ends = zmq.Poller(), {}  # type: ignore[var-annotated]
@@ -417,13 +420,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     try:
         bench.serve()
         share = (time.process_time() - cpu) / (time.monotonic() - began)
-        process.wait(30)
+        if bench.ending is not None:
+            process.wait(30)
     finally:
         process.kill()
         bench.context.destroy(linger=0)
     if bench.ending is None or bench.ending.error or len(bench.marks) < 2:
         raise SystemExit(
-            f"no measurement: {bench.ending}, {bench.count} landed; see {run_dir}/coordinator.log"
+            f"no measurement: {bench.ending}, {bench.count} landed; see {run_dir}/coordinator.log; waits: "
+            f"{bench.status.waits[:5] if bench.status else None}"
         )
     (low, t0, c0), (high, t1, c1) = bench.marks
     told = json.loads((run_dir / TURNS).read_text())

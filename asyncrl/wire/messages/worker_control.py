@@ -40,7 +40,7 @@ class Heartbeat(WireMessage, frozen=True):
     """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
     absent from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are those
     sampled, of turns under way too. `in_time`: something that it waits for has a deadline of its own (a tool,
-    a reward), which is not over."""
+    a reward), which is not over. `engines`: in the order in which the worker met them."""
 
     assigned: int
     held: tuple[Attempt, ...]

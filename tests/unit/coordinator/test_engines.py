@@ -279,7 +279,7 @@ def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup)
 def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> None:
     setup.serve(2)
     first = [EngineUse("engine 0", requests=2, prompt_tokens=60, cached_tokens=15)]
-    later = [EngineUse("engine 7", requests=9), EngineUse("engine 0", 4, prompt_tokens=70, cached_tokens=25)]
+    later = [EngineUse("engine 0", 4, prompt_tokens=70, cached_tokens=25), EngineUse("engine 7", requests=9)]
     setup.handler.add_use([], first)
     setup.handler.add_use(first, later)
     setup.handler.add_use(later, later)
