@@ -1,8 +1,8 @@
 """The embedded engine: the trainer's own Hugging Face module, served from the caller's event loop.
 
 One task steps the batcher in a thread: a step of a large model takes seconds, and tools, rewards and
-heartbeats of the loop go on meanwhile. Between two steps no step runs; requests, aborts and weight swaps are
-done then, in the loop and in order.
+heartbeats of the loop go on meanwhile. The thread goes on until a turn ends or the loop has a change to make:
+requests, aborts and weight swaps are done in the loop and in order, while no step runs.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class TorchEngine:
 
     async def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         async with self._loading:  # all of it under the same weights
+            self._between_steps(lambda: None)  # the thread is free after the step under way
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, ids)
 
     def _score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -156,18 +157,19 @@ class TorchEngine:
         while self._broken is None:
             if self._futures:
                 try:
-                    await self._step()
+                    await self._steps()
                 except Exception as error:
                     self._break(_broke(error))
             else:
                 self._wake.clear()
                 await self._wake.wait()
 
-    async def _step(self) -> None:
-        """One more id for every running turn; answer those that end with it."""
+    async def _steps(self) -> None:
+        """More ids for every running turn, until there is something to do here: answer the turns that end
+        with them, tell watches, make changes."""
         self._stepping = True
         try:
-            ended = await asyncio.get_running_loop().run_in_executor(self._thread, self._batcher.step)
+            ended = await asyncio.get_running_loop().run_in_executor(self._thread, self._in_thread)
             done: dict[Run, StopReason | None] = dict.fromkeys(ended)
             done |= {run: StopReason.TEXT for run in self._futures if self._batcher.watched(run)}
             for run, stop in done.items():
@@ -180,6 +182,15 @@ class TorchEngine:
                     change()
                 except Exception as error:  # those after it are made: their callers wait for them
                     self._break(_broke(error))
+
+    def _in_thread(self) -> list[Run]:
+        """Steps, as many as need nothing from the loop: a return to it costs as much as some rows of a step.
+        Returns the turns that ended."""
+        watched = any(run.request.watch for run in self._futures)
+        while True:
+            ended = self._batcher.step()
+            if ended or watched or self._changes or self._broken:
+                return ended
 
     def _end(self, run: Run, stop: StopReason | None = None) -> None:
         """Answer a request; its log-probs may make that an error."""

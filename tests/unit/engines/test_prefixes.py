@@ -41,7 +41,7 @@ def test_a_groups_prompt_is_computed_once(family: str):
 @pytest.mark.parametrize("version", [3, 0], ids=["newer", "of the same number"])
 def test_only_what_the_present_weights_computed_is_copied(tmp_path: Path, version: int):
     async def main() -> None:
-        engine, same = serve(tiny()), prompt(40)
+        engine, same = serve(tiny(), stepwise=True), prompt(40)
         first = asyncio.create_task(engine.generate(ask(same, 30, "first")))
         await generated(engine, 5)
         await engine.load(ref)

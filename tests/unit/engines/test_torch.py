@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from asyncrl.engines.base import Watch, engines
+from asyncrl.engines.torch.batch import Run
 from asyncrl.engines.torch.engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.types import StopReason, VersionSpan
@@ -80,7 +82,7 @@ def test_greedy_is_argmax_and_stops():
 
 def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
     async def main() -> None:
-        engine = serve(max_len=20)
+        engine = serve(max_len=20, stepwise=True)
         last = await engine.generate(ask(prompt(19), 50))
         assert len(last.ids) == 1 and last.stop is StopReason.LENGTH
         clipped = await engine.generate(ask(prompt(15), 50))
@@ -110,7 +112,7 @@ def test_length_is_clipped_to_max_len_and_bad_requests_are_refused():
 
 def test_abort_and_cancel_give_back_what_there_is():
     async def main() -> None:
-        engine = serve(slots=2)
+        engine = serve(slots=2, stepwise=True)
         requests = {name: ask(prompt(7, name), 80, session=name) for name in "abc"}
         tasks = {name: asyncio.create_task(engine.generate(request)) for name, request in requests.items()}
         await generated(engine, 10)
@@ -139,7 +141,7 @@ def test_the_same_request_gives_the_same_ids_in_any_company():
     async def main() -> None:
         request = ask(prompt(11), 50, key=42)
         alone = await serve().generate(request)
-        engine = serve()
+        engine = serve(stepwise=True)
         company = [asyncio.create_task(other(engine, index)) for index in range(20)]
         await generated(engine, 3)
         crowded = await engine.generate(request)
@@ -195,7 +197,7 @@ def test_padding_near_max_len_stays_in_its_row():
 def test_a_broken_engine_fails_everything_and_hangs_nothing():
     async def main() -> None:
         model = tiny()
-        engine = serve(model, slots=2)
+        engine = serve(model, slots=2, stepwise=True)
         tasks = [asyncio.create_task(engine.generate(ask(prompt(4), 80, str(index)))) for index in range(4)]
         await generated(engine, 8)
         model.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -244,7 +246,7 @@ def test_close_fails_what_is_pending():
     async def main() -> None:
         engine = serve()
         await engine.close()  # never started
-        engine = serve()
+        engine = serve(stepwise=True)
         task = asyncio.create_task(engine.generate(ask(prompt(4), 80)))
         await generated(engine, 1)
         await engine.close()
@@ -296,6 +298,44 @@ def test_a_watch_hears_every_id_and_ends_the_turn_with_the_one_it_chooses():
         assert (last.ids, free.ids) == (whole[1].ids, whole[2].ids)
         assert heard[0] == [whole[0].ids[:n] for n in range(1, 8)]
         assert heard[1] == [whole[1].ids[:n] for n in range(1, 21)]
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_the_thread_steps_on_until_a_turn_ends_or_something_is_asked(monkeypatch: pytest.MonkeyPatch):
+    """A score waits for the step under way, not for the end of a turn."""
+
+    async def main() -> None:
+        engine, fifth, asked, scored = serve(), threading.Event(), threading.Event(), threading.Event()
+        steps, returns = 0, []
+        step, in_thread = engine._batcher.step, engine._in_thread
+
+        def counted() -> list[Run]:
+            nonlocal steps
+            steps += 1
+            if steps == 5:
+                fifth.set()
+                assert asked.wait(30)
+            assert steps < 6 or scored.wait(30)
+            return step()
+
+        def returning() -> list[Run]:
+            try:
+                return in_thread()
+            finally:
+                returns.append(steps)
+
+        monkeypatch.setattr(engine._batcher, "step", counted)
+        monkeypatch.setattr(engine, "_in_thread", returning)
+        turn = asyncio.create_task(engine.generate(ask(prompt(9), 60)))
+        await asyncio.to_thread(fifth.wait, 30)
+        score = asyncio.create_task(engine.score(prompt(7)))
+        await asyncio.sleep(0)
+        asked.set()
+        assert len(await score) == 6
+        scored.set()
+        assert len((await turn).ids) == 60 and returns == [5, 60]
         await engine.close()
 
     asyncio.run(main())

@@ -39,7 +39,7 @@ def mixed_logprobs(
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_weights_swap_between_two_tokens(family: str, tmp_path: Path):
     async def main() -> None:
-        engine, request = serve(tiny(family)), ask(prompt(8), 80)
+        engine, request = serve(tiny(family), stepwise=True), ask(prompt(8), 80)
         task = asyncio.create_task(engine.generate(request))
         await generated(engine, 5)
         assert await engine.load(ref) == disk.read_manifest(ref)
@@ -126,7 +126,7 @@ def test_tied_weights_load_under_one_name_or_both(tmp_path: Path, both: bool):
 
 def test_not_finite_weights_fail_their_requests_and_leave_no_trace(tmp_path: Path):
     async def main() -> None:
-        engine, request = serve(slots=4), ask(prompt(5), 80)
+        engine, request = serve(slots=4, stepwise=True), ask(prompt(5), 80)
         lengths = enumerate((80, 1, 80))  # the row in the middle sits out when the weights go bad
         others = [asyncio.create_task(engine.generate(ask(prompt(4), n, str(i)))) for i, n in lengths]
         await others.pop(1)

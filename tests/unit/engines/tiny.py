@@ -37,9 +37,17 @@ def tiny(family: str = "Qwen2", seed: int = 0, **changes: object) -> PreTrainedM
 
 
 def serve(
-    model: PreTrainedModel | None = None, slots: int = 8, max_len: int = 96, budget: int = 256
+    model: PreTrainedModel | None = None,
+    slots: int = 8,
+    max_len: int = 96,
+    budget: int = 256,
+    stepwise: bool = False,
 ) -> TorchEngine:
-    return TorchEngine(model or tiny(), slots, max_len, budget)
+    """`stepwise`: the engine goes back to its loop after every step, so that a test can see each."""
+    engine = TorchEngine(model or tiny(), slots, max_len, budget)
+    if stepwise:
+        engine._in_thread = engine._batcher.step  # type: ignore[method-assign]
+    return engine
 
 
 def prompt(count: int, seed: object = 0) -> tuple[int, ...]:
@@ -73,6 +81,6 @@ class Forwarded:
 
 
 async def generated(engine: TorchEngine, count: int) -> None:
-    """Until the engine has sampled that many tokens. It gives way after every step, and so do we."""
+    """Until a `stepwise` engine has sampled that many tokens. It gives way after every step, and so do we."""
     while engine._batcher.generated < count:  # noqa: ASYNC110 (a step is an event of its own)
         await asyncio.sleep(0)
