@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.buffer.cohorts import Cohorts
+from asyncrl.buffer.flow_meter import FlowMeter
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
 from asyncrl.buffer.survival import RecentLifetimes
@@ -63,7 +64,9 @@ class ReplayBuffer:
         self._estimated_at, self._estimate = -math.inf, math.inf  # of the deadline
         self._began: dict[int, float] = {}  # those that run, and were started by this process
         self.group_size = config.episodes_per_group + greedy
-        self.max_live = min(config.max_live_groups, max(1, config.max_bytes // max(1, group_bytes)))
+        self._fits = max(1, config.max_bytes // max(1, group_bytes))
+        self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
+        self.meter = FlowMeter()
         self.live: dict[int, GroupRecord] = {}
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
@@ -104,7 +107,7 @@ class ReplayBuffer:
     ) -> None:
         """Take over what a store holds: live groups, their episodes, and the counts of the rest."""
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
-        self._began = {}
+        self._began, self.meter = {}, FlowMeter()
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
         self.tally, self.floors, self._deadlines = Tally(), {}, []
@@ -125,9 +128,8 @@ class ReplayBuffer:
 
     @property
     def has_room(self) -> bool:
-        """The next group is live group number (1 + target_staleness) * groups_per_batch at most (16 for 1 and
-        8), and there is a sample for it. A group of a committed batch, of which only a late member is left,
-        is not counted."""
+        """The next group is live group number `max_live` at most, and there is a sample for it. A group of a
+        committed batch, of which only a late member is left, is not counted."""
         live = self.tally.open(self.committed)
         return (
             live + 1 <= self.max_live
@@ -135,6 +137,11 @@ class ReplayBuffer:
             and not self.data_over
             and self.prompts.draw(self._next_position()) >= 0
         )
+
+    @property
+    def max_live(self) -> int:
+        """Groups that may be live: what flow control allows, as far as their payloads fit."""
+        return min(self.live_limit, self._fits)
 
     def admit(self, step: int, now: float) -> GroupRecord:
         """Issue the next group: all its episodes become pending."""
@@ -186,6 +193,7 @@ class ReplayBuffer:
             group.started, group.deadline = now, now + group.patience
             heapq.heappush(self._deadlines, (group.deadline, group.id))
             self._began[group.id] = now
+            self.meter.began(group.id, now)
             self._dirty_groups[group.id] = group
 
     def current(self, uid: str, attempt: int) -> EpisodeRecord | None:
@@ -224,7 +232,7 @@ class ReplayBuffer:
         self._record_lifetime(group, now)
         self._retire_sample(group)
         if group.settled:
-            self._land_late(group, episode)
+            self._land_late(group, episode, now)
             return
         if now >= group.deadline:
             group.baseline += (episode.member,)
@@ -247,6 +255,7 @@ class ReplayBuffer:
             self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
         if reason not in RESUMABLE:
+            self.meter.forget(episode.uid)
             episode.restart()
         episode.attempt += 1
         episode.worker, episode.reason = "", reason
@@ -281,6 +290,7 @@ class ReplayBuffer:
         in_time = tuple(episode.member for episode in landed if episode.member not in group.baseline)
         group.settled, group.first_only = True, overdue and len(in_time) < self.config.min_group
         group.baseline = in_time + group.baseline
+        self.meter.settled(group.id, now)
         self._dirty_groups[group.id] = group
         if no_greedy or not enough:
             self._discard(group, State.DROPPED, DropReason.GROUP_SHORT)
@@ -290,12 +300,13 @@ class ReplayBuffer:
             self._discard(group, State.FILTERED, FilterReason.ZERO_VARIANCE)
         else:
             self.settled[USABLE] += 1
+            self.meter.ready((episode.uid for episode in landed), now)
             for episode in landed:
                 self._set_state(episode, State.READY)
             if greedy is not None:
                 self._set_state(greedy, State.FILTERED, FilterReason.BASELINE)
 
-    def _land_late(self, group: GroupRecord, episode: EpisodeRecord) -> None:
+    def _land_late(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> None:
         """After its group has settled: it is trained against the siblings that were fixed then, unless it has
         earned the same as they."""
         siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
@@ -303,6 +314,7 @@ class ReplayBuffer:
             self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
             self._forget_if_over(group)
         else:
+            self.meter.ready([episode.uid], now)
             self._set_state(episode, State.READY)
 
     def _equal(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
@@ -398,6 +410,8 @@ class ReplayBuffer:
         """To another state, with nothing said of the reason."""
         self.tally.move(episode, state)
         self.touch(episode)
+        if state.over:
+            self.meter.forget(episode.uid)
 
     def _forget_if_over(self, group: GroupRecord) -> None:
         """Forget a group when all its episodes are over. Its payloads stay in the store."""
@@ -411,6 +425,7 @@ class ReplayBuffer:
             self.untrained_reason = f"{last.state} ({why})"
         del self.live[group.id]
         self._began.pop(group.id, None)
+        self.meter.forget_group(group.id)
         self._dirty_groups[group.id] = group  # written as over
         self.cohorts.over(group.issued_step)
         self.tally.leave(group)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 class SurvivalCurve:
@@ -27,16 +28,13 @@ class SurvivalCurve:
     """
 
     def __init__(
-        self,
-        durations: Iterable[float],
-        weights: Iterable[float],
-        ended: Iterable[bool],
-        entries: Iterable[float] = (),
+        self, durations: ArrayLike, weights: ArrayLike, ended: ArrayLike, entries: ArrayLike = ()
     ) -> None:
-        until, weight = np.fromiter(durations, np.float64), np.fromiter(weights, np.float64)
-        events = np.fromiter(ended, np.bool_)
-        since = np.fromiter(entries, np.float64)
-        since = since if since.size else np.zeros_like(until)
+        until, weight = np.asarray(durations, np.float64), np.asarray(weights, np.float64)
+        since = np.asarray(entries, np.float64)
+        since = since if since.size else np.full_like(until, -1.0)
+        events = np.asarray(ended, np.bool_) & (since < until)
+        self.longest = float(until.max(initial=0.0))  # of all, those that still run until now
         self.times, place = np.unique(until[events], return_inverse=True)
         dying = np.bincount(place, weight[events], self.times.size).astype(np.float64)
         at_risk = _not_less(until, weight, self.times) - _not_less(since, weight, self.times)
@@ -67,27 +65,30 @@ def _not_less(values: np.ndarray, weight: np.ndarray, ages: np.ndarray) -> np.nd
 
 class RecentLifetimes:
     """The newest `size` that have ended, so that the estimate follows a change of the workload. Times are
-    of the caller's clock, in seconds."""
+    of the caller's clock, in seconds. One entry may stand for many things that end together: `began` and
+    `weight` are then arrays."""
 
     def __init__(self, size: int = 512) -> None:
         self.size = size
-        self._ended: deque[tuple[float, float, float]] = deque()  # began, ended, weight
+        self._ended: deque[tuple[np.ndarray, np.ndarray, float]] = deque()  # began, weight, ended
         self._since = -math.inf  # the window begins: newest end that has left it
 
     def __len__(self) -> int:
         return len(self._ended)
 
-    def add(self, began: float, ended: float, weight: float = 1.0) -> None:
-        self._ended.append((began, ended, weight))
+    def add(self, began: ArrayLike, ended: float, weight: ArrayLike = 1.0) -> None:
+        self._ended.append((np.atleast_1d(began), np.atleast_1d(weight), ended))
         if len(self._ended) > self.size:
-            self._since = self._ended.popleft()[1]
+            self._since = self._ended.popleft()[-1]
 
-    def curve(self, running: Iterable[tuple[float, float]], now: float) -> SurvivalCurve:
-        """`running`: (began, weight) of each that has not ended."""
-        rows = [*self._ended, *((began, math.inf, weight) for began, weight in running)]
-        return SurvivalCurve(
-            (min(ended, now) - began for began, ended, _ in rows),
-            (weight for *_, weight in rows),
-            (ended <= now for _, ended, _ in rows),
-            (max(0.0, self._since - began) for began, *_ in rows),
-        )
+    def curve(self, running: Iterable[tuple[ArrayLike, ArrayLike]], now: float) -> SurvivalCurve:
+        """`running`: (began, weight) of what has not ended."""
+        runs = [(np.atleast_1d(began), np.atleast_1d(weight), math.inf) for began, weight in running]
+        rows = [*self._ended, *runs]
+        if not rows:
+            return SurvivalCurve((), (), ())
+        starts, weights = [row[0] for row in rows], [row[1] for row in rows]
+        ends = np.repeat([end for *_, end in rows], [start.size for start in starts])
+        began, weight = np.concatenate(starts), np.concatenate(weights)
+        entries = np.where(began < self._since, self._since - began, -1.0)  # -1: from the beginning
+        return SurvivalCurve(np.minimum(ends, now) - began, weight, ends <= now, entries)

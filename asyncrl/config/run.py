@@ -235,7 +235,7 @@ def _check_combinations(config: RunConfig) -> None:
         "change trainer.ranks"
     )
     refusals = {
-        f"buffer.target_staleness ({buffer.target}) exceeds max_staleness ({buffer.max_staleness}): "
+        f"buffer.target_staleness ({buffer.target:g}) exceeds max_staleness ({buffer.max_staleness}): "
         "admission would run ahead of the bound; lower it": buffer.target > buffer.max_staleness,
         f"algorithm.steps_per_batch ({algorithm.steps_per_batch}) exceeds groups_per_batch "
         f"({buffer.groups_per_batch}): a step would have no group": algorithm.steps_per_batch

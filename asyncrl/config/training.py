@@ -25,8 +25,9 @@ class BufferConfig(Section, frozen=True):
     """Episodes per sample."""
     max_staleness: Count = 4
     """Bound on the lag of every trained token, in optimizer batches. 0: synchronous."""
-    target_staleness: Count | None = None
-    """Admission pace: live groups <= (1 + target) * groups_per_batch. Default: min(1, max_staleness)."""
+    target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
+    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: as many as keep the trainer busy
+    while at most 1% of the tokens are over the bound, beginning with min(1, max_staleness)."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
     batch waits for groups that would cross the bound, `drop` drops the trajectory."""
@@ -56,12 +57,15 @@ class BufferConfig(Section, frozen=True):
         return min(2, self.episodes_per_group)
 
     @property
-    def target(self) -> int:
-        return min(1, self.max_staleness) if self.target_staleness is None else self.target_staleness
+    def target(self) -> float:
+        """To begin with; a number stays."""
+        return min(1, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
 
     @property
     def max_live_groups(self) -> int:
-        return (1 + self.target) * self.groups_per_batch
+        """The most at any time."""
+        ahead = self.max_staleness if self.target_staleness == "auto" else self.target
+        return int((1 + ahead) * self.groups_per_batch)
 
 
 class AlgorithmConfig(Section, frozen=True):

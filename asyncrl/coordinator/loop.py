@@ -304,6 +304,8 @@ class Coordinator:
     def _committed(self, message: Commit) -> None:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
+        engines, validating = self.state.versions.engines, self.validation.busy
+        self.state.live_limit.committed(row, engines, validating, time.monotonic())
         self._to_observers(StepReport(message.step, row))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:

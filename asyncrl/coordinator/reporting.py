@@ -143,6 +143,7 @@ class Reporter:
             }
             | ({"weights/push_s": trainer.write_s} if files else {})
             | self.engines.gauges()
+            | state.live_limit.gauges()
         )
 
     def batch_share(self) -> float:

@@ -19,6 +19,7 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.failures import FailedAttempts
 from asyncrl.coordinator.first_attempts import FirstAttempts
+from asyncrl.coordinator.live_limit import LiveLimit
 from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.data import EpochOrder, Samples, check_same_data, samples_path
@@ -96,6 +97,7 @@ class RunState:
         self.failed = FailedAttempts.stored(self.store)
         self.micro_budget = MicroBudget.stored(self.store, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
+        self.live_limit = LiveLimit(self.config, self.buffer)
 
     def futile(self) -> str:
         """Why the run learns nothing and had better end; '' when that is not so."""

@@ -11,7 +11,8 @@ from asyncrl.buffer.survival import RecentLifetimes, SurvivalCurve
 
 
 def curve(*lives: tuple[float, float, bool], entries: tuple[float, ...] = ()) -> SurvivalCurve:
-    return SurvivalCurve(*zip(*lives, strict=True), entries=entries) if lives else SurvivalCurve([], [], [])
+    durations, weights, ended = zip(*lives, strict=True) if lives else ((), (), ())
+    return SurvivalCurve(durations, weights, ended, entries)
 
 
 def test_without_censoring_it_is_the_empirical_distribution() -> None:

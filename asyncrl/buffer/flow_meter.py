@@ -1,0 +1,119 @@
+"""What flow control measures of the groups under way: their lives, and the ages of their tokens.
+
+Times are of the caller's clock, in seconds. A life begins when the first episode of the group has a slot, not
+at its admission: else more live groups made longer lives, and those more live groups. It ends when the group
+may be trained. What it then waits for the trainer counts in neither: flow control itself decides that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import chain
+
+import numpy as np
+
+from asyncrl.buffer.survival import RecentLifetimes
+
+NEWEST = 128  # groups that the mean life is over
+WINDOW = 1024  # groups that the shape of the tail is over
+POINTS = 16  # ages that stand for those of a group's tokens
+EPISODES = 256  # that the sampling speed is over
+WARM = 32  # episodes before a speed is believed
+PARTS = np.array([0.875, 0.625, 0.375, 0.125])  # a quarter of a turn's tokens was sampled at each
+
+
+class FlowMeter:
+    """Fed by the buffer with what happens to episodes and groups."""
+
+    def __init__(self) -> None:
+        self.newest, self.lives, self.ages = map(RecentLifetimes, (NEWEST, WINDOW, WINDOW))
+        self.settled_groups = 0
+        self._began: dict[int, float] = {}  # groups that may not be trained yet
+        self._turns: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # (ended, tokens)
+        self._landed: deque[tuple[float, float, float]] = deque()
+        self._sums = np.zeros(3)  # of these: tokens, seconds, seconds of sampling
+        self._fastest = 0.0  # tokens/s
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def began(self, group: int, now: float) -> None:
+        """An episode of the group has a slot."""
+        self._began.setdefault(group, now)
+
+    def sampled(self, uid: str, tokens: float, now: float) -> None:
+        """A turn became durable."""
+        if tokens:
+            self._turns[uid].append((now, tokens))
+
+    def landed(self, tokens: float, seconds: float, tools: float) -> None:
+        """An episode ended: what it sampled, how long it took, how much of that it waited for tools."""
+        self._landed.append((tokens, seconds, max(0.0, seconds - tools)))
+        self._sums += self._landed[-1]
+        if len(self._landed) > EPISODES:
+            self._sums -= self._landed.popleft()
+        if len(self._landed) >= WARM:
+            self._fastest = max(self._fastest, self._speed)
+
+    def settled(self, group: int, now: float) -> None:
+        """Its baseline is fixed: a batch can take it."""
+        began = self._began.pop(group, None)
+        if began is not None:
+            self.settled_groups += 1
+            self.newest.add(began, now)
+            self.lives.add(began, now)
+
+    def ready(self, uids: Iterable[str], now: float) -> None:
+        """Episodes may be trained from now on."""
+        turns = [turn for uid in uids for turn in self._turns.pop(uid, ())]
+        if turns:
+            sampled, tokens = self._spread(turns)
+            order = np.argsort(sampled)
+            places = (np.arange(POINTS) + 0.5) / POINTS * tokens.sum()
+            points = sampled[order][np.searchsorted(np.cumsum(tokens[order]), places)]
+            self.ages.add(points, now, np.full(POINTS, tokens.sum() / POINTS))
+
+    def forget(self, uid: str) -> None:
+        """Its tokens will not be trained: the attempt failed, or the episode is over."""
+        self._turns.pop(uid, None)
+
+    def forget_group(self, group: int) -> None:
+        self._began.pop(group, None)
+
+    # -- estimates -----------------------------------------------------------------------------------
+
+    def life(self, now: float, limit: float) -> float:
+        """Mean seconds from slot to settlement, those over `limit` counted as `limit`."""
+        return self._mean(self.newest, now, limit)
+
+    def token_age(self, q: float, now: float, limit: float) -> float:
+        """Seconds from the sampling of a token until it may be trained, that a share q of tokens do not
+        exceed, at most `limit`: of few groups the mean life, of many the ratio of the quantile to it, since
+        few of them are in the tail."""
+        running = list(chain.from_iterable(self._turns.values()))
+        ages = self.ages.curve([self._spread(running)] if running else (), now)
+        long = self._mean(self.lives, now, limit)
+        return min(ages.quantile(q), ages.longest, limit) * (self.life(now, limit) / long if long else 1.0)
+
+    def _mean(self, lives: RecentLifetimes, now: float, limit: float) -> float:
+        curve = lives.curve(((began, 1.0) for began in self._began.values()), now)
+        return curve.restricted_mean(min(limit, curve.longest))  # nothing is known beyond
+
+    @property
+    def unloaded(self) -> float:
+        """The share of a life that would remain at the highest sampling speed seen so far."""
+        if len(self._landed) < WARM or not self._fastest:
+            return 1.0
+        _, seconds, sampling = self._sums
+        return float(1.0 - sampling / max(seconds, 1e-9) * (1.0 - self._speed / self._fastest))
+
+    @property
+    def _speed(self) -> float:
+        tokens, _, sampling = self._sums
+        return float(tokens / max(sampling, 1e-9))
+
+    def _spread(self, turns: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+        """(when tokens were sampled, how many) of (end of a turn, its tokens)."""
+        ended, tokens = np.array(turns, np.float64).T
+        took = tokens / self._speed if self._speed else np.zeros_like(tokens)
+        return (ended - np.outer(PARTS, took)).ravel(), np.tile(tokens / PARTS.size, PARTS.size)

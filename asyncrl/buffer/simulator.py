@@ -1,0 +1,251 @@
+"""A run in simulated time: engines, tools, the buffer's rules, flow control and a trainer.
+
+Seeded, and pure: a workload in, one record per step out. Admission is that of ReplayBuffer (rule 1, whole
+groups while slots are free), the start of episodes that of rule 2, batches take the oldest groups first, and
+the limit on live groups is moved by the real FlowControl. Left out: failures, memory, validation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import count
+from random import Random
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+
+from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
+from asyncrl.buffer.flow_meter import PARTS, FlowMeter
+
+
+class LogNormal(msgspec.Struct, frozen=True):
+    """exp(N(ln median, sigma²)); 0 for a median of 0."""
+
+    median: float
+    sigma: float = 0.0
+
+    def draw(self, random: Random) -> float:
+        return self.median * math.exp(random.gauss(0.0, self.sigma)) if self.median else 0.0
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Seconds and tokens. An episode samples `turns` times, with a tool call between two turns."""
+
+    groups: int = 8  # per batch
+    members: int = 4  # of a group
+    bound: int = 4  # max_staleness
+    slots: int = 64
+    turns: int = 2
+    tokens: LogNormal = LogNormal(20.0)  # of a turn
+    tool: LogNormal = LogNormal(0.0)  # seconds of a call
+    speed: float = 200.0  # tokens/s of one episode alone
+    rate: float = 4000.0  # tokens/s of all engines
+    train: float = 0.2  # seconds per batch
+    publish: float = 0.05  # seconds from a commit until the engines have the weights
+    micro: int = 8  # groups that the trainer takes at a time
+    filtered: float = 0.0  # share of groups without a learning signal
+    deadline: float = math.inf  # of the baseline, after the start of the group; finite: partial groups
+    limit: float = 60.0  # deadline of an episode
+
+
+class SimulatedStep(msgspec.Struct, frozen=True):
+    """What one step was. Shares in [0, 1], seconds, lags in batches."""
+
+    limit: int
+    running: int  # episodes that held a slot when it was committed
+    lag: float  # mean, of the tokens within the bound
+    rollout_busy: float
+    measured: Measured
+
+
+class _Group:
+    def __init__(self, number: int, members: int) -> None:
+        self.id, self.members, self.running = number, members, 0
+        self.began, self.settled, self.taken = 0.0, False, False
+        self.landed: list[_Episode] = []  # that no batch has taken
+
+
+class _Episode:
+    def __init__(self, group: _Group, member: int, turns: int, now: float) -> None:
+        self.group, self.uid, self.left = group, f"{group.id}.{member}", turns
+        self.began, self.turn_began, self.tokens, self.tools = now, now, 0.0, 0.0
+        self.turns: list[tuple[float, float, float]] = []  # began, ended, tokens
+
+
+class Simulation:
+    """One run. `target` fixes the limit at (1 + target) * groups; None: flow control moves it."""
+
+    def __init__(self, workload: Workload, seed: int = 0, target: float | None = None) -> None:
+        self.w, self.now, self.committed = workload, 0.0, 0
+        self.random = Random(seed)
+        self.meter, self.adapts = FlowMeter(), target is None
+        fixed = None if target is None else (1 + target) * workload.groups
+        self.flow = FlowControl(workload.groups, workload.bound, limit=fixed)
+        self.steps: list[SimulatedStep] = []
+        self._order, self._numbers = count(), count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        # The engines share what they can do equally. `served`: tokens that each turn got since the beginning.
+        self._served = 0.0
+        self._sampling: list[tuple[float, int, _Episode]] = []  # (served at its end, order, episode)
+        self._live: set[int] = set()
+        self._pending: deque[_Group] = deque()  # admitted, not begun
+        self._held = 0  # slots
+        self._ready: list[tuple[int, _Group]] = []
+        self._late: list[_Episode] = []
+        self._taken: list[_Group] = []  # of the batch under way
+        self._working = False
+        self._published: list[float] = []  # when the engines got version 1, 2 …
+        self._busy, self._worked, self._began = 0.0, 0.0, 0.0  # of the step: engines, trainer; its start
+        self._lags: list[tuple[np.ndarray, np.ndarray]] = []  # of the batch: lags, tokens
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
+        """`changes`: what the workload is from a step on."""
+        while self.committed < steps:
+            self.w = changes.get(self.committed, self.w)
+            self._admit()
+            self._next()
+        return self.steps
+
+    def _after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), what))
+
+    def _next(self) -> None:
+        """The next event, or the end of the next turn, whichever is first."""
+        sampling = len(self._sampling)
+        rate = min(self.w.speed, self.w.rate / max(1, sampling))
+        ends = self.now + (self._sampling[0][0] - self._served) / rate if sampling else math.inf
+        at = min(ends, self._events[0][0] if self._events else math.inf)
+        if at == math.inf:
+            raise ValueError("the simulated run waits for nothing: its workload cannot fill a batch")
+        self._served += rate * (at - self.now)
+        self._busy += (at - self.now) * bool(sampling)
+        self.now = at
+        if ends <= at:
+            self._turn_ended(heapq.heappop(self._sampling)[2])
+        else:
+            heapq.heappop(self._events)[2]()
+
+    # -- rollout -------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Rule 1, then rule 2."""
+        w = self.w
+        while len(self._live) + 1 <= self.flow.limit and w.slots - self._held >= min(w.members, w.slots):
+            group = _Group(next(self._numbers), w.members)
+            self._live.add(group.id)
+            self._pending.append(group)
+            self._held += w.members
+        while self._pending:
+            rank = len(self._live) - len(self._pending)  # older groups
+            if len(self._published) + w.bound < self.committed + rank // w.groups:
+                return
+            self._begin(self._pending.popleft())
+
+    def _begin(self, group: _Group) -> None:
+        group.began, group.running = self.now, group.members
+        self.meter.began(group.id, self.now)
+        if self.w.deadline < math.inf:
+            self._after(self.w.deadline, lambda: self._deadline(group))
+        for member in range(group.members):
+            self._sample(_Episode(group, member, self.w.turns, self.now))
+
+    def _sample(self, episode: _Episode) -> None:
+        episode.turn_began, episode.tokens = self.now, self.w.tokens.draw(self.random)
+        heapq.heappush(self._sampling, (self._served + episode.tokens, next(self._order), episode))
+
+    def _turn_ended(self, episode: _Episode) -> None:
+        episode.turns.append((episode.turn_began, self.now, episode.tokens))
+        self.meter.sampled(episode.uid, episode.tokens, self.now)
+        episode.left -= 1
+        left = self.w.limit - (self.now - episode.began)
+        if not episode.left or left <= 0:
+            self._landed(episode)
+            return
+        seconds = min(self.w.tool.draw(self.random), left)
+        episode.tools += seconds
+        self._after(seconds, lambda: self._sample(episode))
+
+    def _landed(self, episode: _Episode) -> None:
+        group, tokens = episode.group, sum(turn[-1] for turn in episode.turns)
+        self.meter.landed(tokens, self.now - episode.began, episode.tools)
+        self._held -= 1
+        group.running -= 1
+        if group.settled:
+            self.meter.ready([episode.uid], self.now)
+            (self._late if group.taken else group.landed).append(episode)
+        else:
+            group.landed.append(episode)
+            self._deadline(group)
+        self._train()
+
+    def _deadline(self, group: _Group) -> None:
+        """Fix the baseline, if it is time."""
+        due = not group.running or (group.landed and self.now >= group.began + self.w.deadline)
+        if group.settled or not due:
+            return
+        group.settled = True
+        self.meter.settled(group.id, self.now)
+        if self.random.random() < self.w.filtered:
+            self._live.discard(group.id)
+            for episode in group.landed:
+                self.meter.forget(episode.uid)
+            return
+        self.meter.ready([episode.uid for episode in group.landed], self.now)
+        heapq.heappush(self._ready, (group.id, group))
+        self._train()
+
+    # -- training ------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        """Take a micro-batch, oldest groups first."""
+        missing = self.w.groups - len(self._taken)
+        if self._working or missing <= 0 or len(self._ready) < min(self.w.micro, missing):
+            return
+        groups = [heapq.heappop(self._ready)[1] for _ in range(min(missing, len(self._ready)))]
+        episodes = [episode for group in groups for episode in group.landed] + self._late
+        self._late = []
+        for group in groups:
+            group.taken = True
+        self._taken += groups
+        turns = np.array([turn for episode in episodes for turn in episode.turns])
+        sampled = turns[:, 1] - np.outer(PARTS, turns[:, 1] - turns[:, 0])
+        versions = np.searchsorted(np.array(self._published), sampled, "right")
+        self._lags.append((self.committed - versions, np.broadcast_to(turns[:, 2], versions.shape)))
+        seconds = self.w.train * len(episodes) / (self.w.groups * self.w.members)
+        self._working, self._worked = True, self._worked + seconds
+        self._after(seconds, self._trained)
+
+    def _trained(self) -> None:
+        self._working = False
+        if len(self._taken) >= self.w.groups:
+            self._commit()
+        self._train()
+
+    def _commit(self) -> None:
+        self._live -= {group.id for group in self._taken}
+        self._taken, self.committed = [], self.committed + 1
+        self._after(self.w.publish, lambda: self._published.append(self.now))
+        lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
+        over, seconds = lags > self.w.bound, self.now - self._began
+        measured = Measured(
+            seconds=seconds,
+            train=self._worked,
+            rollout=self._busy,
+            trainer_idle=1 - self._worked / seconds,
+            masked=float(tokens[over].sum() / tokens.sum()),
+            life=self.meter.life(self.now, self.w.limit),
+            unloaded=self.meter.unloaded,
+            settled=self.meter.settled_groups,
+            token_age=self.meter.token_age(1 - BUDGET, self.now, self.w.limit),
+        )
+        lag = float(lags[~over] @ tokens[~over] / max(1e-9, tokens[~over].sum()))
+        self.steps.append(SimulatedStep(self.flow.limit, self._held, lag, self._busy / seconds, measured))
+        if self.adapts:
+            self.flow.update(measured)
+        self._lags, self._began, self._busy, self._worked = [], self.now, 0.0, 0.0

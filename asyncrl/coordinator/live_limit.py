@@ -1,0 +1,61 @@
+"""Flow control in the run: what a step's row says of it moves the limit on live groups.
+
+waits for: a commit
+unblocks: admission (rule 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
+from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.config import RunConfig
+
+
+class LiveLimit:
+    """Moves `buffer.live_limit` after each commit, unless the configuration has a number for it. A restart of
+    the coordinator begins anew."""
+
+    def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
+        section = config.buffer
+        self.buffer, self.seconds = buffer, config.rollout.episode_timeout
+        self.adapts = section.target_staleness == "auto"
+        self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
+        self.life = self.token_age = 0.0
+        self._engines: frozenset[str] = frozenset()
+
+    def committed(
+        self, row: Mapping[str, float], engines: Collection[str], validating: bool, now: float
+    ) -> None:
+        """A step is over, and this is its row. The limit stays after one that ends in a validation, or with
+        other engines than the one before."""
+        meter, same = self.buffer.meter, self._engines == frozenset(engines)
+        self._engines = frozenset(engines)
+        self.life = meter.life(now, self.seconds)
+        self.token_age = meter.token_age(1 - BUDGET, now, self.seconds)
+        if validating or not same or not self.adapts or not self.life:
+            return
+        self.control.update(self._measured(row))
+        self.buffer.live_limit = self.control.limit
+
+    def _measured(self, row: Mapping[str, float]) -> Measured:
+        seconds, idle = row["timing_s/step"], row.get("async/trainer_idle_frac", 0.0)
+        return Measured(
+            seconds=seconds,
+            train=seconds * (1 - idle),
+            rollout=seconds * (1 - row.get("async/rollout_idle_frac", 0.0)),
+            trainer_idle=idle,
+            masked=row.get("staleness/masked_token_frac", 0.0),
+            life=self.life,
+            unloaded=self.buffer.meter.unloaded,
+            settled=self.buffer.meter.settled_groups,
+            token_age=self.token_age,
+        )
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "async/live_limit": float(self.buffer.max_live),
+            "async/group_life_s": self.life,
+            "async/token_age_p99_s": self.token_age,
+        }

@@ -1,0 +1,56 @@
+"""Flow control in the run: when it moves the limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.coordinator.live_limit import LiveLimit
+from tests.unit.buffer.machine import make
+from tests.unit.test_config import MINIMUM, with_keys
+
+ROW = {"timing_s/step": 1.0, "async/trainer_idle_frac": 0.5, "async/rollout_idle_frac": 0.2}
+
+
+def limit_of(**keys: object) -> LiveLimit:
+    """The meter has seen 200 groups that lived for 2 s, with tokens of 0.1 s: more live groups are wanted."""
+    config = parse(with_keys(buffer__groups_per_batch=4, **keys))
+    buffer, _ = make(groups_per_batch=4, target_staleness=config.buffer.target_staleness)
+    for group in range(200):
+        buffer.meter.began(group, 0.0)
+        buffer.meter.sampled(f"{group}", 10, 1.9)
+        buffer.meter.ready([f"{group}"], 2.0)
+        buffer.meter.settled(group, 2.0)
+    return LiveLimit(config, buffer)
+
+
+def test_it_follows_the_steps_and_is_reported() -> None:
+    limit = limit_of()
+    limit.committed(ROW, {"a"}, validating=False, now=3.0)
+    assert limit.buffer.live_limit == 8  # nothing was known of the engines before
+    limit.committed(ROW, {"a"}, validating=False, now=3.0)
+    assert limit.buffer.live_limit == 9
+    found = limit.gauges()
+    assert found["async/live_limit"] == 9.0 and found["async/group_life_s"] == 2.0
+    assert found["async/token_age_p99_s"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("engines", "validating"), [({"a"}, True), ({"a", "b"}, False), (set[str](), False)])
+def test_it_stays_during_a_validation_and_when_engines_come_and_go(
+    engines: set[str], validating: bool
+) -> None:
+    limit = limit_of()
+    limit.committed(ROW, {"a"}, validating=False, now=3.0)
+    limit.committed(ROW, engines, validating, now=3.0)
+    assert limit.buffer.live_limit == 8
+
+
+def test_a_number_stays() -> None:
+    limit = limit_of(buffer__target_staleness=1)
+    for _ in range(3):
+        limit.committed(ROW, {"a"}, validating=False, now=3.0)
+    assert limit.buffer.live_limit == 8 and limit.gauges()["async/group_life_s"] == 2.0
+
+
+def test_the_default_adapts() -> None:
+    assert parse(MINIMUM).buffer.target_staleness == "auto"
