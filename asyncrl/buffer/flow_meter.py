@@ -30,7 +30,7 @@ class FlowMeter:
         self.newest, self.lives, self.ages = map(RecentLifetimes, (NEWEST, WINDOW, WINDOW))
         self.settled_groups = 0
         self._began: dict[int, float] = {}  # groups that may not be trained yet
-        self._turns: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # (ended, tokens)
+        self._turns: defaultdict[str, list[float]] = defaultdict(list)  # end, tokens; end, …
         self._landed: deque[tuple[float, float, float]] = deque()
         self._sums = np.zeros(3)  # of these: tokens, seconds, seconds of sampling
         self._fastest = 0.0  # tokens/s
@@ -44,7 +44,7 @@ class FlowMeter:
     def sampled(self, uid: str, tokens: float, now: float) -> None:
         """A turn became durable."""
         if tokens:
-            self._turns[uid].append((now, tokens))
+            self._turns[uid] += (now, tokens)
 
     def landed(self, tokens: float, seconds: float, tools: float) -> None:
         """An episode ended: what it sampled, how long it took, how much of that it waited for tools."""
@@ -65,9 +65,8 @@ class FlowMeter:
 
     def ready(self, uids: Iterable[str], now: float) -> None:
         """Episodes may be trained from now on."""
-        turns = [turn for uid in uids for turn in self._turns.pop(uid, ())]
-        if turns:
-            sampled, tokens = self._spread(turns)
+        sampled, tokens = self._sampled([self._turns.pop(uid, []) for uid in uids], PARTS)
+        if tokens.size:
             order = np.argsort(sampled)
             places = (np.arange(POINTS) + 0.5) / POINTS * tokens.sum()
             points = sampled[order][np.searchsorted(np.cumsum(tokens[order]), places)]
@@ -90,8 +89,7 @@ class FlowMeter:
         """Seconds from the sampling of a token until it may be trained, that a share q of tokens do not
         exceed, at most `limit`: of few groups the mean life, of many the ratio of the quantile to it, since
         few of them are in the tail."""
-        running = list(chain.from_iterable(self._turns.values()))
-        ages = self.ages.curve([self._spread(running)] if running else (), now)
+        ages = self.ages.curve([self._sampled(self._turns.values(), PARTS.mean(keepdims=True))], now)
         long = self._mean(self.lives, now, limit)
         return min(ages.quantile(q), ages.longest, limit) * (self.life(now, limit) / long if long else 1.0)
 
@@ -112,8 +110,8 @@ class FlowMeter:
         tokens, _, sampling = self._sums
         return float(tokens / max(sampling, 1e-9))
 
-    def _spread(self, turns: list[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """(when tokens were sampled, how many) of (end of a turn, its tokens)."""
-        ended, tokens = np.array(turns, np.float64).T
+    def _sampled(self, turns: Iterable[list[float]], parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(when tokens were sampled, how many), at these `parts` of each turn before its end."""
+        ended, tokens = np.fromiter(chain.from_iterable(turns), np.float64).reshape(-1, 2).T
         took = tokens / self._speed if self._speed else np.zeros_like(tokens)
-        return (ended - np.outer(PARTS, took)).ravel(), np.tile(tokens / PARTS.size, PARTS.size)
+        return (ended - np.outer(parts, took)).ravel(), np.tile(tokens / parts.size, parts.size)

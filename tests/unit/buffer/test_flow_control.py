@@ -30,7 +30,7 @@ CHANGES: dict[str, Callable[[Workload], Workload]] = {
     "a third of the engines": lambda w: replace(w, rate=w.rate / 3),
     "three times the engines": lambda w: replace(w, rate=w.rate * 3),
 }
-HALF = 60  # steps before the change, and after it
+HALF = 50  # steps before the change, and after it
 
 
 def measured(**keys: float) -> Measured:
@@ -125,7 +125,7 @@ def masked(steps: list[SimulatedStep]) -> float:
     ("name", "change"),
     [
         ("slow tool", "a longer tail"),
-        ("slow tool, partial", "a slower trainer"),
+        ("trainer bound", "a slower trainer"),
         ("rollout bound", "a third of the engines"),
         ("lengths", "three times the engines"),
     ],
@@ -144,10 +144,10 @@ def test_it_settles_after_a_change(name: str, change: str) -> None:
 
 
 def test_the_budget_is_kept_in_the_steady_state() -> None:
-    """In the mean over workloads; the masked share of one run of 60 steps varies by half."""
-    runs = [run("slow tool", change="a longer tail"), run("slow tool, partial", change="a slower trainer")]
+    """In the mean over workloads, from step 20 on, a change included: the share of one run varies by half."""
+    runs = [run("slow tool", change="a longer tail"), run("slow tool, partial")]
     runs.append(run("lengths", change="three times the engines"))
-    assert 0.2 * BUDGET < statistics.mean(masked(steps) for steps in runs) <= BUDGET
+    assert 0.2 * BUDGET < statistics.mean(s.measured.masked for steps in runs for s in steps[20:]) <= BUDGET
 
 
 @pytest.mark.parametrize("name", ["rollout bound", "trainer bound", "slow tool, partial"])
