@@ -1,4 +1,4 @@
-"""What tools/bench/async_ratio.py replays from a seed, and how it counts."""
+"""What tools/bench/async_ratio.py replays from a seed, how it counts, and what trl.py gives TRL to read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.cli import compose
+from asyncrl.conversation import commands
+from asyncrl.conversation import episode as machine
+from asyncrl.data import load_samples
 from asyncrl.engines.base import Request, Sampling
-from asyncrl.tools import Toolbox
+from asyncrl.rollout.components import load_rules
+from asyncrl.tools import Toolbox, load_tool
 from asyncrl.types import Sample, ToolCall
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
@@ -126,15 +131,42 @@ def test_the_trainer_is_stopped_while_episodes_end(tmp_path: Path, monkeypatch: 
 
     names = ["coordinator-0", "rollout-0", "trainer-0"]
     monkeypatch.setattr(bench, "roles", lambda launcher: {name: Process() for name in names})
+    monkeypatch.setattr(bench.psutil, "Process", lambda pid: Process())
     watch = bench.Watch(tmp_path, tmp_path / "lives", hold=2)
     for written in ("", "a\n", "a\nb\n", "a\nb\nc\n"):
         (tmp_path / "lives").write_text(written)
         watch(1)
     assert sent == ["SIGSTOP", "SIGCONT"]
-    assert watch.samples[-1][2] == dict.fromkeys(names, 1.5)
+    assert watch.samples[-1][2] == dict.fromkeys([*names, "launcher"], 1.5)
 
 
 def test_a_mode_keeps_commas_within_values() -> None:
     assert bench.mode("x=a.b=1,c={d: 1, e: 2},f=[g,h]") == ("x", ["a.b=1", "c={d: 1, e: 2}", "f=[g,h]"])
     with pytest.raises(Exception, match="give NAME=OVERRIDE"):
         bench.mode("x")
+
+
+def test_trls_prompts_are_the_demos() -> None:
+    """Its tokenizer shows the tool as ours does, whatever schema it is given."""
+    config = compose(["experiment=calculator", "name=prompts"])
+    sample = load_samples(config.data.train)[0]
+    opened = commands.Opened((load_tool("calculator").schema_text,))
+    ours = machine.advance(load_rules(config), machine.begin(sample), opened).command
+    messages = [{"role": message.role, "content": message.content} for message in sample.prompt]
+    theirs = (
+        _script("trl_job")
+        .demo_tokenizer()
+        .apply_chat_template(
+            messages, tools=[{"other": "schema"}], add_generation_prompt=True, return_dict=False
+        )
+    )
+    assert isinstance(ours, commands.Generate)
+    assert tuple(theirs) == ours.ids
+
+
+def test_trls_steps_are_counted_after_the_first_ones() -> None:
+    rows = [{"time": 10.0 * n, "cpu": 3.0 * n, "slept": 1.0 * n} for n in (0, 1, 3, 5)]
+    logs = [{"step": n, "completions/mean_length": 100.0 * n} for n in (1, 3)]
+    found = _script("trl").figures({"rows": rows, "logs": logs}, 2)
+    del sys.modules["trl"]  # for others that is the library's name
+    assert found == {"T": 20.0, "cpu": 6.0, "slept": 2.0, "tokens": 300.0 * 64}

@@ -93,8 +93,8 @@ class Watch:
     _roles: dict[str, psutil.Process] = field(default_factory=dict)
 
     def __call__(self, launcher: int) -> None:
-        if len(self._roles) < 3:
-            self._roles = roles(launcher)
+        if len(self._roles) < 4:
+            self._roles = roles(launcher) | {"launcher": psutil.Process(launcher)}
         cpu = {}
         for role, process in self._roles.items():
             with suppress(psutil.Error):
