@@ -40,6 +40,7 @@ class RunStore:
         self._written = SegmentReader(run_dir / "segments")
         self._statements: list[tuple[str, list[Row]]] = []  # of this turn, in order
         self._frames: dict[FrameKey, bytes] = {}  # payloads of this turn
+        self._fresh: set[str] = set()  # the episodes that they are of
         self._places: dict[FrameKey, FramePlace] = {}  # of those that are in a segment already
         self._sync_due = False
         self.read = RunReader(self._db, self._written, self._frames)
@@ -50,6 +51,7 @@ class RunStore:
     def put_frame(self, uid: str, turn: int, kind: str, payload: bytes) -> None:
         """The payload of a turn (`kind` generated | replied); a repeat replaces the one before."""
         self._frames[uid, turn, kind] = payload
+        self._fresh.add(uid)
         self._places.pop((uid, turn, kind), None)
 
     def put_groups(self, groups: Collection[GroupRecord], live: dict[int, GroupRecord]) -> None:
@@ -81,19 +83,26 @@ class RunStore:
     def _put(self, table: str, *rows: Row) -> None:
         if rows:
             marks = ",".join("?" * len(rows[0]))
-            self._statements.append((f"INSERT OR REPLACE INTO {table} VALUES({marks})", list(rows)))
+            self._add(f"INSERT OR REPLACE INTO {table} VALUES({marks})", *rows)
+
+    def _add(self, statement: str, *rows: Row) -> None:
+        """Those that follow each other with the same statement are executed together."""
+        if not self._statements or self._statements[-1][0] != statement:
+            self._statements.append((statement, []))
+        self._statements[-1][1].extend(rows)
 
     def forget_frames(self, uid: str, turn: int = 0) -> None:
         """Delete the payloads of an episode, from this turn on."""
-        for key in [key for key in self._frames if key[0] == uid and key[1] >= turn]:
-            del self._frames[key]
-        self._statements.append(("DELETE FROM frames WHERE uid=? AND turn>=?", [(uid, turn)]))
+        if uid in self._fresh:
+            for key in [key for key in self._frames if key[0] == uid and key[1] >= turn]:
+                del self._frames[key]
+        self._add("DELETE FROM frames WHERE uid=? AND turn>=?", (uid, turn))
 
     def forget_plans(self, steps: range, rows: int) -> None:
         """A checkpoint covers these batches, which held `rows` trajectories."""
-        self._statements.append(("DELETE FROM plans WHERE step>=? AND step<?", [(steps.start, steps.stop)]))
-        self._statements.append(("INSERT OR IGNORE INTO meta VALUES('covered', '0')", [()]))
-        self._statements.append(("UPDATE meta SET value=value+? WHERE key='covered'", [(rows,)]))
+        self._add("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
+        self._add("INSERT OR IGNORE INTO meta VALUES('covered', '0')", ())
+        self._add("UPDATE meta SET value=value+? WHERE key='covered'", (rows,))
 
     def sync(self) -> None:
         """Let the next commit be power-loss safe, with all before it. It also deletes the segments that are
@@ -167,6 +176,7 @@ class RunStore:
     def _clear(self) -> None:
         self._statements.clear()
         self._frames.clear()
+        self._fresh.clear()
         self._places.clear()
 
     def close(self) -> None:

@@ -254,10 +254,15 @@ class Trainer(Peer):
                 self._tell(Commit(self.epoch, self.step + 1, message.plan_hash, {"actor/grad_norm": 1.0}))
             case Committed():
                 self.step, self.micro = message.step, 0
+                if self.step % self.bench.options.checkpoint_every == 0:
+                    self._checkpoint()
                 self._publish()
                 self._next()
             case WorkPlan():  # end or stop
-                self._tell(Checkpointed(self.epoch, self.step, "checkpoint", self.trained))
+                self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        self._tell(Checkpointed(self.epoch, self.step, "checkpoint", self.trained))
 
 
 class Observer(Peer):
@@ -460,6 +465,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1, help="of an episode")
     parser.add_argument("--life", type=float, default=2.5, help="mean seconds of an episode")
     parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps")
     parser.add_argument("--on-stale", default="mask", choices=["mask", "hold", "drop"])
     parser.add_argument("--group-policy", default="complete", choices=["complete", "partial"])
     parser.add_argument("--seed", type=int, default=0)
