@@ -135,7 +135,9 @@ class Coordinator:
         both, control = Poller(self.control, self.bulk), Poller(self.control)
         while not self.over:
             (control if self.writer.paused else both).wait(0.0 if self._more else TICK)
-            self.turn(time.monotonic())
+            begin = time.monotonic()
+            self.turn(begin)
+            self.reporter.longest_turn = max(self.reporter.longest_turn, time.monotonic() - begin)
 
     def turn(self, now: float) -> None:
         """One turn of the loop; an error undoes it and ends the run."""

@@ -42,6 +42,7 @@ class Reporter:
         self.landed = Landed()
         self.started = self.row_at = time.monotonic()
         self.finished = self.multi_version = self.turns = 0  # totals of this process
+        self.longest_turn = 0.0  # seconds of the loop's longest turn since the last row
         self._tokens = 0  # model tokens of durable turns since the last row
         earlier = read_rows(state.run_dir)
         self.seconds_before = earlier[-1].get("time_s", 0.0) if earlier else 0.0
@@ -93,7 +94,7 @@ class Reporter:
         row |= (
             trained | self.gauges() | self._episodes() | self._groups(step) | self._shares(now - self.row_at)
         )
-        self.row_at = now
+        self.row_at, self.longest_turn = now, 0.0
         self.landed = Landed()
         self.write(row)
         return row
@@ -124,6 +125,7 @@ class Reporter:
                 "async/ready": float(counts[State.READY]),
                 "async/running": float(counts[State.RUNNING]),
                 "async/credits": float(self.workers.free_slots),
+                "async/loop_turn_max_s": self.longest_turn,
                 "async/live_groups": float(len(state.buffer.live)),
                 "async/workers": float(len(self.workers.workers)),
                 "weights/pushed": float(state.versions.newest.step),

@@ -337,7 +337,7 @@ class Bench:
 
     def landed(self) -> None:
         self.count += 1
-        if self.count * 10 in (self.options.episodes, 9 * self.options.episodes):
+        if self.count in (self.options.episodes // 10, 9 * self.options.episodes // 10):
             cpu = self.process.cpu_times()
             self.marks.append((self.count, time.monotonic(), cpu.user + cpu.system))
 
@@ -454,7 +454,7 @@ def quantiles(values: list[float]) -> list[float]:
     return [ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in QUANTILES]
 
 
-def main() -> None:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -472,8 +472,13 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds")
     parser.add_argument("--profile", default="", metavar="FILE")
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "load")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.run_dir = options.run_dir.resolve()
+    return options
+
+
+def main() -> None:
+    options = arguments()
     found = measure(options)
     ms = [" / ".join(f"{1000 * value:.1f}" for value in found[kind]) for kind in ("wall", "turn_cpu")]
     header = ["workers × servers", "in flight", "episodes", "episodes/s", "CPU s per 1,000"]

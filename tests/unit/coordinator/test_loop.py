@@ -148,6 +148,25 @@ def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
     assert setup.coordinator.lifecycle.outcome == "stopped" and setup.coordinator.over
 
 
+def test_the_loop_does_not_wait_while_there_is_work_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of two per turn, of the six that there is room for."""
+    for module in ("loop", "workers"):
+        monkeypatch.setattr(f"asyncrl.coordinator.{module}.MOST_ASSIGNED", 2)
+    setup = LoopSetup(tmp_path, buffer={"groups_per_batch": 3, "episodes_per_group": 2})
+    coordinator = setup.coordinator
+    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=64, pid=1))
+    running, more = [], []
+    for _ in range(8):
+        running.append(len(coordinator.workers.workers[WORKER].running))
+        more.append(coordinator._more)
+        setup.turn()
+    setup.close()
+    assert running == [2, 4, 6, 8, 10, 12, 12, 12]
+    assert all(more[:5]) and not any(more[6:]), "it goes on at once, until nothing is left"
+
+
 def test_leases_are_extended_before_messages_that_waited_are_read(setup: LoopSetup) -> None:
     coordinator = setup.coordinator
     setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))

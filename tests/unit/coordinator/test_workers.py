@@ -109,6 +109,29 @@ def test_records_are_processed_once_and_acknowledged_in_order(setup: WorkerSetup
     assert list(setup.state.store.read.frames(first.uid, 1)) == [turn_payload(), b""]
 
 
+def test_many_episodes_are_assigned_over_several_turns_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages must not wait for all of them. The order of the groups and the balance stay."""
+    monkeypatch.setattr("asyncrl.coordinator.workers.MOST_ASSIGNED", 3)
+    setup = WorkerSetup(tmp_path)
+    setup.join(A, 0), setup.join(B, 1)
+    admit(setup.state.buffer, 3)
+    given, more = [], []
+    for _ in range(4):
+        given.append([(peer, attempt.uid) for peer, attempt in setup.tick()])
+        more.append(setup.handler.more)
+    uids = [f"{group}.{member}" for group in range(4) for member in range(2)]
+    assert [uid for turn in given for _, uid in turn] == uids and [len(turn) for turn in given] == [
+        3,
+        3,
+        2,
+        0,
+    ]
+    assert more == [True, True, False, False]
+    assert [peer for turn in given for peer, _ in turn] == [A, B] * 4
+
+
 def test_failed_attempts_are_counted_though_the_next_one_lands(setup: WorkerSetup) -> None:
     (_, first), _ = setup.tick()
     cause = "KeyError: 'b' (bad.py:41)"

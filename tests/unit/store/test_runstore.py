@@ -72,7 +72,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert held.read.trained_in_plans() == 4
     assert held.read.newest_version() == ((1, 1), "somewhere")
     restored, _ = make()
-    restored.restore(snapshot.groups, snapshot.episodes, snapshot.left)
+    restored.restore(snapshot.groups, snapshot.episodes, snapshot.left, 0.0)
     restored.next_group = snapshot.next_group
     assert restored.flow() == buffer.flow() and restored.flow().conserved
 
