@@ -176,7 +176,7 @@ class Batches:
         short; one that has not begun only with `flush`."""
         return (
             (self.flush or bool(batch.planned))
-            and self.buffer.data_over
+            and self.buffer.prompts.over
             and self.buffer.tally.steps[-1] <= groups
         )
 
@@ -201,7 +201,7 @@ class Batches:
     @property
     def over(self) -> bool:
         """The data is exhausted and nothing is left that could be trained."""
-        return self.buffer.data_over and not self.buffer.live
+        return self.buffer.prompts.over and not self.buffer.live
 
     # -- what may be taken ---------------------------------------------------------------------------
 

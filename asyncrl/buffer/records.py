@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 
 import msgspec
 
@@ -116,6 +117,11 @@ class Flow(msgspec.Struct, frozen=True):
     taken: int
     ready: int
     in_flight: int
+
+    @classmethod
+    def of(cls, issued: int, counts: Counter[State]) -> Flow:
+        over = {state.value: counts[state] for state in (*OVER, State.TAKEN, State.READY)}
+        return cls(issued, **over, in_flight=sum(counts[state] for state in IN_FLIGHT))
 
     @property
     def conserved(self) -> bool:

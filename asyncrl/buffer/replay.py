@@ -6,16 +6,15 @@ sends a message about them. The rules are those of docs/staleness.md.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
 
 from asyncrl.buffer.cohorts import Cohorts
+from asyncrl.buffer.deadlines import Deadlines
 from asyncrl.buffer.flow_meter import FlowMeter
 from asyncrl.buffer.prompts import Prompts
 from asyncrl.buffer.records import IN_FLIGHT, EpisodeRecord, Flow, GroupRecord, State
-from asyncrl.buffer.survival import RecentLifetimes
 from asyncrl.buffer.tally import Tally
 from asyncrl.buffer.zero_variance import TOLERANCE, ComparedParts, all_equal
 from asyncrl.config import BufferConfig
@@ -28,8 +27,6 @@ RESUMABLE = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReaso
 # They hit long episodes most, so they must not use up the retries; a number that only a fault reaches.
 LOSSES = frozenset({FailReason.WORKER_LOST, FailReason.ENGINE_LOST, FailReason.NOT_REPEATED})
 MAX_LOSSES = 100
-ESTIMATE_EVERY = 0.25  # seconds: the estimate takes a millisecond where a thousand groups run
-LIFETIMES = 256  # groups that the deadline of partial groups is estimated from
 RUNS = frozenset({State.PENDING, State.RUNNING})
 USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
 
@@ -59,10 +56,9 @@ class ReplayBuffer:
     ) -> None:
         self.config, self.prompts, self.total_groups, self.retries = config, prompts, total_groups, retries
         self.greedy, self.reads = greedy, reads
-        self.partial = config.group_policy == "partial" and not greedy
-        self.lifetimes = RecentLifetimes(LIFETIMES)  # of groups, from start to the end of the last member
-        self._estimated_at, self._estimate = -math.inf, math.inf  # of the deadline
-        self._began: dict[int, float] = {}  # those that run, and were started by this process
+        partial = config.group_policy == "partial" and not greedy
+        self._patience = config.group_deadline if partial else math.inf
+        self.deadlines = Deadlines(self._patience)
         self.group_size = config.episodes_per_group + greedy
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
@@ -71,10 +67,7 @@ class ReplayBuffer:
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
         self.floors: dict[int, int] = {}  # of groups (freshness.floor_of), until one of its members changes
-        self._deadlines: list[tuple[float, int]] = []  # (deadline, group): a heap
         self.next_group = 0
-        self.cursor = 0  # position of the next sample in the order of the data
-        self.retired: set[int] = set()  # samples that are not drawn again
         self.committed = 0  # batches
         self.closed = -1  # newest batch that takes nothing more
         self.left: Counter[State] = Counter()  # episodes that have left memory, by state
@@ -107,17 +100,13 @@ class ReplayBuffer:
     ) -> None:
         """Take over what a store holds: live groups, their episodes, and the counts of the rest."""
         self.live = {group.id: group for group in sorted(groups, key=lambda group: group.id)}
-        self._began, self.meter = {}, FlowMeter()
+        self.deadlines, self.meter = Deadlines(self._patience), FlowMeter()
         self.episodes = {episode.uid: episode for episode in episodes}
         self.left = Counter(left)
-        self.tally, self.floors, self._deadlines = Tally(), {}, []
+        self.tally, self.floors = Tally(), {}
         for group in self.live.values():
             self.cohorts.exclude(group.issued_step)
-            if not math.isnan(group.started):  # the clock of that process is gone
-                group.started, group.deadline = -math.inf, now + group.patience
-                heapq.heappush(self._deadlines, (group.deadline, group.id))
-            if not group.settled:
-                group.baseline = ()  # what has landed is in time for the new deadline
+            self.deadlines.restore(group, now)
             self.tally.join(group, [self.episodes[uid] for uid in group.members])
 
     # -- admission -----------------------------------------------------------------------------------
@@ -134,8 +123,8 @@ class ReplayBuffer:
         return (
             live + 1 <= self.max_live
             and self.committed * self.config.groups_per_batch + live < self.total_groups
-            and not self.data_over
-            and self.prompts.draw(self._next_position()) >= 0
+            and not self.prompts.over
+            and self.prompts.draw(self.prompts.position) >= 0
         )
 
     @property
@@ -146,9 +135,9 @@ class ReplayBuffer:
     def admit(self, step: int, now: float) -> GroupRecord:
         """Issue the next group: all its episodes become pending."""
         number = self.next_group
-        position = self._next_position()
+        position = self.prompts.position
         members = [f"{number}.{member}" for member in range(self.group_size)]
-        sample, patience = self.prompts.draw(position), self._patience(now)
+        sample, patience = self.prompts.draw(position), self.deadlines.patience(now)
         group = GroupRecord(number, sample, step, members, patience, position=position)
         self.live[number] = group
         self._dirty_groups[number] = group
@@ -157,26 +146,9 @@ class ReplayBuffer:
             self.episodes[uid] = EpisodeRecord(uid, number, member, greedy=greedy)
             self.touch(self.episodes[uid])
         self.tally.join(group, [self.episodes[uid] for uid in members])
-        self.next_group, self.cursor = number + 1, position + 1
+        self.next_group, self.prompts.cursor = number + 1, position + 1
         self.cohorts.issued(step)
         return group
-
-    @property
-    def data_over(self) -> bool:
-        """True when no group will ever be admitted again."""
-        everything = len(self.retired) >= self.prompts.samples
-        return everything or self.prompts.exhausted(self._next_position())
-
-    def _next_position(self) -> int:
-        """The cursor, moved past samples that have retired. Not all have. If none has, nothing is drawn: a
-        run that ends with an epoch needs no order of the next one."""
-        while (
-            self.retired
-            and not self.prompts.exhausted(self.cursor)
-            and self.prompts.draw(self.cursor) in self.retired
-        ):
-            self.cursor += 1
-        return self.cursor
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -190,9 +162,7 @@ class ReplayBuffer:
         self.move(episode, State.RUNNING)
         group = self.live[episode.group]
         if math.isnan(group.started):
-            group.started, group.deadline = now, now + group.patience
-            heapq.heappush(self._deadlines, (group.deadline, group.id))
-            self._began[group.id] = now
+            self.deadlines.start(group, now)
             self.meter.began(group.id, now)
             self._dirty_groups[group.id] = group
 
@@ -229,8 +199,7 @@ class ReplayBuffer:
         self.move(episode, State.LANDED)
         if not episode.greedy:
             self.cohorts.landed(group.issued_step, episode)
-        self._record_lifetime(group, now)
-        self._retire_sample(group)
+        self._end(group, now)
         if group.settled:
             self._land_late(group, episode, now)
             return
@@ -248,9 +217,8 @@ class ReplayBuffer:
         if reason in FINAL_FAILURES or spent:
             group = self.live[episode.group]
             self._set_state(episode, State.FAILED, reason)
-            self._record_lifetime(group, now)
             running = [e for e in self.members(group) if e.state is State.RUNNING]
-            self._retire_sample(group)
+            self._end(group, now)
             self._settle(group, now)
             self._forget_if_over(group)
             return [e for e in running if e.state is State.DROPPED]
@@ -266,10 +234,9 @@ class ReplayBuffer:
 
     def tick(self, now: float) -> None:
         """Settle the groups whose deadline has passed; one that cannot yet does when a member lands."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            group = self.live.get(heapq.heappop(self._deadlines)[1])
-            if group is not None:
-                self._settle(group, now)
+        for number in self.deadlines.passed(now):
+            if number in self.live:
+                self._settle(self.live[number], now)
 
     def members(self, group: GroupRecord) -> list[EpisodeRecord]:
         """Those that may be trained."""
@@ -327,33 +294,23 @@ class ReplayBuffer:
         """No member will land any more."""
         return all(self.episodes[uid].state not in RUNS for uid in group.members)
 
-    def _patience(self, now: float) -> float:
-        """Seconds that the next group waits for its members: what half of the groups need for all of theirs,
-        as far as that is known now. What they will earn has no influence on it."""
-        if not self.partial:
-            return math.inf
-        if self.config.group_deadline != "auto":
-            return self.config.group_deadline
-        if not 0 <= now - self._estimated_at < ESTIMATE_EVERY:
-            running = ((began, 1.0) for began in self._began.values())
-            self._estimated_at, self._estimate = now, self.lifetimes.curve(running, now).quantile(0.5)
-        return self._estimate
-
-    def _record_lifetime(self, group: GroupRecord, now: float) -> None:
-        if self._ended(group) and (began := self._began.pop(group.id, None)) is not None:
-            self.lifetimes.add(began, now)
+    def _end(self, group: GroupRecord, now: float) -> None:
+        """Of a group whose members have all ended its life is known, and whether its sample retires."""
+        if self._ended(group):
+            self.deadlines.end(group, now)
+            self._retire_sample(group)
 
     def _retire_sample(self, group: GroupRecord) -> None:
         """No-positive-resampling: the sample of a group that has ended is not drawn again if enough of its
         episodes were rewarded, shaping apart (ScaleRL, arXiv 2510.13786)."""
         rate = self.config.retire_pass_rate
-        if rate >= 1 or not self._ended(group):
+        if rate >= 1:
             return
         landed = [e for e in self.members(group) if e.state not in (State.FAILED, State.DROPPED)]
         passed = sum(episode.result.score > TOLERANCE for episode in landed)
         if len(landed) >= self.config.min_group and passed >= rate * len(landed):
             group.retires = True
-            self.retired.add(group.sample)
+            self.prompts.retired.add(group.sample)
             self._dirty_groups[group.id] = group
 
     def _discard(self, group: GroupRecord, state: State, reason: str) -> None:
@@ -424,7 +381,7 @@ class ReplayBuffer:
             why = "all of its episodes earned the same" if alike else last.reason
             self.untrained_reason = f"{last.state} ({why})"
         del self.live[group.id]
-        self._began.pop(group.id, None)
+        self.deadlines.forget(group)
         self.meter.forget_group(group.id)
         self._dirty_groups[group.id] = group  # written as over
         self.cohorts.over(group.issued_step)
@@ -441,14 +398,4 @@ class ReplayBuffer:
 
     def flow(self) -> Flow:
         """The conservation identity now. `issued` is counted from the data cursor alone."""
-        counts = self.counts()
-        return Flow(
-            issued=self.next_group * self.group_size,
-            trained=counts[State.TRAINED],
-            filtered=counts[State.FILTERED],
-            dropped=counts[State.DROPPED],
-            failed=counts[State.FAILED],
-            taken=counts[State.TAKEN],
-            ready=counts[State.READY],
-            in_flight=sum(counts[state] for state in IN_FLIGHT),
-        )
+        return Flow.of(self.next_group * self.group_size, self.counts())

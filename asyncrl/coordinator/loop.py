@@ -283,7 +283,7 @@ class Coordinator:
             free, total = self.workers.free_slots - buffer.waiting, self.workers.total_slots
             while buffer.waiting < MOST_ASSIGNED and buffer.can_admit(free, total):
                 free -= len(buffer.admit(self.state.batches.committed, now).members)
-        if buffer.data_over and self.config.data.at_end == "drop":
+        if buffer.prompts.over and self.config.data.at_end == "drop":
             self.workers.cancel(self.state.batches.drop_remainder())
 
     def _finish(self) -> None:

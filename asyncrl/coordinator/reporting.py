@@ -135,7 +135,7 @@ class Reporter:
                 "weights/probe_logprob_diff_max": self.engines.probe_gap,
                 "weights/probe_tokens": float(self.engines.probe_tokens),
                 "rollout/multi_version_frac": self.multi_version / max(1, self.finished),
-                "data/retired_samples": float(len(state.buffer.retired)),
+                "data/retired_samples": float(len(state.buffer.prompts.retired)),
                 "rollout/turns_checked": float(self.turns),
                 "wire/refused": float(state.outbox.refused),
             }

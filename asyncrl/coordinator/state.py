@@ -241,8 +241,8 @@ def restore(config: RunConfig, store: RunStore, buffer: ReplayBuffer, batches: B
     """Take over what the store holds."""
     held = store.read.load()
     buffer.restore(held.groups, held.episodes, held.left, time.monotonic())
-    buffer.next_group, buffer.cursor = held.next_group, held.cursor
-    buffer.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
+    buffer.next_group, buffer.prompts.cursor = held.next_group, held.cursor
+    buffer.prompts.retired = held.retired if config.buffer.retire_pass_rate < 1 else set()
     buffer.committed = held.committed
     batches.restore(held.batches, held.taken, held.baselines)
 

@@ -93,9 +93,9 @@ def test_a_sample_retires_at_its_pass_rate(rewards: tuple[float, ...], retires: 
     buffer, _ = make(episodes_per_group=4, retire_pass_rate=0.75, filter_zero_variance=True)
     group = buffer.admit(0, 0.0)
     land_group(buffer, 0, *rewards[:3])
-    assert not buffer.retired  # the group is not complete
+    assert not buffer.prompts.retired  # the group is not complete
     land(buffer, "0.3", rewards[3])
-    assert buffer.retired == ({group.sample} if retires else set())
+    assert buffer.prompts.retired == ({group.sample} if retires else set())
 
 
 def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
@@ -105,7 +105,7 @@ def test_shaping_neither_hides_nor_makes_a_solved_sample() -> None:
     for group, reward, shaping in ((0, 0.0, -1.0), (1, 0.3, 0.3)):
         for uid in buffer.live[group].members:
             land(buffer, uid, reward, shaping=shaping)
-    assert buffer.retired == {rows[0]}
+    assert buffer.prompts.retired == {rows[0]}
 
 
 def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
@@ -113,11 +113,11 @@ def test_a_failed_member_is_not_one_that_did_not_pass() -> None:
     group = buffer.admit(0, 0.0)
     land_group(buffer, 0, 1.0, 1.0)
     give_up(buffer, "0.2")
-    assert buffer.retired == {group.sample}
+    assert buffer.prompts.retired == {group.sample}
     buffer.admit(0, 0.0)
     land(buffer, "1.0")
     give_up(buffer, "1.1"), give_up(buffer, "1.2")  # one of three is no group
-    assert buffer.retired == {group.sample}
+    assert buffer.prompts.retired == {group.sample}
 
 
 def test_retired_samples_are_skipped_and_the_order_of_the_rest_stays() -> None:
@@ -134,9 +134,9 @@ def test_when_all_samples_have_retired_the_data_is_over() -> None:
     buffer, batches = make(rows=2, retire_pass_rate=0.9)
     admit(buffer, 3)
     land_group(buffer, 0, 1.0, 1.0)
-    assert not buffer.data_over
+    assert not buffer.prompts.over
     land_group(buffer, 1, 1.0, 1.0)
-    assert buffer.data_over and not buffer.can_admit(100, 100)
+    assert buffer.prompts.over and not buffer.can_admit(100, 100)
     assert len(train(batches, 0)) == 4
     assert batches.plan(1, 0, 1) is None and not batches.over  # a group of a retired sample still runs
     land_group(buffer, 2, 1.0, 0.0)
@@ -148,7 +148,7 @@ def test_a_pass_over_the_data_ends_where_it_did_before() -> None:
     first = rows_of(buffer, 3)
     land_group(buffer, 0, 1.0, 1.0)
     second = []
-    while not buffer.data_over:
+    while not buffer.prompts.over:
         second.append(buffer.admit(0, 0.0).sample)
     assert sorted(second) == sorted(first[1:])
 
@@ -161,6 +161,6 @@ def test_a_late_member_completes_the_record_of_its_sample() -> None:
     buffer.assign(buffer.episodes["0.2"], "w", 1, 0, 0.0)
     buffer.tick(5.0)
     train(batches, 0)
-    assert not buffer.retired
+    assert not buffer.prompts.retired
     land(buffer, "0.2", now=6.0)
-    assert buffer.retired == {group.sample}
+    assert buffer.prompts.retired == {group.sample}

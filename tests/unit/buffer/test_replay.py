@@ -248,7 +248,7 @@ class FlowMachine(RuleBasedStateMachine):
     def admit(self, n: int) -> None:
         for _ in range(n):
             if self.buffer.can_admit(10, 10):
-                gone = set(self.buffer.retired)
+                gone = set(self.buffer.prompts.retired)
                 assert self.buffer.admit(self.batches.committed, self.now).sample not in gone
 
     @rule(n=st.integers(1, 6))
@@ -278,7 +278,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         """Ask for the next micro-batch; at the end of the batch, commit."""
-        short = self.batches._capped or self.buffer.data_over
+        short = self.batches._capped or self.buffer.prompts.over
         plan = self.batches.plan(self.batches.committed, self.micro, 1)
         if plan is None:
             return

@@ -80,7 +80,7 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
 
 def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
     buffer = reporter.state.buffer
-    buffer.retired = {3, 4}
+    buffer.prompts.retired = {3, 4}
     episode = EpisodeRecord("0.0", 0, 0, result=EpisodeResult(1.0, 8))
     buffer.cohorts.issued(5)
     for other in (episode, EpisodeRecord("0.1", 0, 1, result=EpisodeResult(0.0, 4))):

@@ -78,7 +78,7 @@ def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) ->
     for killed in (1, 3, 6):
         first = play(build(tmp_path / str(killed), retire_pass_rate=0.9), killed)
         again = build(tmp_path / str(killed), retire_pass_rate=0.9)
-        assert again.buffer.retired == set(first[::2])
+        assert again.buffer.prompts.retired == set(first[::2])
         assert first + play(again, 8 - killed) == whole
         assert again.buffer.flow().conserved
 
@@ -86,7 +86,7 @@ def test_what_has_retired_stays_retired_and_the_order_goes_on(tmp_path: Path) ->
 def test_without_the_option_nothing_is_left_out(tmp_path: Path) -> None:
     play(build(tmp_path, retire_pass_rate=0.9), 3)
     again = build(tmp_path)
-    assert again.buffer.retired == set()
+    assert again.buffer.prompts.retired == set()
     assert len(set(play(again, 2 * ROWS))) == ROWS
 
 

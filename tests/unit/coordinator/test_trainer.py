@@ -145,7 +145,7 @@ def test_a_trainer_that_waits_for_data_is_given_the_probe_and_no_batch(tmp_path:
     plan = setup.take(0, 0, 0)
     assert plan is not None and plan.kind == "probe"
     assert setup.take(0, 0, 1) is None  # a batch without trajectories is no step
-    setup.state.buffer.retired.update(range(100))  # the data is over
+    setup.state.buffer.prompts.retired.update(range(100))  # the data is over
     ended = setup.take(0, 0, 1)
     assert ended is not None and ended.kind == "end"
 
