@@ -148,6 +148,18 @@ def test_a_stop_is_heard_while_the_store_is_locked(setup: LoopSetup) -> None:
     assert setup.coordinator.lifecycle.outcome == "stopped" and setup.coordinator.over
 
 
+def test_what_takes_long_leaves_the_next_messages_to_the_next_turn(
+    setup: LoopSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.coordinator.loop.DRAIN_SECONDS", -1.0)
+    for number in range(3):
+        setup.send(f"observer/{number}/x".encode(), *encode(ObserverHello(), []))
+    for turns in range(1, 4):
+        assert setup.coordinator.control.socket.poll(10_000)
+        setup.turn()
+        assert len(setup.coordinator.observers) == turns
+
+
 def test_the_loop_does_not_wait_while_there_is_work_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
