@@ -23,6 +23,7 @@ class LiveLimit:
         self.adapts = section.target_staleness == "auto"
         self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
         self.life = self.token_age = 0.0
+        self._idle = {"async/trainer_idle_frac": 0.0, "async/rollout_idle_frac": 0.0}  # newest known
         self._engines: frozenset[str] = frozenset()
 
     def committed(
@@ -40,11 +41,12 @@ class LiveLimit:
         self.buffer.live_limit = self.control.limit
 
     def _measured(self, row: Mapping[str, float]) -> Measured:
-        seconds, idle = row["timing_s/step"], row.get("async/trainer_idle_frac", 0.0)
+        self._idle = {name: row.get(name, known) for name, known in self._idle.items()}  # by heartbeats
+        seconds, (idle, rollout) = row["timing_s/step"], self._idle.values()
         return Measured(
             seconds=seconds,
             train=seconds * (1 - idle),
-            rollout=seconds * (1 - row.get("async/rollout_idle_frac", 0.0)),
+            rollout=seconds * (1 - rollout),
             trainer_idle=idle,
             masked=row.get("staleness/masked_token_frac", 0.0),
             life=self.life,

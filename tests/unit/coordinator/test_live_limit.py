@@ -45,6 +45,13 @@ def test_it_stays_during_a_validation_and_when_engines_come_and_go(
     assert limit.buffer.live_limit == 8
 
 
+def test_a_step_without_a_heartbeat_counts_as_idle_as_the_one_before() -> None:
+    limit = limit_of()
+    for row in (ROW, ROW, {"timing_s/step": 1.0}):
+        limit.committed(row, {"a"}, validating=False, now=3.0)
+    assert limit.buffer.live_limit == 10
+
+
 def test_a_number_stays() -> None:
     limit = limit_of(buffer__target_staleness=1)
     for _ in range(3):
