@@ -278,6 +278,7 @@ class Coordinator:
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
             self._to_observers(self._status())
+        state.outbox.unreachable.clear()  # observers and workers that missed something are known by now
 
     def _admit(self, now: float) -> None:
         """Admit groups, as far as their episodes can be assigned in this turn."""
@@ -336,7 +337,6 @@ class Coordinator:
     def _to_observers(self, message: WireMessage) -> None:
         """One that has left is forgotten; if it was only away, it says hello again."""
         self.observers -= self.state.outbox.unreachable
-        self.state.outbox.unreachable.clear()
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 

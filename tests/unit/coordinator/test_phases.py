@@ -21,7 +21,7 @@ from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
-from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
+from asyncrl.wire.messages.worker_control import Engines, Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.data import rows, stored
 from tests.fakes.mail import Sent
@@ -207,6 +207,20 @@ def test_a_large_model_has_more_time_to_start(tmp_path: Path) -> None:
     assert start_limit(config) == pytest.approx(config.launch.start_timeout + 15 * 20.0)
     assert Liveness(config, 0.0).stalled(silence_limit(config) - 1) == ""
     assert silence_limit(config) == start_limit(config) + config.launch.stall_timeout
+
+
+def test_a_worker_that_missed_servers_is_sent_them_all(coordinator: Coordinator) -> None:
+    """Also where a message to observers comes before the table."""
+    coordinator.engines.remote = True
+    coordinator._on_control(WORKER, WorkerHello(0, "launch.1", 4, 1), [], 0.0)
+    coordinator.engines._began = -1000.0  # nobody waits for keepers
+    tick(coordinator, 1.0)
+    assert [message.whole for message in sent(coordinator, Engines)] == [True]
+    coordinator.state.outbox.unreachable.add(WORKER)
+    coordinator._to_observers(Status("running", 0, 1, {}, ()))
+    for now, count in ((2.0, 1), (3.0, 0)):
+        tick(coordinator, now)
+        assert len(sent(coordinator, Engines)) == count
 
 
 def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> None:
