@@ -22,6 +22,7 @@ from asyncrl.config import Packing
 from asyncrl.types import DropReason, EpisodeResult
 
 CHOICE = 16  # micro-batches' worth of ready trajectories that one is chosen from
+STREAM = FLOOR = 4  # of a batch's groups, and of trainer.micro_batch_tokens: what is worth a micro-batch
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -140,14 +141,19 @@ class Batches:
             self._dirty.add(step)
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
-        """Add the next micro-batch, once it is full or nothing more can enter the batch."""
+        """Add the next micro-batch, once there is enough for it or nothing more can enter the batch. Late
+        members that would be a small one by themselves are left to the next batch, if there is one."""
         places = places_of(self.buffer)
         pool, groups = self._pool(batch, places, CHOICE * self.micro_tokens * ranks)
-        full = len(batch.groups | groups) >= self.buffer.config.groups_per_batch
+        size = self.buffer.config.groups_per_batch
+        full = len(batch.groups | groups) >= size
         full = full or self._last(batch, groups) or (self._capped and places.may_close)
+        enough = self._enough(pool, groups, ranks)
+        ends = self.buffer.prompts.over or batch.step + 1 >= self.buffer.total_groups // size
+        if not (enough or ends) and all(self._may_wait(episode, batch.step) for episode in pool):
+            pool = []
         if not pool:
             return self._close(batch) if full else None
-        enough = sum(unit.tokens for unit in self._units(pool)) >= self.micro_tokens * ranks
         if not (enough or full):
             return None
         micro = self._bucket(pool, ranks)
@@ -162,6 +168,26 @@ class Batches:
         batch.micros.append([episode.uid for episode in micro])
         self._dirty.add(batch.step)
         return batch.micros[-1]
+
+    def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
+        """A late member of a group that was taken, with no token that is over the bound in the next batch."""
+        baseline = self.baselines.get(episode.group)
+        late = baseline is not None and baseline.siblings(episode)[1] < 0
+        return late and episode.oldest > step - self.buffer.config.max_staleness
+
+    def _enough(self, pool: Sequence[EpisodeRecord], groups: set[int], ranks: int) -> bool:
+        """The trainer waits, so it is given what is ready: a full micro-batch for each rank; or new groups, a
+        STREAM-th of the batch, of a FLOOR-th of the tokens: so many share what a micro-batch costs beside its
+        tokens (the gather of weights, kernel launches).
+
+        Of 8 groups of 1,000 tokens each, with micro_batch_tokens 8192: 3 ready ones are trained at once, as
+        3,000 > 8192 / FLOOR; with two ranks 5, as each gets half of them.
+        """
+        if sum(episode.tokens for episode in pool) >= CHOICE * self.micro_tokens * ranks:
+            return True  # no more was looked at, though they may share most of their tokens
+        tokens = sum(unit.tokens for unit in self._units(pool))
+        share = STREAM * len(groups) >= self.buffer.config.groups_per_batch
+        return tokens * (FLOOR if share else 1) >= self.micro_tokens * ranks
 
     def _close(self, batch: Batch) -> list[str] | None:
         """Nothing more will be added. An empty batch is not closed: it would be a step without data."""

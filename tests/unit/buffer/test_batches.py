@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, EpisodeStats
-from tests.unit.buffer.machine import admit, land, make, train
+from tests.unit.buffer.machine import admit, land, make, run, train
 
 
 def test_a_batch_streams_in_micro_batches_and_closes() -> None:
@@ -24,6 +24,42 @@ def test_a_batch_streams_in_micro_batches_and_closes() -> None:
     assert batches.plan(0, 2, 1) == []
     batches.commit(1)
     assert buffer.flow().trained == 4
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(1, [3, 3, 2]), (2, [5, 3])])
+def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, groups: list[int]) -> None:
+    """A quarter of the groups, with a quarter of a full micro-batch for each rank; the rest as it is."""
+    buffer, batches = make(groups_per_batch=8, max_staleness=4, target_staleness=4)
+    batches.micro_tokens = 8192
+    admit(buffer, 9)
+    found = []
+    for group in range(9):
+        for member in range(2):
+            land(buffer, f"{group}.{member}").tokens = 500
+        plan = batches.plan(0, len(found), ranks)
+        found += [plan] if plan else []
+    assert [len(plan) / 2 for plan in found] == groups
+    assert batches.plan(0, len(found), ranks) == []
+
+
+@pytest.mark.parametrize(("total", "oldest", "alone"), [(9, 1, False), (2, 1, True), (9, 0, True)])
+def test_a_late_member_is_no_micro_batch_by_itself(total: int, oldest: int, alone: bool) -> None:
+    """It goes with the next batch; unless there is none, or it would be stale by then."""
+    keys = {"group_policy": "partial", "group_deadline": 5.0, "episodes_per_group": 3, "groups_per_batch": 1}
+    buffer, batches = make(total_groups=total, max_staleness=1, **keys)
+    buffer.committed = 1
+    admit(buffer, 1)
+    run(buffer, "0.2")
+    land(buffer, "0.0", version=1), land(buffer, "0.1", version=1)
+    buffer.tick(5.0)
+    assert batches.plan(1, 0, 1) == ["0.0", "0.1"]
+    land(buffer, "0.2", version=oldest, now=6.0)
+    assert batches.plan(1, 1, 1) == (["0.2"] if alone else [])
+    if not alone:
+        batches.commit(2)
+        admit(buffer, 1)
+        land(buffer, "1.0"), land(buffer, "1.1"), land(buffer, "1.2")
+        assert sorted(batches.plan(2, 0, 1) or []) == ["0.2", "1.0", "1.1", "1.2"]
 
 
 def test_the_oldest_group_goes_first() -> None:
