@@ -42,6 +42,14 @@ def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, g
     assert batches.plan(0, len(found), ranks) == []
 
 
+def test_groups_that_share_nearly_all_are_trained_though_not_all_of_them_are_looked_at() -> None:
+    """6 groups of 30 x 90 tokens are more than 16 x 1,000, and no micro-batch of 1,000 where 89 are shared."""
+    buffer, batches = make(groups_per_batch=40, episodes_per_group=30)
+    batches.packing, batches.micro_tokens = "tree", 1000
+    land_groups(buffer, 7, 89, *[90] * 30)
+    assert len(batches.plan(0, 0, 1) or []) == 6 * 30
+
+
 @pytest.mark.parametrize(("total", "oldest", "alone"), [(9, 1, False), (2, 1, True), (9, 0, True)])
 def test_a_late_member_is_no_micro_batch_by_itself(total: int, oldest: int, alone: bool) -> None:
     """It goes with the next batch; unless there is none, or it would be stale by then."""
