@@ -43,7 +43,7 @@ def test_a_trainer_that_waits_is_given_what_is_worth_a_micro_batch(ranks: int, g
 
 
 def test_groups_that_share_nearly_all_are_trained_though_not_all_of_them_are_looked_at() -> None:
-    """6 groups of 30 x 90 tokens are more than 16 x 1,000, and no micro-batch of 1,000 where 89 are shared."""
+    """6 groups of 30 x 90 tokens are more than 16 x 1,000, but not 1,000 where 89 are shared."""
     buffer, batches = make(groups_per_batch=40, episodes_per_group=30)
     batches.packing, batches.micro_tokens = "tree", 1000
     land_groups(buffer, 7, 89, *[90] * 30)
