@@ -1,0 +1,227 @@
+"""The peers of tools/bench/load.py: workers, keepers, a trainer and a launcher, simulated. They send the real
+messages, and compute nothing."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from asyncrl.types import EpisodeResult, EpisodeStats
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages import channels
+from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
+from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    Commit,
+    Committed,
+    PlanReceived,
+    PlanRequest,
+    Published,
+    StartPlan,
+    TrainerBeat,
+    TrainerHello,
+    WorkPlan,
+)
+from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Finished, Generated, Replied
+from asyncrl.wire.messages.worker_control import (
+    Assign,
+    Cancel,
+    EngineEntry,
+    Engines,
+    EngineUse,
+    Heartbeat,
+    WorkerHello,
+)
+from asyncrl.wire.sockets import Codec, encode, identity
+
+if TYPE_CHECKING:
+    from load import Bench
+
+TOKENS = 256  # of a turn, half of them the model's
+
+
+class Peer:
+    """A process's sockets. `receive` is called with what comes."""
+
+    def __init__(self, bench: Bench, role: str, index: int, control: Any, bulk: Any = None) -> None:
+        self.bench, self.index, self.incarnation = bench, index, f"{bench.launch}.{index + 1}"
+        name = identity(role, index, self.incarnation)
+        self.control = self._open(name, bench.endpoints.control, control)
+        self.bulk = self._open(name, bench.endpoints.bulk, bulk) if bulk else None
+        self.welcomed = False
+
+    def _open(self, name: bytes, endpoint: str, union: Any) -> zmq.Socket:
+        socket: zmq.Socket = self.bench.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, name)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(endpoint)
+        self.bench.add(socket, self, Codec(union))
+        return socket
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def beat(self) -> None:
+        raise NotImplementedError
+
+
+class Worker(Peer):
+    """A rollout worker: holds an episode until its end is acknowledged."""
+
+    def __init__(self, bench: Bench, index: int) -> None:
+        super().__init__(bench, "rollout", index, channels.ToWorkerControl, channels.ToWorkerBulk)
+        self.seq = self.assigned = self.tokens = 0
+        self.version = 0  # newest that it may sample with
+        self.servers: dict[str, EngineEntry] = {}
+        self.held: set[Attempt] = set()
+        self.ends: deque[tuple[int, Attempt]] = deque()  # sent and not acknowledged
+        self.uses = [EngineUse(f"engine {number}") for number in range(bench.options.servers)]
+
+    def beat(self) -> None:
+        if not self.welcomed:
+            hello = WorkerHello(self.index, self.incarnation, self.bench.options.slots, os.getpid())
+            self.send(self.control, hello)
+            return
+        beat = Heartbeat(self.assigned, tuple(self.held), 1.0, 1.0, self.tokens, engines=tuple(self.uses))
+        self.send(self.control, beat)
+
+    def send(self, socket: zmq.Socket, message: WireMessage, *frames: bytes) -> None:
+        socket.send_multipart(encode(message, frames), flags=zmq.DONTWAIT)
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        match message:
+            case Assign():
+                self.assigned = message.seq
+                self.held.add(message.attempt)
+                self.bench.play(self, message.attempt, 0)
+            case Ack():
+                while self.ends and self.ends[0][0] <= message.seq:
+                    self.held.discard(self.ends.popleft()[1])
+                    self.bench.landed()
+            case Engines():
+                self.servers = message.update(self.servers)
+                steps = [entry.version.step for entry in self.servers.values() if entry.healthy]
+                self.version = max([self.version, *steps])
+            case LoadWeights():
+                self.version = message.ref.version.step
+                self.send(self.control, Loaded(message.ref, message.lane, "same", 0.0))
+            case Welcome():
+                self.welcomed = True
+            case Cancel() | Fenced():
+                self.held.discard(message.attempt)
+
+    def play(self, attempt: Attempt, turn: int) -> None:
+        """One turn of an episode is sampled; after the last one it ends."""
+        if attempt not in self.held:
+            return
+        half, turns = TOKENS // 2, self.bench.options.turns
+        self.seq += 1
+        self.tokens += half
+        report = Generated(self.seq, attempt, turn, TOKENS, half, self.version, self.version, 1.0)
+        self.send(self.bulk, report, self.bench.payload(turn, self.version))
+        if self.uses:
+            use = self.uses[self.seq % len(self.uses)]
+            use.requests, use.tokens = use.requests + 1, use.tokens + half
+        self.seq += 1
+        if turn + 1 < turns:
+            self.send(self.bulk, Replied(self.seq, attempt, turn), self.bench.reply)
+            self.bench.play(self, attempt, turn + 1)
+            return
+        result = EpisodeResult(float(self.bench.random.random() < 0.5), turns * half)
+        stats = EpisodeStats(turns, longest_row=turns * TOKENS, prompt=half, seconds=1.0)
+        self.send(self.bulk, Finished(self.seq, attempt, result, stats))
+        self.ends.append((self.seq, attempt))
+
+
+class Keeper(Peer):
+    """A server's: it loads at once."""
+
+    def __init__(self, bench: Bench, index: int) -> None:
+        super().__init__(bench, "engine", index, channels.ToKeeper)
+
+    def beat(self) -> None:
+        hello = KeeperHello(self.index, self.incarnation, f"http://server-{self.index}:30000", os.getpid())
+        beat = KeeperBeat(healthy=True, starting=False)
+        self.control.send_multipart(encode(beat if self.welcomed else hello, []))
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        if isinstance(message, Welcome):
+            self.welcomed = True
+        elif isinstance(message, LoadWeights):
+            self.control.send_multipart(encode(Loaded(message.ref, message.lane, "same", 0.0), []))
+
+
+class Trainer(Peer):
+    """The only rank: it trains a micro-batch in no time."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench, "trainer", 0, channels.ToTrainerControl, channels.ToTrainerBulk)
+        self.epoch = self.step = self.micro = self.work = self.trained = 0
+
+    def beat(self) -> None:
+        hello = TrainerHello(0, 1, self.incarnation, 0)
+        beat = TrainerBeat(0, 1.0, 1.0, work=self.work)
+        self._tell(beat if self.welcomed else hello)
+
+    def _tell(self, message: WireMessage) -> None:
+        self.control.send_multipart(encode(message, []))
+
+    def _ask(self, message: WireMessage) -> None:
+        self.bulk.send_multipart(encode(message, []))
+
+    def _publish(self) -> None:
+        ref = WeightsRef((self.epoch, self.step), "weights")  # type: ignore[arg-type]
+        self._tell(Published(ref, 0.0, 0.0))
+
+    def _next(self) -> None:
+        self._ask(PlanRequest(self.epoch, self.step, self.micro, 0))
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        match message:
+            case Welcome() if not self.welcomed:
+                self.welcomed, self.epoch = True, message.trainer_epoch
+                self._publish()
+                self._next()
+            case WorkPlan(kind="work"):
+                self.trained += len(message.trajectories)
+                self._ask(PlanReceived(self.epoch, message.step, message.micro, 0))
+            case StartPlan():
+                self.micro, self.work = self.micro + 1, self.work + 1
+                self._next()
+            case WorkPlan(kind="step"):
+                self._tell(Commit(self.epoch, self.step + 1, message.plan_hash, {"actor/grad_norm": 1.0}))
+            case Committed():
+                self.step, self.micro = message.step, 0
+                if self.step % self.bench.options.checkpoint_every == 0:
+                    self._checkpoint()
+                self._publish()
+                self._next()
+            case WorkPlan():  # end or stop
+                self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        self._tell(Checkpointed(self.epoch, self.step, "checkpoint", self.trained))
+
+
+class Observer(Peer):
+    """The launcher's console."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench, "observer", 0, channels.ToObserver)
+
+    def beat(self) -> None:
+        if not self.welcomed:
+            self.control.send_multipart(encode(ObserverHello(), []))
+
+    def receive(self, message: Any, frames: list[bytes]) -> None:
+        self.welcomed = True
+        if isinstance(message, RunEnd):
+            self.bench.ending = message
+        elif isinstance(message, Status):
+            self.bench.status = message
