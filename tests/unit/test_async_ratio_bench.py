@@ -90,8 +90,8 @@ def test_forced_lengths_depend_on_the_episodes_key(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A plan whose runs are ten made-up steps: the middle ones take 2 s, the others 100 s; half of the tokens
-    of the last two in the middle are masked; groups live 3 s; 8 are live after each commit."""
+    """A plan whose runs are ten made-up steps: the third to the eighth take 2 s, others 100 s; half of the
+    tokens of the seventh and the eighth are masked; groups live 3 s; 8 are live after each commit."""
     folder, lives = tmp_path / "run", tmp_path / "lives"
     folder.mkdir()
     clock, lines = 0.0, []
@@ -112,8 +112,8 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_mode_is_charged_for_masked_tokens_in_the_middle_of_the_run(finished: Any) -> None:
     figures = finished.mode("zero", "async", [])
     assert figures["s"] == pytest.approx(2.0)
-    assert figures["T"] == pytest.approx(2.0 * 6 / 5)
-    assert figures["masked"] == pytest.approx(1 / 6)
+    assert figures["T"] == pytest.approx(2.0 * 4 / 3)
+    assert figures["masked"] == pytest.approx(1 / 4)
     assert figures["cpu"] == pytest.approx(3.0)
     assert figures["lag_max"] == 8.0
     assert figures["littles"] == pytest.approx(3.0 * bench.GROUPS / (8 + bench.GROUPS))

@@ -1,19 +1,20 @@
 """Asynchronous against synchronous training: the same work, and what each half of it would take alone.
 
-    python tools/bench/async_ratio.py                                  # all workloads, about 20 minutes
+    python tools/bench/async_ratio.py                                  # all workloads, about 25 minutes
     python tools/bench/async_ratio.py --workloads tail --mode wide=rollout.slots=256,buffer.target_staleness=3
 
 All runs play the same episodes: the learning rate is 1e-30, so the weights stay what they are, each token is
 drawn by (seed, episode, position), and delays of tools and forced lengths by (seed, episode) (replayed.py).
 Modes take turns; the runs of a turn are compared with each other, and medians and ranges are of the turns.
 
-T is seconds per step, charged for masked tokens: the seconds in which as many tokens as a batch has were
-trained with a weight. The first and the last fifth of the steps are left out: there the pipeline fills and
-empties. g and t are seconds per step of one more run of the same episodes without delays: its trainer is
-stopped (SIGSTOP) until all episodes have landed (g: the middle of that time, with all slots taken), then it
-trains with everything ready, publishing after each step (t). CPU seconds are of the same spans. `life x G /
-live`: mean life of a group (from the first member's begin to the last one's end) times groups per batch by
-groups live when a batch commits: with that many live groups no step can be shorter.
+T is seconds per step, charged for masked tokens: the seconds in which as many tokens as a batch has on
+average were trained with a weight. The first two fifths of the steps are left out (the pipeline fills, flow
+control settles), and the last one (it empties); a synchronous run has half as many steps. g and t are seconds
+per step of one more run of the same episodes without delays: its trainer is stopped (SIGSTOP) until all
+episodes have landed (g: the middle of that time, with all slots taken), then it trains with everything ready,
+publishing after each step (t). CPU seconds are of the same spans. `life x G / live`: mean life of a group
+(from the first member's begin to the last one's end) times groups per batch by groups live when a batch
+commits: with that many live groups no step can be shorter.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ COMMON = [
     *("trainer.lr=1e-30", "trainer.lr_schedule=constant", "rollout.retries=0", f"rollout.tools=[{TOOL}]"),
     *("validation.samples=0", "data.test=''", "checkpoint.every=0", "observe.plot=false"),
 ]
-MODES = {"sync": ["buffer.max_staleness=0"], "async": []}
+SYNC = "buffer.max_staleness=0"
+MODES: dict[str, list[str]] = {"sync": [SYNC], "async": []}
 ALONE_KEYS = ("rollout.", "engine.", "model.", "trainer.")  # overrides of a mode that change g or t
 STEP = b'"timing_s/step"'  # in the row of a committed step
 
@@ -69,15 +71,15 @@ LENGTHS = (
     *("rollout.max_turns=1", "rollout.max_new_tokens=832", "rollout.max_tokens=1024"),
 )
 WORKLOADS = {
-    "zero": Workload("a tool that answers at once", 50),
-    "tail": Workload("0.3 s a call, log-normal, sigma 1.5", 20, "mu: -2.329, sigma: 1.5"),
+    "zero": Workload("a tool that answers at once", 60),
+    "tail": Workload("0.3 s a call, log-normal, sigma 1.5", 40, "mu: -2.329, sigma: 1.5"),
     "real": Workload(
         "LN(-0.16, 2.42) / 10 s a call, at most 6 s an episode",
-        14,
+        24,
         "mu: -2.463, sigma: 2.42",
         ("rollout.episode_timeout=6",),
     ),
-    "lengths": Workload("responses of 64 tokens, log-normal, sigma 1; no calls", 20, "", LENGTHS, "lengths"),
+    "lengths": Workload("responses of 64 tokens, log-normal, sigma 1; no calls", 30, "", LENGTHS, "lengths"),
 }
 
 
@@ -130,12 +132,12 @@ class Plan:
     def mode(self, name: str, label: str, own: Sequence[str]) -> Figures:
         """A run of a workload in a mode."""
         work = WORKLOADS[name]
-        steps = self.steps or work.steps
+        steps = (self.steps or work.steps) // (2 if SYNC in own else 1)
         watch = self._run(f"{name}-{label}", steps, work, work.delay, own)
         committed = _committed(watch.folder)
-        edge = max(1, steps // 5)
-        window = committed[edge : steps - edge]
-        seconds = (window[-1]["time_s"] - committed[edge - 1]["time_s"]) / len(window)
+        begin, end = 2 * steps // 5, steps - max(1, steps // 5)
+        window = committed[begin:end]
+        seconds = (window[-1]["time_s"] - committed[begin - 1]["time_s"]) / len(window)
         tokens = [row["trainer/model_tokens"] for row in window]
         useful = sum(
             n * (1 - row["staleness/masked_token_frac"]) for n, row in zip(tokens, window, strict=True)
@@ -146,7 +148,7 @@ class Plan:
         return {
             "s": seconds,
             "T": seconds * len(window) * batch / useful,
-            "cpu": watch.cpu(lambda _, n: n >= edge, lambda _, n: n >= steps - edge) / len(window),
+            "cpu": watch.cpu(lambda _, n: n >= begin, lambda _, n: n >= end) / len(window),
             "masked": 1 - useful / sum(tokens),
             "lag": sum(n * row["staleness/lag/mean"] for n, row in zip(tokens, window, strict=True))
             / sum(tokens),
@@ -167,8 +169,10 @@ class Plan:
         if last <= first:
             sys.exit(f"{steps} steps are too few to measure g with {slots} slots; --steps {slots // 32 + 1}")
         scale = BATCH / (last - first - 1)
+        tokens = statistics.mean(row["trainer/model_tokens"] for row in _committed(watch.folder))
         committed, cpu = _committed(watch.folder)[:-1], watch.cpu
         return {
+            "batch": tokens,
             "g": (ends[last - 1] - ends[first]) * scale,
             "t": (committed[-1]["time_s"] - committed[0]["time_s"]) / (len(committed) - 1),
             "g_cpu": cpu(lambda at, _: at >= ends[first], lambda at, _: at >= ends[last - 1]) * scale,
@@ -223,7 +227,7 @@ def main() -> None:
         metavar="NAME=OVERRIDE,OVERRIDE",
         help="one more mode",
     )
-    parser.add_argument("--steps", type=int, default=0, help="instead of each workload's own number")
+    parser.add_argument("--steps", type=int, default=0, help="10 or more, instead of each workload's own")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "async-ratio")
@@ -258,6 +262,7 @@ def turn(
             if key not in alone:
                 alone[key] = plan.alone(name, f"{label}-alone", kept)
             figures = plan.mode(name, label, own) | alone[key]
+            figures["T"] *= figures["batch"] / figures["tokens"]  # the same batch in all modes
             found[name, label].append(figures)
             print(name, label, {key: round(value, 4) for key, value in figures.items()}, flush=True)
 

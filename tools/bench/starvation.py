@@ -89,7 +89,7 @@ def row(
     """Of a member: log length, log seconds, tokens that should have a coefficient, tokens that had one."""
     length, reward = own.result.tokens, own.result.reward
     others = [member.result.reward for member in members if member is not own]
-    wanted = length * (abs(reward - np.mean(others)) > EQUAL)
+    wanted = length * bool(abs(reward - np.mean(others)) > EQUAL)
     had = 0
     if own.state is State.TRAINED:
         siblings = group.baseline if own.member in group.baseline else group.late_siblings
