@@ -117,8 +117,7 @@ class ReplayBuffer:
 
     @property
     def has_room(self) -> bool:
-        """The next group is live group number `max_live` at most, and there is a sample for it. A group of a
-        committed batch, of which only a late member is left, is not counted."""
+        """A group of a committed batch, of which only a late member is left, is not counted as live."""
         live = self.tally.open(self.committed)
         return (
             live + 1 <= self.max_live

@@ -129,12 +129,13 @@ def warnings(config: RunConfig) -> list[str]:
 
     slots = config.rollout.workers * config.rollout.slots
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
+    ahead = "max" if config.buffer.target_staleness == "auto" else "target"
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
     parser, engine, gpu = config.rollout.parser, config.engine, sees_gpu(config)
     calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
     fitting = detect(chat_template(config)) if calls else None
     found = {
-        f"at most {live} episodes run at once, (1 + target_staleness) * groups_per_batch * "
+        f"at most {live} episodes run at once, (1 + {ahead}_staleness) * groups_per_batch * "
         f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay empty": (
             slots > live
         ),

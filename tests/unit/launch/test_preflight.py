@@ -161,9 +161,12 @@ def test_a_gpu_that_is_asked_for_exists(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_slots_that_stay_empty_are_worth_a_warning(tmp_path: Path) -> None:
     batch = {"groups_per_batch": 4, "episodes_per_group": 4}
-    assert not preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 32}))
+    assert not preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 80}))
+    (line,) = preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 27, "workers": 3}))
+    assert "at most 80 episodes run at once, (1 + max_staleness)" in line and "1 of 81 slots" in line
+    batch["target_staleness"] = 1
     (line,) = preflight.warnings(config(tmp_path, buffer=batch, rollout={"slots": 11, "workers": 3}))
-    assert "at most 32 episodes run at once" in line and "1 of 33 slots" in line
+    assert "at most 32 episodes run at once, (1 + target_staleness)" in line and "1 of 33 slots" in line
 
 
 def test_episodes_of_many_rows_are_worth_a_warning(tmp_path: Path) -> None:
