@@ -56,7 +56,7 @@ from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import Endpoints, Hub, Poller, bound
 
 TICK = 0.05
-DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds of CPU, per socket and turn of the loop
+DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
 STATUS_EVERY = 0.5
 
 
@@ -188,13 +188,13 @@ class Coordinator:
             self.control.send(peer, self.state.welcome_message)
 
     def _drain(self, hub: Hub, handle: Callable[..., None], now: float) -> None:
-        until = time.thread_time() + DRAIN_SECONDS
+        until = time.monotonic() + DRAIN_SECONDS
         for _ in range(DRAIN):
             received = hub.receive()
             if received is None:
                 break
             handle(*received, now)
-            if time.thread_time() > until:
+            if time.monotonic() > until:
                 break
 
     def _on_control(self, peer: bytes, message: Any, frames: list[bytes], now: float) -> None:
