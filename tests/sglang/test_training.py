@@ -118,7 +118,8 @@ def test_servers_keepers_and_the_coordinator_die_in_mid_run(tmp_path: Path) -> N
         summary = run.summary()
         assert summary["outcome"] == "stopped" and summary["conserved"]
         assert set(trained_uids(run.path).values()) == {1}
-        assert summary["flow"]["trained"] == summary["steps"] * 16
+        late = summary["steps"] * 16 - summary["flow"]["trained"]  # members of partial groups
+        assert 0 <= late < 16
         restarted = [line for line in run.text().splitlines() if "is restarted" in line]
         assert any("engine-0 was killed" in line for line in restarted)
         assert any("engine-1 ended" in line for line in restarted)
