@@ -11,9 +11,9 @@ import math
 import msgspec
 
 BUDGET = 0.01  # share of model tokens that may be over the bound
-AIM = 0.75 * BUDGET  # what the correction goes for
-CAUTION = 1.2  # the correction to begin with
-GAIN = 0.003  # of the correction, per batch: what is masked comes in bursts, a group at a time
+AIM = 0.9 * BUDGET  # what the correction goes for
+CAUTION = 1.0  # the correction to begin with
+GAIN = 0.01  # of the correction, per batch: what is masked comes in bursts, a group at a time
 DOUBT = 2.0  # by the root of the groups settled so far: what the tail may be longer than it seems
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 WAITING = 0.75  # batches' worth of groups that have settled and are not committed, where the budget decides

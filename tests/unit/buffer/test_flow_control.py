@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
+from asyncrl.buffer.flow_control import AIM, BUDGET, FlowControl, Measured
 from asyncrl.buffer.simulator import LogNormal, SimulatedStep, Simulation, Workload
 
 PLAIN = Workload()
@@ -35,7 +35,7 @@ HALF = 50  # steps before the change, and after it
 
 def measured(**keys: float) -> Measured:
     """The worked example of docs/staleness.md: 8 groups per batch, a bound of 4."""
-    numbers = {"seconds": 2.0, "train": 0.2, "rollout": 0.5, "trainer_idle": 0.9, "masked": 0.75 * BUDGET}
+    numbers = {"seconds": 2.0, "train": 0.2, "rollout": 0.5, "trainer_idle": 0.9, "masked": AIM}
     numbers |= {"life": 3.0, "unloaded": 1.0, "token_age": 9.0}
     numbers |= {"settled": 400} | keys
     return msgspec.convert(numbers, Measured, strict=False)
@@ -74,7 +74,7 @@ def test_long_lives_on_a_loaded_engine_do_not_ask_for_more_groups() -> None:
 
 def test_masked_tokens_over_the_budget_shrink_the_limit() -> None:
     control = moved(masked=0.125)  # of a batch, an eighth
-    assert control.caution == pytest.approx(math.exp(0.003 * (0.125 / 0.0075 - 1)))
+    assert control.caution == pytest.approx(math.exp(0.01 * (0.125 / 0.009 - 1)))
     before = control.level
     for _ in range(50):
         control.update(measured(masked=0.04))
@@ -87,7 +87,7 @@ def test_masked_tokens_over_the_budget_shrink_the_limit() -> None:
 def test_versions_that_are_published_rarely_shorten_the_horizon() -> None:
     often, rarely = FlowControl(8, 4, every=1, limit=16), FlowControl(8, 4, every=3, limit=16)
     for control in (often, rarely):
-        control.update(measured(token_age=6.0))
+        control.update(measured(token_age=7.0))
     assert rarely.level < 16 < often.level
 
 
