@@ -41,9 +41,9 @@ class Trace(NamedTuple):
 class CreditInput:
     """One episode and the siblings that its baseline is made of.
 
-    `siblings[place]` is `own`; `place` is -1 when it landed after the deadline of a partial group. `issued`:
-    members that the group was issued with, whether they have landed or not. Arrays are
-    per model token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
+    `siblings[place]` is `own`; `place` is -1 for a late member of a partial group, which is not among them.
+    `issued`: members that the group was issued with, whether they have landed or not. Arrays are per model
+    token, [T]: `rewards` what fell on the token (a turn's reward on its last token), `turn` its
     turn, `values` the critic's V, where there is one. `greedy`: reward of the sample's greedy episode.
     `traces`: the group's episodes, own included, for advantages registered with `whole_group`.
     """

@@ -1,8 +1,8 @@
 """Advantages of whole episodes: a reward against those of the siblings.
 
 An episode without siblings gets 0, never its raw reward. Equal rewards give exactly 0: every
-comparison is a sum of differences. Every std has ddof 1. A mean over all of n siblings contains the own
-reward: it is (n − 1)/n of the comparison with the others.
+comparison is a sum of differences. Every std has ddof 1. R − mean over all n siblings, R itself included, is
+(n − 1)/n · (R − mean over the others).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Weights = Annotated[str, Meta(pattern=f"^({WEIGHT}(,{WEIGHT})*)?$")]
 @advantage("dr_grpo", late=True)
 def dr_grpo(given: CreditInput) -> Credit:
     """R − mean (Dr. GRPO, arXiv 2503.20783). Computed as (n − 1)/n · (R − mean of the *other* siblings), n
-    the members that were issued: the same where all of them landed, and unbiased where only some did in time.
+    the number of members that were issued: the same if all of them landed, and unbiased if some are late.
 
     Use: the default, and whenever versions mix in a group (max_staleness > 0): a group std would magnify
     near-ties. With normalise=batch_std it is ScaleRL's (arXiv 2510.13786).
@@ -134,7 +134,7 @@ def _weights(given: CreditInput, weights: str) -> dict[str, float]:
 
 
 def _by_length(reward: float, members: Sequence[EpisodeResult]) -> float:
-    """reward − the mean of the members' by their model tokens; 0 where they have none."""
+    """reward − mean of the members' rewards, weighted by their model tokens; 0 where they have none."""
     tokens = sum(member.tokens for member in members)
     return math.fsum(m.tokens * (reward - m.reward) for m in members) / tokens if tokens else 0.0
 

@@ -200,8 +200,8 @@ def _of_groups(config: RunConfig, recipe: Recipe) -> dict[str, bool]:
     partial = buffer.group_policy == "partial"
     name = f"algorithm.advantage {recipe.advantage_name!r}"
     return {
-        f"{name} compares an episode with a group that it is in itself: who is late is not, which is biased "
-        "with group_policy=partial; use dr_grpo, rloo or opo_loo, or group_policy=complete": (
+        f"{name} compares an episode with a group that contains it, but a late one with a group that does "
+        "not: biased with group_policy=partial; use dr_grpo, rloo or opo_loo, or group_policy=complete": (
             partial and credit.siblings and not credit.late
         ),
         f"algorithm.normalise ({recipe.scale}) subtracts the mean of a batch, and which members of a group "

@@ -1,5 +1,5 @@
-"""When the baselines of partial groups are fixed: so long after a group's start as half of the groups need
-until all of their members have ended (docs/staleness.md, section 4)."""
+"""The deadlines of partial groups, at which their baselines are fixed: that long after the start of a group
+as half of the groups need until all of their members have ended (docs/staleness.md, section 4)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Literal
 from asyncrl.buffer.records import GroupRecord
 from asyncrl.buffer.survival import RecentLifetimes
 
-NEWEST = 256  # groups that the estimate is from
-ESTIMATE_EVERY = 0.25  # seconds
+NEWEST = 256  # groups that the estimate is made from: a median needs few, and follows changes
+ESTIMATE_EVERY = 0.25  # seconds: many groups are issued at once, and one estimate serves them all
 
 
 class Deadlines:
-    """Of the live groups. Times are of the caller's clock, in seconds.
+    """The deadlines of the live groups. Times are of the caller's clock, in seconds.
 
     Args:
-        patience: from a group's start to its deadline; "auto": estimated; inf: there are no deadlines.
+        patience: from the start of a group to its deadline; "auto": estimated; inf: there are no deadlines.
     """
 
     def __init__(self, patience: float | Literal["auto"]) -> None:
         self._fixed = patience
-        self._lifetimes = RecentLifetimes(NEWEST)
+        self._lifetimes = RecentLifetimes(NEWEST)  # from the start of a group to the end of its last member
         self._began: dict[int, float] = {}  # groups that run, and were started by this process
         self._heap: list[tuple[float, int]] = []  # (deadline, group)
         self._estimate, self._estimated_at = math.inf, -math.inf
 
     def patience(self, now: float) -> float:
-        """Of a group that is issued now: what half of the groups need, as far as is known; inf while fewer
-        have ended. What the group itself will do has no influence on it."""
+        """Seconds from start to deadline for a group that is issued now. "auto": the time in which half of
+        the groups end all of their members; inf while fewer than half have. What the group itself will do has
+        no influence on it."""
         if self._fixed != "auto":
             return self._fixed
         if not 0 <= now - self._estimated_at < ESTIMATE_EVERY:
@@ -45,8 +46,8 @@ class Deadlines:
         self._set(group, now)
 
     def restore(self, group: GroupRecord, now: float) -> None:
-        """A group that was started before this process: the clock of that time is gone, so its deadline is
-        set anew, and what has landed is in time for it."""
+        """Take over a group from the store. If it was started before this process, the clock of that time is
+        gone: its deadline is set anew, and what has landed counts as in time."""
         if not math.isnan(group.started):
             group.started = -math.inf
             self._set(group, now)
@@ -59,12 +60,12 @@ class Deadlines:
             heapq.heappush(self._heap, (group.deadline, group.id))
 
     def end(self, group: GroupRecord, now: float) -> None:
-        """All of its members have ended; said again, it changes nothing."""
+        """All of its members have ended. A second call changes nothing."""
         if (began := self._began.pop(group.id, None)) is not None:
             self._lifetimes.add(began, now)
 
     def forget(self, group: GroupRecord) -> None:
-        """It is over. Its life is not known if it was dropped in the midst of it."""
+        """The group is over. One that was dropped while members were running gives no duration."""
         self._began.pop(group.id, None)
 
     def passed(self, now: float) -> Iterator[int]:

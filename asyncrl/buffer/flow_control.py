@@ -1,7 +1,7 @@
-"""Flow control: how many groups may be live, so that few tokens are over the bound, and the trainer is fed.
+"""Flow control: how many groups may be live, so that few tokens are over the bound and the trainer has data.
 
-Pure arithmetic, once per committed batch (docs/staleness.md, section 1). The share of masked tokens has the
-precedence: where the tail of the lives does not let both be had, the trainer waits.
+Pure arithmetic, once per committed batch; formulas and symbols are those of docs/staleness.md, section 1. The
+share of tokens over the bound has priority: where long lives do not allow both, the trainer waits.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ import math
 import msgspec
 
 BUDGET = 0.01  # share of model tokens that may be over the bound
-AIM = 0.9 * BUDGET  # what the correction goes for
-CAUTION = 1.0  # the correction to begin with
-GAIN = 0.01  # of the correction, per batch: what is masked comes in bursts, a group at a time
-DOUBT = 2.0  # by the root of the groups settled so far: what the tail may be longer than it seems
+AIM = 0.9 * BUDGET  # the share that the correction aims at: less, as masked tokens come in bursts
+CAUTION = 1.0  # the correction c at the beginning
+GAIN = 0.01  # how fast the correction moves, per batch: slowly, as one late group masks many tokens at once
+DOUBT = 2.0  # DOUBT / sqrt(groups settled so far): relative amount by which the true tail may be longer
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 WAITING = 0.75  # batches' worth of groups that have settled and are not committed, where the budget decides
-WARM = 128  # groups that have settled before the limit grows: the tail is known last
+WARM = 128  # groups that must have settled before the limit grows: the slowest ones are seen last
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Of one committed batch. Seconds; shares in [0, 1]."""
+    """What was measured when a batch was committed. Times in seconds; shares in [0, 1]."""
 
     seconds: float  # from the last commit to this one
-    train: float  # that the trainer worked
-    rollout: float  # that the engines worked
-    trainer_idle: float  # share
-    masked: float  # share of model tokens over the bound
-    life: float  # of a group, W; at full load
-    unloaded: float  # the share of `life` that would remain on idle engines
-    token_age: float  # quantile 1 - BUDGET
-    settled: int  # groups, so far
+    train: float  # seconds of these in which the trainer worked, t
+    rollout: float  # in which the engines worked, g
+    trainer_idle: float  # share of these in which the trainer waited
+    masked: float  # share of the batch's model tokens that were over the bound, m
+    life: float  # mean seconds from a group's first slot until it settled, W
+    unloaded: float  # share of `life` that would remain at the highest sampling speed seen so far, u
+    token_age: float  # seconds that a share 1 - BUDGET of the tokens do not exceed, A
+    settled: int  # groups settled so far, N
 
 
 class FlowControl:
-    """`limit`: live groups that rule 1 allows now.
+    """`limit`: live groups that rule 1 allows now, L.
 
     Args:
         groups: groups per batch, G.
-        bound: max_staleness.
-        every: batches between two published versions.
-        limit: to begin with.
+        bound: max_staleness, in batches, η.
+        every: batches between two published versions, k.
+        limit: L at the beginning; None: (1 + min(1, bound)) * groups.
     """
 
     def __init__(self, groups: int, bound: int, every: int = 1, limit: float | None = None) -> None:
@@ -70,7 +70,8 @@ class FlowControl:
             self.level += min(max(step, -size / 4), size / 4)
 
     def _correct(self, masked: float, decides: bool) -> None:
-        """By what was masked: token ages leave out the waits for the trainer and for the weights."""
+        """Move the correction by what was masked: the measured ages leave out the waits for the trainer and
+        for the weights. `decides`: the budget limits the live groups, not the need of the trainer."""
         over = masked / AIM - 1
         if decides or over > 0:
             self.caution = min(max(self.caution * math.exp(GAIN * over), 0.5), 4.0)

@@ -1,8 +1,8 @@
 """What flow control measures of the groups under way: their lives, and the ages of their tokens.
 
-Times are of the caller's clock, in seconds. A life begins when the first episode of the group has a slot, not
-at its admission: else more live groups made longer lives, and those more live groups. It ends when the group
-may be trained. What it then waits for the trainer counts in neither: flow control itself decides that.
+Times are of the caller's clock, in seconds. A life begins when the first episode of the group gets a slot,
+and ends when the group settles: then it may be trained. The waits for a slot and for the trainer count
+neither in lives nor in ages: they depend on the limit that flow control sets, which would follow itself.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import numpy as np
 
 from asyncrl.buffer.survival import RecentLifetimes
 
-NEWEST = 128  # groups that the mean life is over
-WINDOW = 1024  # groups that the shape of the tail is over
-POINTS = 16  # ages that stand for those of a group's tokens
-EPISODES = 256  # that the sampling speed is over
-WARM = 32  # episodes before a speed is believed
-PARTS = np.array([0.875, 0.625, 0.375, 0.125])  # a quarter of a turn's tokens was sampled at each
+NEWEST = 128  # groups that the mean life is estimated from: few, so that it follows changes
+WINDOW = 1024  # groups that the tail is estimated from: many, as only 1% of the tokens are in it
+POINTS = 16  # ages that stand for those of all tokens of a group: less memory, the same curve
+EPISODES = 256  # episodes that the sampling speed is measured over
+WARM = 32  # episodes before the sampling speed is used: the first ones find the engines empty
+# A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
+PARTS = np.array([0.875, 0.625, 0.375, 0.125])
 
 
 class FlowMeter:
-    """Fed by the buffer with what happens to episodes and groups."""
+    """Estimates lives and ages. The buffer calls it when something happens to an episode or a group."""
 
     def __init__(self) -> None:
         self.newest, self.lives, self.ages = map(RecentLifetimes, (NEWEST, WINDOW, WINDOW))
         self.settled_groups = 0
-        self._began: dict[int, float] = {}  # groups that may not be trained yet
-        self._turns: defaultdict[str, list[float]] = defaultdict(list)  # end, tokens; end, …
-        self._landed: deque[tuple[float, float, float]] = deque()
-        self._sums = np.zeros(3)  # of these: tokens, seconds, seconds of sampling
+        self._began: dict[int, float] = {}  # groups that have begun and not settled
+        self._turns: defaultdict[str, list[float]] = defaultdict(list)  # by episode: end, tokens; end, …
+        self._landed: deque[tuple[float, float, float]] = deque()  # tokens, seconds, seconds of sampling
+        self._sums = np.zeros(3)  # of these
         self._fastest = 0.0  # tokens/s
 
     # -- events --------------------------------------------------------------------------------------
@@ -42,12 +43,12 @@ class FlowMeter:
         self._began.setdefault(group, now)
 
     def sampled(self, uid: str, tokens: float, now: float) -> None:
-        """A turn became durable."""
+        """A turn of `tokens` model tokens became durable: it ended now."""
         if tokens:
             self._turns[uid] += (now, tokens)
 
     def landed(self, tokens: float, seconds: float, tools: float) -> None:
-        """An episode ended: what it sampled, how long it took, how much of that it waited for tools."""
+        """An episode ended: model tokens that it sampled, seconds that it took, seconds of these in tools."""
         self._landed.append((tokens, seconds, max(0.0, seconds - tools)))
         self._sums += self._landed[-1]
         if len(self._landed) > EPISODES:
@@ -73,7 +74,7 @@ class FlowMeter:
             self.ages.add(points, now, np.full(POINTS, tokens.sum() / POINTS))
 
     def forget(self, uid: str) -> None:
-        """Its tokens will not be trained: the attempt failed, or the episode is over."""
+        """The tokens of this episode need no age any more: its attempt failed, or it is over."""
         self._turns.pop(uid, None)
 
     def forget_group(self, group: int) -> None:
@@ -86,9 +87,9 @@ class FlowMeter:
         return self._mean(self.newest, now, limit)
 
     def token_age(self, q: float, now: float, limit: float) -> float:
-        """Seconds from the sampling of a token until it may be trained, that a share q of tokens do not
-        exceed, at most `limit`: of few groups the mean life, of many the ratio of the quantile to it, since
-        few of them are in the tail."""
+        """The age, in seconds, that a share q of the tokens do not exceed, at most `limit`. It is the
+        quantile over the last WINDOW groups, times the mean life of the last NEWEST, by the mean life of the
+        last WINDOW: few groups are in the tail, so its shape needs many; the mean needs few."""
         ages = self.ages.curve([self._sampled(self._turns.values(), PARTS.mean(keepdims=True))], now)
         long = self._mean(self.lives, now, limit)
         return min(ages.quantile(q), ages.longest, limit) * (self.life(now, limit) / long if long else 1.0)
@@ -111,7 +112,8 @@ class FlowMeter:
         return float(tokens / max(sampling, 1e-9))
 
     def _sampled(self, turns: Iterable[list[float]], parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(when tokens were sampled, how many), at these `parts` of each turn before its end."""
+        """(when tokens were sampled, how many): [turns * parts.size] each. A turn's tokens are spread evenly
+        over `parts`, which are shares of its duration before its end."""
         ended, tokens = np.fromiter(chain.from_iterable(turns), np.float64).reshape(-1, 2).T
         took = tokens / self._speed if self._speed else np.zeros_like(tokens)
         return (ended - np.outer(parts, took)).ravel(), np.tile(tokens / parts.size, parts.size)

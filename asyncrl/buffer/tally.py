@@ -1,4 +1,4 @@
-"""What is counted of the live groups and their episodes, as they change.
+"""Counts of groups and episodes by state, kept up to date with each change.
 
 A turn of the coordinator's loop must not look at all episodes: there are ten thousand of them in a large run.
 """
@@ -12,9 +12,13 @@ from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 
 
 class Tally:
-    """Of what is in memory: `states` counts episodes, `groups` has the ids of the groups with a member in a
-    state, and `steps` those of the groups that a batch has taken from first (-1: none has). `filtered` groups
-    have no batch: only their late members are waited for."""
+    """Counts over all groups in memory.
+
+    states: episodes in each state.
+    groups: by state, ids of the groups with a member in it.
+    steps: by batch, ids of the groups whose first member it took; -1: no batch has yet.
+    filtered: ids of the groups that were filtered; only late members of them may still be trained.
+    """
 
     def __init__(self) -> None:
         self.states: Counter[State] = Counter()
@@ -59,11 +63,11 @@ class Tally:
         self.filtered.add(group.id)
 
     def open(self, committed: int) -> int:
-        """Groups whose batch is not committed yet."""
+        """Number of live groups: neither filtered, nor taken by a batch that is committed."""
         return len(self._order) - len(self._closed(committed))
 
     def ranks(self, groups: list[int], committed: int) -> list[int]:
-        """How many open groups are older than each of these."""
+        """For each of these groups: the number of live groups that are older."""
         closed = sorted(self._closed(committed))
         return [bisect_left(self._order, group) - bisect_left(closed, group) for group in groups]
 

@@ -26,17 +26,19 @@ class BufferConfig(Section, frozen=True):
     max_staleness: Count = 4
     """Bound on the lag of every trained token, in optimizer batches. 0: synchronous."""
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
-    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: as many as keep the trainer busy
-    while at most 1% of the tokens are over the bound, beginning with min(1, max_staleness)."""
+    """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
+    at most 1% of the tokens are over the bound and, within that, the trainer is busy; it begins with
+    min(1, max_staleness)."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
     batch waits for groups that would cross the bound, `drop` drops the trajectory."""
     group_policy: Literal["auto", "complete", "partial"] = "auto"
-    """Train whole groups, or the members landed by a deadline (late ones are still trained). auto: `partial`
-    where the algorithm stays unbiased with it, and tokens over the bound are masked."""
+    """`complete`: a group is trained when all of its members have ended. `partial`: those that landed by a
+    deadline are trained then, late ones when they land. auto: `partial` where the algorithm stays unbiased
+    with it and on_stale is mask, else `complete`."""
     group_deadline: Seconds | Literal["auto"] = "auto"
-    """`partial`: seconds from the start of a group to the deadline of its baseline. auto: what half of the
-    groups need until all of their members have landed."""
+    """`partial`: seconds from the start of a group's first episode to its deadline, when it is fixed whom the
+    members are compared with. auto: the time in which half of the groups land all of their members."""
     filter_zero_variance: bool = True
     """Filter groups whose rewards are all equal, and refill the batch."""
     max_refill: Positive = 8
@@ -58,12 +60,12 @@ class BufferConfig(Section, frozen=True):
 
     @property
     def target(self) -> float:
-        """To begin with; a number stays."""
+        """The number that is set; with auto the one that the run begins with."""
         return min(1, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
 
     @property
     def max_live_groups(self) -> int:
-        """The most at any time."""
+        """The highest limit on live groups that the run may have."""
         ahead = self.max_staleness if self.target_staleness == "auto" else self.target
         return int((1 + ahead) * self.groups_per_batch)
 

@@ -1,4 +1,4 @@
-"""Flow control in the run: what a step's row says of it moves the limit on live groups.
+"""Flow control in the run: after each commit, the metrics of the step move the limit on live groups.
 
 waits for: a commit
 unblocks: admission (rule 1)
@@ -14,8 +14,8 @@ from asyncrl.config import RunConfig
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` after each commit, unless the configuration has a number for it. A restart of
-    the coordinator begins anew."""
+    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number. After a
+    restart of the coordinator it begins anew: what was measured is not stored."""
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer
@@ -23,14 +23,14 @@ class LiveLimit:
         self.adapts = section.target_staleness == "auto"
         self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
         self.life = self.token_age = 0.0
-        self._idle = {"async/trainer_idle_frac": 0.0, "async/rollout_idle_frac": 0.0}  # newest known
+        self._idle = {"async/trainer_idle_frac": 0.0, "async/rollout_idle_frac": 0.0}  # newest known shares
         self._engines: frozenset[str] = frozenset()
 
     def committed(
         self, row: Mapping[str, float], engines: Collection[str], validating: bool, now: float
     ) -> None:
-        """A step is over, and this is its row. The limit stays after one that ends in a validation, or with
-        other engines than the one before."""
+        """A step is committed; `row` has its metrics. The limit does not change after a step that ends in a
+        validation, or that has other engines than the one before: its times are not those of plain steps."""
         meter, same = self.buffer.meter, self._engines == frozenset(engines)
         self._engines = frozenset(engines)
         self.life = meter.life(now, self.seconds)

@@ -100,8 +100,8 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     """One trajectory of a plan. Its turns are the next `frames` frames of the message.
 
     `siblings` are the results that the baseline is made of. `place` is the index of `own` among them; -1: it
-    landed after the deadline of a partial group. `issued`: members of the group, landed or not. `greedy`:
-    reward of the group's greedy episode, where the advantage wants one.
+    is a late member of a partial group, and not among them. `issued`: members that the group was issued with,
+    landed or not. `greedy`: reward of the group's greedy episode, where the advantage wants one.
     """
 
     uid: str
