@@ -22,13 +22,17 @@ from asyncrl.config import Packing
 from asyncrl.types import DropReason, EpisodeResult
 
 CHOICE = 16  # micro-batches' worth of ready trajectories that one is chosen from
-STREAM = FLOOR = 4  # of a batch's groups, and of trainer.micro_batch_tokens: what is worth a micro-batch
+STREAM = FLOOR = 4  # worth a micro-batch: 1/STREAM of the batch's groups, 1/FLOOR of micro_batch_tokens
 
 
 class Baseline(msgspec.Struct, frozen=True):
-    """What a group's rewards are compared with: the results of `members` (numbers within the group), for a
-    late one of the first `late` of them. `issued`: members of the group, landed or not. `greedy`: reward of
-    its greedy episode, where there is one."""
+    """What a group's rewards are compared with.
+
+    members: numbers within the group, of those whose `results` the others are compared with.
+    late: a late member is compared with the first `late` of them.
+    issued: members that the group was issued with, landed or not.
+    greedy: reward of its greedy episode, where there is one.
+    """
 
     members: tuple[int, ...]
     results: tuple[EpisodeResult, ...]
@@ -46,7 +50,8 @@ class Baseline(msgspec.Struct, frozen=True):
         return cls(group.baseline, results, len(group.late_siblings), issued, greedy)
 
     def siblings(self, episode: EpisodeRecord) -> tuple[tuple[EpisodeResult, ...], int]:
-        """The results that an episode is compared with, and its place among them; -1: it is late."""
+        """The results that an episode is compared with (its own may be among them), and the place of its own;
+        -1: it is late, and not among them."""
         if episode.member in self.members:
             return self.results, self.members.index(episode.member)
         return self.results[: self.late], -1
@@ -142,7 +147,7 @@ class Batches:
 
     def _extend(self, batch: Batch, ranks: int) -> list[str] | None:
         """Add the next micro-batch, once there is enough for it or nothing more can enter the batch. Late
-        members that would be a small one by themselves are left to the next batch, if there is one."""
+        members that are not enough by themselves are left to the next batch, if there is one."""
         places = places_of(self.buffer)
         pool, groups = self._pool(batch, places, CHOICE * self.micro_tokens * ranks)
         size = self.buffer.config.groups_per_batch
@@ -170,15 +175,16 @@ class Batches:
         return batch.micros[-1]
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
-        """A late member of a group that was taken, with no token that is over the bound in the next batch."""
+        """True for a late member of a group that was taken, if none of its tokens is over the bound in the
+        next batch."""
         baseline = self.baselines.get(episode.group)
         late = baseline is not None and baseline.siblings(episode)[1] < 0
         return late and episode.oldest > step - self.buffer.config.max_staleness
 
     def _enough(self, pool: Sequence[EpisodeRecord], groups: set[int], ranks: int) -> bool:
-        """The trainer waits, so it is given what is ready: a full micro-batch for each rank; or new groups, a
-        STREAM-th of the batch, of a FLOOR-th of the tokens: so many share what a micro-batch costs beside its
-        tokens (the gather of weights, kernel launches).
+        """The trainer waits, so it is given what is ready, if that is a full micro-batch for each rank; or
+        1 / STREAM of the batch's groups, new ones, with 1 / FLOOR of those tokens. A smaller one would be
+        mostly costs that do not depend on its tokens (gathering weights, launching kernels).
 
         Of 8 groups of 1,000 tokens each, with micro_batch_tokens 8192: 3 ready ones are trained at once, as
         3,000 > 8192 / FLOOR; with two ranks 5, as each gets half of them.

@@ -81,17 +81,17 @@ class EpisodeRecord(msgspec.Struct, gc=False):  # no cycles; a collection of 100
 class GroupRecord(msgspec.Struct):
     """The episodes of one sample, the greedy one (where there is one) last. `baseline`: the members that
     others are compared with, fixed when the group settles; before that those that landed after the deadline,
-    in order. `first_only`: who is not in it is compared with its first alone. `filtered`: its members were,
-    only others may still be trained. `position`: of the sample in the order of the data. `retires`: its
-    sample is not drawn again."""
+    in order. `first_only`: a late member is compared with the first of them alone. `filtered`: those of the
+    baseline were filtered; only late members may still be trained. `position`: of the sample in the order of
+    the data. `retires`: its sample is not drawn again."""
 
     id: int
     sample: int  # its index in the data
     issued_step: int
     members: list[str]
-    patience: float = math.inf  # group_policy=partial: seconds from the start to the deadline of the baseline
+    patience: float = math.inf  # seconds from its start to its deadline; inf: it is not a partial group
     started: float = math.nan  # when the first member was assigned; -inf: before this process; nan: not yet
-    deadline: float = math.inf  # of the baseline; both are on the caller's clock
+    deadline: float = math.inf  # when its baseline is fixed; both are on the caller's clock
     settled: bool = False
     baseline: tuple[int, ...] = ()
     first_only: bool = False
@@ -102,7 +102,7 @@ class GroupRecord(msgspec.Struct):
 
     @property
     def late_siblings(self) -> tuple[int, ...]:
-        """Whom a member that is not in the baseline is compared with."""
+        """The members that a late member is compared with."""
         return self.baseline[:1] if self.first_only else self.baseline
 
 

@@ -32,7 +32,7 @@ USABLE = "usable"  # outcome of a group, beside State.FILTERED and State.DROPPED
 
 
 class ReplayBuffer:
-    """All live groups, in admission order, and the totals of those that have left.
+    """All groups with a member that is not over, in admission order, and the totals of those that have left.
 
     Args:
         config: bounds and policies.
@@ -63,7 +63,7 @@ class ReplayBuffer:
         self._fits = max(1, config.max_bytes // max(1, group_bytes))
         self.live_limit = int((1 + config.target) * config.groups_per_batch)  # moved by flow control
         self.meter = FlowMeter()
-        self.live: dict[int, GroupRecord] = {}
+        self.live: dict[int, GroupRecord] = {}  # with a member that is not over; has_room counts fewer
         self.episodes: dict[str, EpisodeRecord] = {}
         self.tally = Tally()
         self.floors: dict[int, int] = {}  # of groups (freshness.floor_of), until one of its members changes
@@ -117,7 +117,7 @@ class ReplayBuffer:
 
     @property
     def has_room(self) -> bool:
-        """A group of a committed batch, of which only a late member is left, is not counted as live."""
+        """Whether one more group may be live. One of which only late members are left does not count."""
         live = self.tally.open(self.committed)
         return (
             live + 1 <= self.max_live
@@ -128,7 +128,7 @@ class ReplayBuffer:
 
     @property
     def max_live(self) -> int:
-        """Groups that may be live: what flow control allows, as far as their payloads fit."""
+        """Groups that may be live: as many as flow control allows, but no more than fit into max_bytes."""
         return min(self.live_limit, self._fits)
 
     def admit(self, step: int, now: float) -> GroupRecord:
@@ -193,7 +193,7 @@ class ReplayBuffer:
     def finish(self, episode: EpisodeRecord, result: EpisodeResult, stats: EpisodeStats, now: float) -> None:
         """The episode landed; its group may settle."""
         group = self.live[episode.group]
-        self._settle(group, now)  # without this one, where the deadline has passed since the last tick
+        self._settle(group, now)  # if the deadline has passed since the last tick: before this one landed
         episode.result, episode.stats = result, stats
         self.move(episode, State.LANDED)
         if not episode.greedy:
@@ -232,7 +232,7 @@ class ReplayBuffer:
     # -- groups --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Settle the groups whose deadline has passed; one that cannot yet does when a member lands."""
+        """Settle the groups whose deadline has passed and of which enough members have landed."""
         for number in self.deadlines.passed(now):
             if number in self.live:
                 self._settle(self.live[number], now)
@@ -245,8 +245,8 @@ class ReplayBuffer:
         return self.episodes[group.members[-1]] if self.greedy else None
 
     def _settle(self, group: GroupRecord, now: float) -> None:
-        """Fix whom the members are compared with: when all have ended, or at the deadline, or when enough
-        have landed after it. A greedy episode that fails takes its group along."""
+        """Fix whom the members are compared with, if it is time: all have ended; or the deadline has passed,
+        and enough have landed. If the greedy episode fails, the group is dropped."""
         greedy, ended, overdue = self.greedy_of(group), self._ended(group), now >= group.deadline
         landed = [episode for episode in self.members(group) if episode.state is State.LANDED]
         no_greedy = greedy is not None and greedy.state is State.FAILED
@@ -273,8 +273,7 @@ class ReplayBuffer:
                 self._set_state(greedy, State.FILTERED, FilterReason.BASELINE)
 
     def _land_late(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> None:
-        """After its group has settled: it is trained against the siblings that were fixed then, unless it has
-        earned the same as they."""
+        """A late member is trained, or filtered if it has earned the same as those it is compared with."""
         siblings = [self.episodes[group.members[member]] for member in group.late_siblings]
         if self._equal([episode, *siblings], None):
             self._set_state(episode, State.FILTERED, FilterReason.ZERO_VARIANCE)
@@ -284,7 +283,7 @@ class ReplayBuffer:
             self._set_state(episode, State.READY)
 
     def _equal(self, landed: list[EpisodeRecord], greedy: EpisodeRecord | None) -> bool:
-        """Nothing can be learned from comparing these, and such groups are filtered."""
+        """True when nothing can be learned from comparing these: they are to be filtered."""
         results = [episode.result for episode in landed]
         reward = greedy.result.reward if greedy else None
         return self.config.filter_zero_variance and all_equal(results, reward, self.reads)
@@ -294,7 +293,7 @@ class ReplayBuffer:
         return all(self.episodes[uid].state not in RUNS for uid in group.members)
 
     def _end(self, group: GroupRecord, now: float) -> None:
-        """Of a group whose members have all ended its life is known, and whether its sample retires."""
+        """A member has ended; after the last one, note how long the group took and if its sample retires."""
         if self._ended(group):
             self.deadlines.end(group, now)
             self._retire_sample(group)

@@ -1,4 +1,4 @@
-"""The versions an engine is to load: a mailbox in which the latest wins, and the check after each load.
+"""The versions an engine is to load: a mailbox in which the latest wins, and the checks of what was loaded.
 
 consumes: versions offered
 waits for: the engine, at most `deadline` seconds a load
