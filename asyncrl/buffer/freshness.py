@@ -11,11 +11,12 @@ from asyncrl.types import DropReason
 
 
 def pending(buffer: ReplayBuffer) -> Iterator[tuple[int, EpisodeRecord]]:
-    """(version that it must be started on at least, episode to be assigned), oldest first. The caller may
+    """(oldest version that it may be started on, episode to be assigned), oldest groups first. The caller may
     assign each before it asks for the next one.
 
-    Rule 2: it will be within the bound when it is trained. After `rank` older groups that is at step
-    `committed + rank // groups_per_batch` or later, if they are taken in order; `hold` knows better.
+    Rule 2: its tokens will be within the bound when they are trained. After `rank` older groups that is at
+    step `committed + rank // groups_per_batch` or later, if groups are taken in order; with on_stale=hold the
+    places of the coming batches say it exactly.
     """
     places, waiting = places_of(buffer), sorted(buffer.tally.groups[State.PENDING])
     for number, rank in zip(waiting, buffer.tally.ranks(waiting, buffer.committed), strict=True):

@@ -1,8 +1,8 @@
 """A run in simulated time: engines, tools, the buffer's rules, flow control and a trainer.
 
-Seeded, and pure: a workload in, one record per step out. Admission is that of ReplayBuffer (rule 1, whole
-groups while slots are free), the start of episodes that of rule 2, batches take the oldest groups first, and
-the limit on live groups is moved by the real FlowControl. Left out: failures, memory, validation.
+Seeded and pure: from a workload it computes one record per step. Admission is that of ReplayBuffer (rule 1,
+whole groups while slots are free), episodes start by rule 2, batches take the oldest groups first, and the
+real FlowControl moves the live limit. Left out: failures, memory, validation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class LogNormal(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """Seconds and tokens. An episode samples `turns` times, with a tool call between two turns."""
+    """What is simulated, in seconds and tokens. An episode samples `turns` times, with one tool call between
+    two turns."""
 
     groups: int = 8  # per batch
     members: int = 4  # of a group
@@ -48,12 +49,12 @@ class Workload(msgspec.Struct, frozen=True):
     publish: float = 0.05  # seconds from a commit until the engines have the weights
     micro: int = 8  # groups that the trainer takes at a time
     filtered: float = 0.0  # share of groups without a learning signal
-    deadline: float = math.inf  # of the baseline, after the start of the group; finite: partial groups
-    limit: float = 60.0  # deadline of an episode
+    deadline: float = math.inf  # seconds from the start of a group to its deadline; finite: partial groups
+    limit: float = 60.0  # seconds that an episode may take
 
 
 class SimulatedStep(msgspec.Struct, frozen=True):
-    """What one step was. Shares in [0, 1], seconds, lags in batches."""
+    """Figures of one step. Shares in [0, 1], times in seconds, lags in batches."""
 
     limit: int
     running: int  # episodes that held a slot when it was committed
@@ -88,7 +89,7 @@ class Simulation:
         self.steps: list[SimulatedStep] = []
         self._order, self._numbers = count(), count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        # The engines share what they can do equally. `served`: tokens that each turn got since the beginning.
+        # The engines divide their rate equally. `served`: tokens of a turn that would run since the start.
         self._served = 0.0
         self._sampling: list[tuple[float, int, _Episode]] = []  # (served at its end, order, episode)
         self._live: set[int] = set()
@@ -105,7 +106,7 @@ class Simulation:
     # -- time ----------------------------------------------------------------------------------------
 
     def run(self, steps: int, changes: Mapping[int, Workload] = MappingProxyType({})) -> list[SimulatedStep]:
-        """`changes`: what the workload is from a step on."""
+        """One record per step. `changes`: by step, the workload from that step on."""
         while self.committed < steps:
             self.w = changes.get(self.committed, self.w)
             self._admit()

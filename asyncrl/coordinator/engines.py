@@ -23,7 +23,7 @@ from asyncrl.wire.messages.shared import Loaded, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
-TABLES_PER_SECOND = 2000  # to all workers together, at most: with 512 of them, four times a second each
+TABLES_PER_SECOND = 2000  # messages to all workers together, at most: four a second to each of 512
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
 
@@ -208,9 +208,9 @@ class EngineHandler:
         return not self.remote or bool(self._serving(None))
 
     def send_table(self, workers: Collection[bytes], now: float) -> None:
-        """Send each worker what it has not got of the table: all of it, or what changed. Changes that come
-        soon after others wait for more. A restarted coordinator first gives the keepers a lease's time to
-        report: workers take back turns from servers that a table leaves out."""
+        """Send each worker what it does not have yet of the table: all of it, or what changed. Changes are
+        collected, so that TABLES_PER_SECOND is kept. A restarted coordinator first gives the keepers a
+        lease's time to report: workers take back turns from servers that a table leaves out."""
         complete = len(self.keepers) >= self.state.config.engine.keepers
         if not self.remote or not (complete or now > self._began + self.state.config.launch.lease):
             return
@@ -249,15 +249,15 @@ class EngineHandler:
         )
 
     def add_use(self, before: Sequence[EngineUse], now: Sequence[EngineUse]) -> None:
-        """What the servers have done for a worker, by its last heartbeat and by this one, which has the same
-        servers in the same order, and perhaps more."""
+        """Count what the servers have done for a worker between two heartbeats. The later one has the same
+        servers in the same order, and perhaps more of them."""
         for use, had in zip(now, chain(before, repeat(NO_USE)), strict=False):
             if use != had:
                 self._uses[use.name].update({n: getattr(use, n) - getattr(had, n) for n in COUNTS})
 
     def gauges(self) -> dict[str, float]:
-        """Numbers per server: what workers had from it, and its newest update; and the share of all prompt
-        tokens that needed no computing."""
+        """Metrics per server: what it has done for the workers, and its newest update; and the share of all
+        prompt tokens that were found in a prefix cache."""
         found: dict[str, float] = {}
         prompt = cached = 0
         for keeper in self.keepers.values():

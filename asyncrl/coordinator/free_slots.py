@@ -12,9 +12,15 @@ W = TypeVar("W")
 
 
 class FreeSlots(Generic[W]):
-    """The free slots of one turn of the loop. `workers`: each with its free slots and the versions that it
-    can sample with, ascending: those of all servers, or that of its own engine. Each `take` costs the
-    logarithm of the number of workers, times the number of different newest versions."""
+    """The free slots of the workers in one turn of the loop.
+
+    Args:
+        workers: each with the number of its free slots, and the policy versions that it can sample with,
+            ascending: those of all servers, or that of its own engine.
+
+    The cost of a `take` grows with the logarithm of the number of workers, and with the number of different
+    newest versions.
+    """
 
     def __init__(self, workers: Iterable[tuple[W, int, Sequence[int]]]) -> None:
         self._heaps: defaultdict[int, list[tuple[int, int, W, Sequence[int]]]] = defaultdict(list)
@@ -28,8 +34,8 @@ class FreeSlots(Generic[W]):
         return any(self._heaps.values())
 
     def take(self, needed: int) -> tuple[W, int] | None:
-        """A slot of the least loaded worker with a version that is not older than `needed`, and the oldest
-        such version. None: there is none."""
+        """Take a slot of the worker with the most free ones that has a version not older than `needed`.
+        Returns the worker and the oldest such version that it has; None: there is none."""
         fit = [heap for newest, heap in self._heaps.items() if newest >= needed and heap]
         if not fit:
             return None

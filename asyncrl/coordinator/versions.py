@@ -9,12 +9,12 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import LoadWeights
 from asyncrl.wire.messages.trainer import Probed
 
-PROBE_EVERY = 50  # steps after which all engines are compared with the trainer again
+PROBE_EVERY = 50  # steps between two comparisons of all engines with the trainer: scoring takes it a while
 
 
 class EngineVersions(msgspec.Struct):
     """One engine's: what it was sent last, and what it has confirmed. NO_VERSION: nothing. `unproven`: it
-    could load, and has yet to compare its log-probs with the trainer's before it samples."""
+    has loaded a version, but must compare the probe with the trainer's log-probs before it may sample."""
 
     pushed: PolicyVersion = NO_VERSION
     acked: PolicyVersion = NO_VERSION
@@ -61,24 +61,24 @@ class VersionLedger:
         held.pushed, held.pushed_at = self.newest, now
 
     def order(self, ref: WeightsRef, lane: str) -> LoadWeights:
-        """To load a version."""
+        """The message that tells an engine to load a version, with its probe if the trainer has scored it."""
         return LoadWeights(ref, lane, self._probe(ref.version))
 
     def _probe(self, version: PolicyVersion) -> Probe | None:
-        """As the trainer scores it with a version, if it has."""
+        """The probe with the trainer's log-probs of this version; None: it has not scored it."""
         return self.probed.probe if self.probed is not None and self.probed.version == version else None
 
     def lacks_probe(self, version: PolicyVersion) -> bool:
-        """Whether the trainer, which has this version now, is to score the probe with it: an engine waits for
-        that, or the last time was long ago."""
+        """True when the trainer, which has this version now, is to score the probe with it: an engine waits
+        for that, or the last time is PROBE_EVERY steps ago."""
         if self._probe(version) is not None:
             return False
         due = self.probed is not None and version.step >= self.probed.version.step + PROBE_EVERY
         return due or any(held.unproven for held in self.engines.values())
 
     def take_probe(self, probed: Probed, now: float) -> None:
-        """The trainer scored the probe. Engines that may have loaded that version already are sent it again:
-        they only compare."""
+        """The trainer has scored the probe. If that is with the newest version, engines may have loaded it
+        already: they are sent it again, and only compare."""
         self.probed = probed
         if probed.version == self.newest:
             for engine in self.engines:

@@ -24,7 +24,7 @@ from asyncrl.wire.messages.worker_bulk import Fenced
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
 EVAL = "val"  # uids of validation episodes begin with it
-MOST_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait for all
+MOST_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait until thousands are assigned
 
 
 @dataclass

@@ -69,8 +69,8 @@ class Publishing:
             self._publisher.submit(self._host.snapshot(index, version, stall))
 
     def probe(self) -> Probe:
-        """The probe as the policy scores it now. A collective. It takes as long as many copies of the
-        weights, so it is asked for when an engine was started, and is no part of `publish`."""
+        """The probe, with the log-probs of the policy as it is now. A collective. It takes as long as many
+        copies of the weights, so it is not part of `publish`: the coordinator asks for it."""
         logprobs = score(self.policy, self._probe_ids, self.mesh.device)
         if self.noise_floor is None:
             with unpacked(self.policy):

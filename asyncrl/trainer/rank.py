@@ -316,8 +316,8 @@ class TrainerRank:
             self.publishing.publish(PolicyVersion(self.trainer_epoch, self.learner.step))
 
     def _probe(self) -> None:
-        """Score the probe, for engines to compare, with a version that is published. While steps are repeated
-        the engines keep their newer weights, and none is."""
+        """Score the probe, for the engines to compare, with a version that is published (now, if it was not).
+        Not while steps are repeated: then the engines keep their newer weights, and nothing is published."""
         if self.repeating:
             return
         if self.published_step != self.learner.step:  # the first one; or weights.every left this one out

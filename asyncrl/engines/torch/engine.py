@@ -1,8 +1,8 @@
 """The embedded engine: the trainer's own Hugging Face module, served from the caller's event loop.
 
 One task steps the batcher in a thread: a step of a large model takes seconds, and tools, rewards and
-heartbeats of the loop go on meanwhile. The thread goes on until a turn ends or the loop has a change to make:
-requests, aborts and weight swaps are done in the loop and in order, while no step runs.
+heartbeats of the loop go on meanwhile. The thread computes steps until a turn ends or the loop has a change
+to make: requests, aborts and weight swaps are done in the loop and in order, while no step runs.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class TorchEngine:
                     self._break(_broke(error))
 
     def _in_thread(self) -> list[Run]:
-        """Steps, as many as need nothing from the loop: a return to it costs as much as some rows of a step.
+        """Compute steps until one needs the loop: each return to it costs as much as several rows of a step.
         Returns the turns that ended."""
         watched = any(run.request.watch for run in self._futures)
         while True:

@@ -1,9 +1,9 @@
-"""What a step computes on the device: one forward, and a token sampled for every slot that decodes.
+"""What a decode step computes on the device: one forward, and a token sampled for every slot that decodes.
 
-A step of a small model is some hundred small operations, and Python takes longer to issue them than they
-take. So each kind of step, once it has been made often, is recorded by `torch.jit.trace`: the same operations
-on the same tensors, issued from C++, with other threads of Python running meanwhile. Sizes are not recorded,
-and weights and KV are read where they are, so a recording outlives other batches and other weights.
+A step of a small model is some hundred small operations, and Python takes longer to issue them than they take
+to run. So each kind of step is recorded by `torch.jit.trace` after it has been made often: the same
+operations on the same tensors are then issued from C++, while other threads of Python run. Sizes are not part
+of a recording, and weights and KV are read where they are, so it stays valid for other batches and weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from asyncrl.errors import one_line
 
 log = logging.getLogger("asyncrl.engine")
 
-RECORD_AFTER = 300  # steps of a kind: about what the recording costs
+RECORD_AFTER = 300  # steps of a kind: a recording costs about as much as so many steps
 _RECORDING = threading.Lock()  # torch records one module at a time
 
 
 class Kind(NamedTuple):
-    """What of a plan is not in its tensors."""
+    """What a plan says beside its tensors: a recording is valid for one of these."""
 
     groups: int
     dense: bool
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
 
 class RecordedStep:
-    """Makes the steps of a cache; the caller makes one at a time, in inference mode."""
+    """Computes the steps of a cache, one at a time; the caller is in inference mode."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -46,7 +46,7 @@ class RecordedStep:
         self._steps: dict[Kind, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, plan: DecodePlan) -> list[int]:
-        """Make a step; returns the slots that are done."""
+        """Compute a step; returns the slots whose turns ended with it."""
         kind = Kind(len(plan.layout.groups), plan.layout.dense, plan.params.any_greedy)
         tensors = _tensors(plan)
         if kind not in self._steps:
@@ -59,7 +59,8 @@ class RecordedStep:
 
 
 class _Step(torch.nn.Module):
-    """The steps of one kind. What they change is registered here, for a recording to find it."""
+    """The steps of one kind. The tensors that they change are registered as buffers: otherwise a recording
+    would copy them as constants."""
 
     def __init__(self, cache: KVCache, kind: Kind) -> None:
         super().__init__()
@@ -80,8 +81,8 @@ class _Step(torch.nn.Module):
         limits: torch.Tensor,
         *groups: torch.Tensor,
     ) -> torch.Tensor:
-        """See DecodePlan for the arguments, three per group. Returns the indices of the samples that are
-        done."""
+        """See DecodePlan and Layout for the arguments; `groups` has three per SlotGroup. Returns [ended] the
+        indices of the samples that end their turn."""
         cache, kind = self._cache, self._kind
         split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
         layout = Layout(cells, positions, split, kind.dense)
@@ -108,7 +109,8 @@ def _tensors(plan: DecodePlan) -> tuple[torch.Tensor, ...]:
 def _recorded(
     step: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]
 ) -> Callable[..., torch.Tensor]:
-    """The step recorded; itself, if its Python code depends on values (as a mixture of experts may)."""
+    """The recorded step; the step itself if its Python code depends on values of tensors (as a mixture of
+    experts may)."""
     with _RECORDING, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("error", torch.jit.TracerWarning)  # type: ignore[attr-defined]

@@ -68,8 +68,8 @@ class KVCache:
         return (*self.keys.values(), *self.values.values())
 
     def reach(self, length: int) -> torch.Tensor:
-        """The columns that sequences of at most `length` tokens attend to: bucketed, so that kernels see few
-        shapes."""
+        """[reach] The columns 0, 1, … that sequences of at most `length` tokens attend to; reach is rounded
+        up, so that kernels see few shapes."""
         return self._every[: min(-(-length // _BUCKET) * _BUCKET, self.max_len)]
 
     def forward(self, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
