@@ -1,4 +1,5 @@
-"""Asynchronous against synchronous training: the same work, and what each half of it would take alone.
+"""Asynchronous against synchronous training: the same work, and the time that generation and training alone
+would take.
 
     python tools/bench/async_ratio.py                                  # all workloads, about 25 minutes
     python tools/bench/async_ratio.py --workloads tail --mode wide=rollout.slots=256,buffer.target_staleness=3
@@ -7,14 +8,14 @@ All runs play the same episodes: the learning rate is 1e-30, so the weights stay
 drawn by (seed, episode, position), and delays of tools and forced lengths by (seed, episode) (replayed.py).
 Modes take turns; the runs of a turn are compared with each other, and medians and ranges are of the turns.
 
-T is seconds per step, charged for masked tokens: the seconds in which as many tokens as a batch has on
-average were trained with a weight. The first two fifths of the steps are left out (the pipeline fills, flow
-control settles), and the last one (it empties); a synchronous run has half as many steps. g and t are seconds
+T is seconds per step, corrected for masked tokens: the time in which so many unmasked tokens are trained as a
+batch has tokens on average. The first two fifths of the steps are left out (the pipeline fills, flow control
+settles), and the last fifth (it empties); a synchronous run has half as many steps. g and t are seconds
 per step of one more run of the same episodes without delays: its trainer is stopped (SIGSTOP) until all
 episodes have landed (g: the middle of that time, with all slots taken), then it trains with everything ready,
-publishing after each step (t). CPU seconds are of the same spans. `life x G / live`: mean life of a group
-(from the first member's begin to the last one's end) times groups per batch by groups live when a batch
-commits: with that many live groups no step can be shorter.
+publishing after each step (t). CPU seconds are of the same spans. `life x G / live`: mean seconds of
+a group from the start of its first member to the end of its last, times groups per batch, divided by the
+groups with a member under way when a batch commits: by Little's law no step can be shorter on average.
 """
 
 from __future__ import annotations

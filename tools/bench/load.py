@@ -1,11 +1,12 @@
-"""What the coordinator can take: its real process, beside simulated workers, keepers and a trainer.
+"""How much load the coordinator can handle: its real process, with simulated workers, keepers and a trainer.
 
     python tools/bench/load.py --workers 512 --servers 64 --slots 20 --episodes 40000
 
 The peers speak the real messages over real sockets, all from this process: hellos, heartbeats, turns with
 payloads, endings; loads of every version; plans, commits, checkpoints. A load, a micro-batch and an
-optimizer step take no time; an episode takes `--life` seconds in the mean (uniform, ±50%). With few slots
-these limit the rate, to about 0.7 * slots / life; beyond that the coordinator does. Printed are:
+optimizer step take no time; an episode takes `--life` seconds on average (uniform, ±50%). With few slots they
+limit the rate, to about 0.7 * slots / life (a group waits for its slowest member); with more slots the
+coordinator does. It prints:
 
 - episodes per second, and CPU seconds of the coordinator per 1,000 of them, between 10% and 90% of the run;
 - quantiles of the turns of its loop from the start of the run on, in wall and in CPU time: on a machine with

@@ -2,11 +2,12 @@
 
     python tools/bench/starvation.py --steps 60       # 10 minutes on two cores
 
-The policy stays the same, so what is issued is the same in all modes. Of the groups issued at one step (a
-cohort), once all are over: the distribution of what would have a coefficient in the loss if all members were
-compared at once and nothing was too old, against what had one (its advantage not 0, its lag in the bound).
-An episode counts by its model tokens, at the logarithm of its length in tokens and of its seconds. Effect
-size: difference of the means by the standard deviation of what should be there; below 0: the long ones are
+The policy stays the same, so the same episodes are issued in all modes. Two sets of tokens are compared, of
+the groups issued at one step (a cohort), once all of them are over. Wanted: the tokens that would have a
+coefficient in the loss if all members of a group were compared at once and nothing was too old. Had: those
+that had one (their advantage is not 0, their lag is within the bound). An episode counts with its model
+tokens; what is compared is the logarithm of its length in tokens, and of its seconds. Effect size: difference
+of the means (had - wanted), divided by the standard deviation of what is wanted; below 0: long episodes are
 missing. The 95% intervals are bootstrapped over the cohorts. The last quarter of the steps is left out: its
 episodes are dropped at the end of the run.
 """

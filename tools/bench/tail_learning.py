@@ -4,8 +4,8 @@
 
 Seeds are paired: the same prompts in the same order, as many steps. Each run's last checkpoint then plays
 the same held-out questions with the same random numbers, none of which is in the demo's data. The interval
-is Student's t of the paired differences, one-sided 95%. A run that is complete is not repeated; `--draw` only
-prints. Overrides stand behind `--` and are given to all runs.
+is Student's t of the paired differences, one-sided 95%. A run whose result is there is not repeated; `--draw`
+runs nothing and prints the table. Overrides stand behind `--` and are given to all runs.
 """
 
 from __future__ import annotations
