@@ -34,7 +34,7 @@ class VersionLedger:
     def __init__(self, newest: PolicyVersion = NO_VERSION, ref: WeightsRef | None = None) -> None:
         self.newest, self.ref = newest, ref
         self.engines: dict[str, EngineVersions] = {}
-        self.probed: Probed | None = None  # the newest probe, perhaps of a version that is not written yet
+        self.probed: list[Probed] = []  # of the newest version, and of later ones that are not written yet
         self._checksum = (NO_VERSION, "")  # of the newest version that was loaded, as first loaded
 
     def publish(self, ref: WeightsRef) -> bool:
@@ -66,20 +66,22 @@ class VersionLedger:
 
     def _probe(self, version: PolicyVersion) -> Probe | None:
         """The probe with the trainer's log-probs of this version; None: it has not scored it."""
-        return self.probed.probe if self.probed is not None and self.probed.version == version else None
+        return next((probed.probe for probed in self.probed if probed.version == version), None)
 
     def lacks_probe(self, version: PolicyVersion) -> bool:
         """True when the trainer, which has this version now, is to score the probe with it: an engine waits
         for that, or the last time is PROBE_EVERY steps ago."""
         if self._probe(version) is not None:
             return False
-        due = self.probed is not None and version.step >= self.probed.version.step + PROBE_EVERY
+        due = bool(self.probed) and version.step >= self.probed[-1].version.step + PROBE_EVERY
         return due or any(held.unproven for held in self.engines.values())
 
     def take_probe(self, probed: Probed, now: float) -> None:
         """The trainer has scored the probe. If that is with the newest version, engines may have loaded it
-        already: they are sent it again, and only compare."""
-        self.probed = probed
+        already: they are sent it again, and only compare. Where writing takes longer than a step, newer probes
+        come before it is written."""
+        kept = [earlier for earlier in self.probed if self.newest <= earlier.version < probed.version]
+        self.probed = [*kept, probed]
         if probed.version == self.newest:
             for engine in self.engines:
                 self.resend(engine, now)

@@ -132,6 +132,26 @@ def test_a_server_that_was_started_samples_only_after_the_probe(setup: EngineSet
     assert [step for step in (1, 2, 50, 51) if versions.lacks_probe(PolicyVersion(1, step))] == [51]
 
 
+def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: EngineSetup) -> None:
+    """When a version can be loaded, the trainer has scored the probe with newer ones already."""
+    versions = setup.state.versions
+    first = setup.publish(0)
+    assert setup.pushed() == {A: 0, B: 0}
+    setup.ack(A, first)
+    setup.ack(B, first, unproven=True)
+    for step in range(1, 6):
+        if versions.lacks_probe(PolicyVersion(1, step)):
+            versions.take_probe(Probed(PolicyVersion(1, step), Probe((step,), (-1.0,))), 1.0)
+        if step > 2:
+            setup.publish(step - 2)
+        setup.handler.tick(1.0)
+        for peer, order in setup.sent.take(LoadWeights):
+            if peer == B:
+                assert order.probe == Probe((order.ref.version.step,), (-1.0,))
+            setup.ack(peer, order.ref)
+    assert versions.step(B.decode()) > 0 and len(versions.probed) <= 3
+
+
 def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) -> None:
     setup.serve(0)
     ref = setup.publish(1)
