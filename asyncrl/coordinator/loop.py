@@ -275,10 +275,11 @@ class Coordinator:
         self.trainer.serve()
         self._report_validations()
         self._watch(now)
+        self.observers -= state.outbox.unreachable  # one that was only away says hello again
+        state.outbox.unreachable.clear()  # workers that missed a change of the table have been sent it
         if now >= self._status_at:
             self._status_at = now + STATUS_EVERY
             self._to_observers(self._status())
-        state.outbox.unreachable.clear()  # observers and workers that missed something are known by now
 
     def _admit(self, now: float) -> None:
         """Admit groups, as far as their episodes can be assigned in this turn."""
@@ -335,8 +336,6 @@ class Coordinator:
         return Status(self.lifecycle.phase, step, total, gauges, self.reporter.waits(), failed)
 
     def _to_observers(self, message: WireMessage) -> None:
-        """One that has left is forgotten; if it was only away, it says hello again."""
-        self.observers -= self.state.outbox.unreachable
         for peer in self.observers:
             self.state.outbox.to_control(peer, message)
 

@@ -224,11 +224,16 @@ def test_a_worker_that_missed_servers_is_sent_them_all(coordinator: Coordinator)
 
 
 def test_an_observer_that_has_left_is_forgotten(coordinator: Coordinator) -> None:
-    coordinator.state.outbox.unreachable.add(OBSERVER)
+    """In the turn after the status that did not reach it, long before the next one."""
     tick(coordinator, 1.0)
-    assert coordinator.observers == set() and sent(coordinator, Status) == []
-    coordinator._on_control(OBSERVER, ObserverHello(), [], now=2.0)
+    assert len(sent(coordinator, Status)) == 1
+    coordinator.state.outbox.unreachable.add(OBSERVER)
+    tick(coordinator, 1.05)
+    assert coordinator.observers == set()
     tick(coordinator, 2.0)
+    assert sent(coordinator, Status) == []
+    coordinator._on_control(OBSERVER, ObserverHello(), [], now=3.0)
+    tick(coordinator, 3.0)
     assert len(sent(coordinator, Status)) == 1
 
 
