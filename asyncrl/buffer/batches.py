@@ -204,12 +204,15 @@ class Batches:
         return []
 
     def _last(self, batch: Batch, groups: set[int]) -> bool:
-        """The data is over, and no group but these can become ready. A batch that has begun is then trained
-        short; one that has not begun only with `flush`."""
+        """The data is over, and nothing but these groups can become ready: late members, too, are waited for,
+        or each would be a batch. One that has begun is then trained short; another only with `flush`."""
+        tally = self.buffer.tally
+        under_way = tally.groups[State.PENDING] | tally.groups[State.RUNNING]
         return (
             (self.flush or bool(batch.planned))
             and self.buffer.prompts.over
-            and self.buffer.tally.steps[-1] <= groups
+            and not under_way
+            and tally.steps[-1] <= groups
         )
 
     def drop_remainder(self) -> list[EpisodeRecord]:

@@ -40,6 +40,8 @@ class Tally:
     def leave(self, group: GroupRecord) -> None:
         self._order.pop(bisect_left(self._order, group.id))
         self.steps[group.step].discard(group.id)
+        if not self.steps[group.step]:
+            del self.steps[group.step]
         self.filtered.discard(group.id)
         for state, count in self._members.pop(group.id).items():
             self.states[state] -= count

@@ -70,6 +70,17 @@ def test_a_late_member_is_no_micro_batch_by_itself(total: int, oldest: int, alon
         assert sorted(batches.plan(2, 0, 1) or []) == ["0.2", "1.0", "1.1", "1.2"]
 
 
+def test_what_is_counted_does_not_grow_with_the_steps() -> None:
+    """Each turn of the loop looks at all of it."""
+    buffer, batches = make()
+    for step in range(20):
+        admit(buffer, 2, step)
+        for number in (2 * step, 2 * step + 1):
+            land(buffer, f"{number}.0"), land(buffer, f"{number}.1")
+        train(batches, step)
+    assert len(buffer.tally.steps) <= 2
+
+
 def test_the_oldest_group_goes_first() -> None:
     buffer, batches = make(max_staleness=4, target_staleness=4)
     admit(buffer, 4)
@@ -113,6 +124,21 @@ def test_a_short_batch_is_flushed_when_the_data_ends() -> None:
     assert len(train(batches, 0)) == 4
     assert len(train(batches, 1)) == 2
     assert batches.over and batches.plan(2, 0, 1) is None
+
+
+def test_late_members_are_one_batch_when_the_data_ends() -> None:
+    keys = {"group_policy": "partial", "group_deadline": 5.0, "episodes_per_group": 4, "groups_per_batch": 1}
+    buffer, batches = make(rows=1, epochs=1, max_staleness=4, **keys)
+    admit(buffer, 1)
+    for uid in ("0.2", "0.3"):
+        run(buffer, uid)
+    land(buffer, "0.0"), land(buffer, "0.1")
+    buffer.tick(5.0)
+    assert train(batches, 0) == ["0.0", "0.1"]
+    land(buffer, "0.2", now=6.0)
+    assert batches.plan(1, 0, 1) is None
+    land(buffer, "0.3", now=7.0)
+    assert sorted(train(batches, 1)) == ["0.2", "0.3"] and batches.over
 
 
 def test_what_was_taken_is_trained_when_the_data_ends_however_it_ends() -> None:
