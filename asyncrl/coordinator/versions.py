@@ -78,8 +78,8 @@ class VersionLedger:
 
     def take_probe(self, probed: Probed, now: float) -> None:
         """The trainer has scored the probe. If that is with the newest version, engines may have loaded it
-        already: they are sent it again, and only compare. Where writing takes longer than a step, newer probes
-        come before it is written."""
+        already: they are sent it again, and only compare. Where writing takes longer than a step, newer
+        probes come before it is written."""
         kept = [earlier for earlier in self.probed if self.newest <= earlier.version < probed.version]
         self.probed = [*kept, probed]
         if probed.version == self.newest:
