@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,14 @@ class Events:
         return self._socket.recv(4096).decode().split()
 
     def wait_for(self, *names: str) -> dict[str, list[str]]:
-        """One event of each name, e.g. `rollout`; a later event of a name replaces the earlier."""
+        """One event of each name, e.g. `rollout`, or several of one that is named so often; a later event of
+        a name replaces the earlier."""
         found: dict[str, list[str]] = {}
-        while not set(names) <= found.keys():
+        missing = Counter(names)
+        while +missing:
             event = self.next()
             found[event[0]] = event
+            missing[event[0]] -= 1
         return {name: found[name] for name in names}
 
     def close(self) -> None:

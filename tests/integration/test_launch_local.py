@@ -156,7 +156,7 @@ def test_no_orphan_when_the_parent_is_killed(tmp_path: Path, events: Events) -> 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_everything_in_time(tmp_path: Path, events: Events, number: signal.Signals) -> None:
     parent = launcher(tmp_path, "ranks=2", "stop_timeout=60")
-    started = events.wait_for("running", "rollout", "trainer")
+    started = events.wait_for("running", "rollout", "trainer", "trainer")
     children = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
     parent.send_signal(number)
     assert parent.wait(DEADLINE) == 130

@@ -100,7 +100,7 @@ def published_by(learner: Learner, world: World) -> Tensors:
     wanted = full_state(policy)
     found: Tensors = {}
     if world.rank == 0:
-        for bucket in host.snapshot(index, PolicyVersion(0, SAVED_AT), None, 0.0).buckets(1000):
+        for bucket in host.snapshot(index, PolicyVersion(0, SAVED_AT), 0.0).buckets(1000):
             found |= {name: tensor.clone() for name, tensor in bucket.items()}
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     world.gather(0, int)

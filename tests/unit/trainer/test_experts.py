@@ -71,7 +71,7 @@ def published(policy: Policy, world: World) -> dict[str, Tensor]:
     host.copy(0, shards(policy))
     found: dict[str, Tensor] = {}
     if world.rank == 0:
-        snapshot = host.snapshot(0, PolicyVersion(0, 1), None, 0.0)
+        snapshot = host.snapshot(0, PolicyVersion(0, 1), 0.0)
         found = {name: t.clone() for bucket in snapshot.buckets(3000) for name, t in bucket.items()}
     world.gather(0, int)
     host.close(60.0)

@@ -321,7 +321,7 @@ def test_a_rank_that_does_not_deliver(spawn, sender):
 
     good = weights(1)
     snapshot = snapshot_of(good, PolicyVersion(0, 1))
-    broken = Snapshot(PolicyVersion(0, 1), snapshot.layout, None, 0.0, pin)
+    broken = Snapshot(PolicyVersion(0, 1), snapshot.layout, 0.0, pin)
     server = spawn()
 
     async def main() -> None:

@@ -42,7 +42,7 @@ def policy_of(world: World, folder: Path) -> Policy:
 def taken(host: HostShards, world: World, policy: Policy, version: int) -> Snapshot:
     index = world.gather(host.claim() if world.rank == 0 else 0, int)[0]
     host.copy(index, shards(policy))
-    return host.snapshot(index, PolicyVersion(0, version), None, 0.0)
+    return host.snapshot(index, PolicyVersion(0, version), 0.0)
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def collect_from_a_late_rank(world: World, folder: Path) -> Any:
     if world.rank == 0:
         host.copy(0, shards(policy))
         reader = threading.Thread(
-            target=lambda: found.update(collected(host.snapshot(0, PolicyVersion(0, 1), None, 0.0), 1))
+            target=lambda: found.update(collected(host.snapshot(0, PolicyVersion(0, 1), 0.0), 1))
         )
         reader.start()
         reader.join(DEADLINE)
