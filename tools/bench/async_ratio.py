@@ -1,12 +1,14 @@
 """Asynchronous against synchronous training: the same work, and the time that generation and training alone
 would take.
 
-    python tools/bench/async_ratio.py                                  # all workloads, about 25 minutes
+    python tools/bench/async_ratio.py                                  # all workloads, about 50 minutes
+    python tools/bench/async_ratio.py --workloads tail --repeats 1     # 9 minutes
     python tools/bench/async_ratio.py --workloads tail --mode wide=rollout.slots=256,buffer.target_staleness=3
 
 All runs play the same episodes: the learning rate is 1e-30, so the weights stay what they are, each token is
 drawn by (seed, episode, position), and delays of tools and forced lengths by (seed, episode) (replayed.py).
 Modes take turns; the runs of a turn are compared with each other, and medians and ranges are of the turns.
+All turns play the same delays: what a heavy tail is on average shows in many steps, not in many turns.
 
 T is seconds per step, corrected for masked tokens: the time in which so many unmasked tokens are trained as a
 batch has tokens on average. The first two fifths of the steps are left out (the pipeline fills, flow control
@@ -73,7 +75,7 @@ LENGTHS = (
 )
 WORKLOADS = {
     "zero": Workload("a tool that answers at once", 60),
-    "tail": Workload("0.3 s a call, log-normal, sigma 1.5", 40, "mu: -2.329, sigma: 1.5"),
+    "tail": Workload("0.3 s a call, log-normal, sigma 1.5", 120, "mu: -2.329, sigma: 1.5"),
     "real": Workload(
         "LN(-0.16, 2.42) / 10 s a call, at most 6 s an episode",
         24,
