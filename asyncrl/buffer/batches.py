@@ -304,8 +304,7 @@ class Batches:
 
     def commit(self, step: int) -> None:
         """Batch number `step` (1-based) was applied; it is called once for each."""
-        for uid in self.batches[step - 1].uids:
-            self.buffer.trained(self.taken[uid])
+        self.buffer.trained([self.taken[uid] for uid in self.batches[step - 1].uids])
         self.buffer.committed, self.buffer.refills = step, 0
 
     def lose(self, step: int, uid: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -19,6 +19,7 @@ NEWEST = 128  # groups that the mean life is estimated from: few, so that it fol
 WINDOW = 1024  # groups that the tail is estimated from: many, as only 1% of the tokens are in it
 POINTS = 16  # ages that stand for those of all tokens of a group: less memory, the same curve
 EPISODES = 256  # episodes that the sampling speed is measured over
+SAMPLE = 4096  # episodes that stand for all that have tokens which are not ready, at least half as many
 WARM = 32  # episodes before the sampling speed is used: the first ones find the engines empty
 # A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
 PARTS = np.array([0.875, 0.625, 0.375, 0.125])
@@ -89,13 +90,20 @@ class FlowMeter:
     def token_age(self, q: float, now: float, limit: float) -> float:
         """The age, in seconds, that a share q of the tokens do not exceed, at most `limit`. It is the
         quantile over the last WINDOW groups, times the mean life of the last NEWEST, by the mean life of the
-        last WINDOW: few groups are in the tail, so its shape needs many; the mean needs few."""
-        ages = self.ages.curve([self._sampled(self._turns.values(), PARTS.mean(keepdims=True))], now)
+        last WINDOW: few groups are in the tail, so its shape needs many; the mean needs few.
+
+        Of more than SAMPLE episodes with tokens that are not ready, every k-th in the order of their first
+        turns stands for k: so of those older than any given age there are as many, to within k."""
+        every = 1 + len(self._turns) // SAMPLE
+        running = islice(self._turns.values(), 0, None, every)
+        sampled, tokens = self._sampled(running, PARTS.mean(keepdims=True))
+        ages = self.ages.curve([(sampled, every * tokens)], now)
         long = self._mean(self.lives, now, limit)
         return min(ages.quantile(q), ages.longest, limit) * (self.life(now, limit) / long if long else 1.0)
 
     def _mean(self, lives: RecentLifetimes, now: float, limit: float) -> float:
-        curve = lives.curve(((began, 1.0) for began in self._began.values()), now)
+        began = np.fromiter(self._began.values(), np.float64)
+        curve = lives.curve([(began, np.ones_like(began))], now)
         return curve.restricted_mean(min(limit, curve.longest))  # nothing is known beyond
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from asyncrl.buffer.cohorts import Cohorts
 from asyncrl.buffer.deadlines import Deadlines
@@ -349,11 +349,12 @@ class ReplayBuffer:
         episode.step = step
         self._set_state(episode, State.TAKEN)
 
-    def trained(self, episode: EpisodeRecord) -> None:
-        group = self.live[episode.group]
-        self.cohorts.trained(group.issued_step, episode)
-        self._set_state(episode, State.TRAINED)
-        self._forget_if_over(group)
+    def trained(self, episodes: Sequence[EpisodeRecord]) -> None:
+        for episode in episodes:
+            self.cohorts.trained(self.live[episode.group].issued_step, episode)
+            self._set_state(episode, State.TRAINED)
+        for number in {episode.group for episode in episodes}:
+            self._forget_if_over(self.live[number])
 
     def _set_state(self, episode: EpisodeRecord, state: State, reason: str = "") -> None:
         episode.reason = reason

@@ -12,10 +12,13 @@ from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 
+TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac"
+
 
 class LiveLimit:
-    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number. After a
-    restart of the coordinator it begins anew: what was measured is not stored."""
+    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number: in the turn of
+    the loop after it, as the turn of a commit is the longest. After a restart of the coordinator it begins
+    anew: what was measured is not stored."""
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer
@@ -23,26 +26,32 @@ class LiveLimit:
         self.adapts = section.target_staleness == "auto"
         self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
         self.life = self.token_age = 0.0
-        self._idle = {"async/trainer_idle_frac": 0.0, "async/rollout_idle_frac": 0.0}  # newest known shares
+        self._idle = {TRAINER_IDLE: 0.0, ROLLOUT_IDLE: 0.0}  # newest known shares
         self._engines: frozenset[str] = frozenset()
+        self._row: Mapping[str, float] | None = None  # of a step that was committed and not looked at
+        self._plain = False  # it may move the limit
 
-    def committed(
-        self, row: Mapping[str, float], engines: Collection[str], validating: bool, now: float
-    ) -> None:
+    def committed(self, row: Mapping[str, float], engines: Collection[str], validating: bool) -> None:
         """A step is committed; `row` has its metrics. The limit does not change after a step that ends in a
         validation, or that has other engines than the one before: its times are not those of plain steps."""
-        meter, same = self.buffer.meter, self._engines == frozenset(engines)
-        self._engines = frozenset(engines)
+        same, self._engines = self._engines == frozenset(engines), frozenset(engines)
+        self._row, self._plain = row, same and not validating
+
+    def tick(self, now: float) -> None:
+        """At the beginning of each turn of the loop: measure, and move the limit, if a step was committed."""
+        if self._row is None:
+            return
+        row, self._row = self._row, None
+        meter = self.buffer.meter
         self.life = meter.life(now, self.seconds)
         self.token_age = meter.token_age(1 - BUDGET, now, self.seconds)
-        if validating or not same or not self.adapts or not self.life:
-            return
-        self.control.update(self._measured(row))
-        self.buffer.live_limit = self.control.limit
+        if self._plain and self.adapts and self.life:
+            self.control.update(self._measured(row))
+            self.buffer.live_limit = self.control.limit
 
     def _measured(self, row: Mapping[str, float]) -> Measured:
         self._idle = {name: row.get(name, known) for name, known in self._idle.items()}  # by heartbeats
-        seconds, (idle, rollout) = row["timing_s/step"], self._idle.values()
+        seconds, idle, rollout = row["timing_s/step"], self._idle[TRAINER_IDLE], self._idle[ROLLOUT_IDLE]
         return Measured(
             seconds=seconds,
             train=seconds * (1 - idle),

@@ -162,6 +162,7 @@ class Coordinator:
         self.state.waits = []
         self._extend_leases(now, gap=now - self._turned_at - TICK)
         self._turned_at, self._more = now, False
+        self.state.live_limit.tick(now)
         for received in self._unread:
             self._on_control(*received, now)
         self._unread.clear()
@@ -312,7 +313,7 @@ class Coordinator:
         self.workers.clock()
         row = self.reporter.step_row(message.step, message.metrics)
         engines, validating = self.state.versions.engines, self.validation.busy
-        self.state.live_limit.committed(row, engines, validating, time.monotonic())
+        self.state.live_limit.committed(row, engines, validating)
         self._to_observers(StepReport(message.step, row))
         every = self.config.validation.every
         if every and message.step % every == 0 and message.step < self.config.total_steps:

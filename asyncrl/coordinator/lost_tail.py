@@ -68,6 +68,4 @@ def _set_trained(buffer: ReplayBuffer, uids: Iterable[str], step: int, now: floa
         for episode in members:
             if not episode.state.over and episode.uid not in left:
                 buffer.drop(episode, DropReason.CORRUPT)
-        for episode in members:
-            if not episode.state.over:
-                buffer.trained(episode)
+        buffer.trained([episode for episode in members if not episode.state.over])

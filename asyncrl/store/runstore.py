@@ -24,6 +24,10 @@ from asyncrl.types import PolicyVersion
 log = logging.getLogger("asyncrl.store")
 
 Row = tuple[object, ...]
+# In place, and without its index: most of what a turn writes are episodes that were there.
+PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?) ON CONFLICT(uid) DO UPDATE SET
+    state=excluded.state, reason=excluded.reason, step=excluded.step, reward=excluded.reward,
+    record=excluded.record"""
 
 
 class RunStore:
@@ -63,7 +67,7 @@ class RunStore:
             (e.uid, e.group, e.state.value, e.reason, e.step, e.result.reward, msgspec.msgpack.encode(e))
             for e in episodes
         )
-        self._put("episodes", *rows)
+        self._add(PUT_EPISODE, *rows)
 
     def put_batches(self, batches: Iterable[Batch]) -> None:
         self._put("plans", *((batch.step, msgspec.msgpack.encode(batch)) for batch in batches))

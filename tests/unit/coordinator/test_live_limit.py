@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import pytest
 
 from asyncrl.config import parse
@@ -24,11 +26,21 @@ def limit_of(**keys: object) -> LiveLimit:
     return LiveLimit(config, buffer)
 
 
+def step(
+    limit: LiveLimit,
+    row: Mapping[str, float] = ROW,
+    engines: Collection[str] = ("a",),
+    validating: bool = False,
+) -> None:
+    limit.committed(row, engines, validating)
+    limit.tick(3.0)
+
+
 def test_it_follows_the_steps_and_is_reported() -> None:
     limit = limit_of()
-    limit.committed(ROW, {"a"}, validating=False, now=3.0)
+    step(limit)
     assert limit.buffer.live_limit == 8  # nothing was known of the engines before
-    limit.committed(ROW, {"a"}, validating=False, now=3.0)
+    step(limit)
     assert limit.buffer.live_limit == 9
     found = limit.gauges()
     assert found["async/live_limit"] == 9.0 and found["async/group_life_s"] == 2.0
@@ -40,22 +52,33 @@ def test_it_stays_during_a_validation_and_when_engines_come_and_go(
     engines: set[str], validating: bool
 ) -> None:
     limit = limit_of()
-    limit.committed(ROW, {"a"}, validating=False, now=3.0)
-    limit.committed(ROW, engines, validating, now=3.0)
+    step(limit)
+    step(limit, ROW, engines, validating)
     assert limit.buffer.live_limit == 8
+
+
+def test_nothing_is_measured_in_the_turn_of_a_commit_and_once_after_it() -> None:
+    limit = limit_of()
+    step(limit)
+    limit.committed(ROW, {"a"}, validating=False)
+    limit.life = 0.0
+    assert limit.buffer.live_limit == 8
+    for _ in range(3):
+        limit.tick(3.0)
+    assert limit.buffer.live_limit == 9 and limit.life == 2.0
 
 
 def test_a_step_without_a_heartbeat_counts_as_idle_as_the_one_before() -> None:
     limit = limit_of()
     for row in (ROW, ROW, {"timing_s/step": 1.0}):
-        limit.committed(row, {"a"}, validating=False, now=3.0)
+        step(limit, row)
     assert limit.buffer.live_limit == 10
 
 
 def test_a_number_stays() -> None:
     limit = limit_of(buffer__target_staleness=1)
     for _ in range(3):
-        limit.committed(ROW, {"a"}, validating=False, now=3.0)
+        step(limit)
     assert limit.buffer.live_limit == 8 and limit.gauges()["async/group_life_s"] == 2.0
 
 
