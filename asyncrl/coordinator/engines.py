@@ -37,6 +37,7 @@ class KeeperRecord:
     seen: float
     beat: KeeperBeat = field(default_factory=lambda: KeeperBeat(healthy=False, starting=True))
     push_s: float = 0.0  # seconds of the newest load
+    kv_use: float | None = None  # newest known share of its KV memory in use
 
     @property
     def engine(self) -> str:
@@ -180,6 +181,9 @@ class EngineHandler:
         if keeper is None:
             return  # it will say hello
         keeper.seen, keeper.beat = now, message
+        if message.kv_use is not None:
+            keeper.kv_use = message.kv_use
+            self.state.live_limit.kv.read(message.kv_use)
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
 
@@ -254,6 +258,7 @@ class EngineHandler:
         for use, had in zip(now, chain(before, repeat(NO_USE)), strict=False):
             if use != had:
                 self._uses[use.name].update({n: getattr(use, n) - getattr(had, n) for n in COUNTS})
+                self.state.live_limit.kv.retracted += use.retracted - had.retracted
 
     def gauges(self) -> dict[str, float]:
         """Metrics per server: what it has done for the workers, and its newest update; and the share of all
@@ -266,6 +271,8 @@ class EngineHandler:
             totals["version"] = float(self.state.versions.step(keeper.engine))
             totals["push_s"] = keeper.push_s
             totals["cache_hit"] = use["cached_tokens"] / max(1.0, use["prompt_tokens"])
+            if keeper.kv_use is not None:
+                totals["kv_use"] = keeper.kv_use
             prompt, cached = prompt + use["prompt_tokens"], cached + use["cached_tokens"]
             found |= {f"engine/{keeper.hello.index}/{name}": value for name, value in totals.items()}
         if self.remote:

@@ -1,4 +1,4 @@
-"""Flow control in the run: after each commit, the metrics of the step move the limit on live groups.
+"""Flow control in the run: after each commit, what was measured in the step moves the limit on live groups.
 
 waits for: a commit
 unblocks: admission (rule 1)
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
+from asyncrl.buffer.kv_cap import KvCap
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import RunConfig
 
@@ -16,15 +17,16 @@ TRAINER_IDLE, ROLLOUT_IDLE = "async/trainer_idle_frac", "async/rollout_idle_frac
 
 
 class LiveLimit:
-    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number: in the turn of
-    the loop after it, as the turn of a commit is the longest. After a restart of the coordinator it begins
-    anew: what was measured is not stored."""
+    """Moves `buffer.live_limit` after each commit, unless buffer.target_staleness is a number: by the
+    servers' memory at once, by flow control in the turn of the loop after it, as the turn of a commit is the
+    longest. After a restart of the coordinator it begins anew: what was measured is not stored."""
 
     def __init__(self, config: RunConfig, buffer: ReplayBuffer) -> None:
         section = config.buffer
         self.buffer, self.seconds = buffer, config.rollout.episode_timeout
         self.adapts = section.target_staleness == "auto"
         self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
+        self.kv, self._servers = KvCap(section.groups_per_batch, section.max_staleness), config.engine.remote
         self.life = self.token_age = 0.0
         self._idle = {TRAINER_IDLE: 0.0, ROLLOUT_IDLE: 0.0}  # newest known shares
         self._engines: frozenset[str] = frozenset()
@@ -36,6 +38,9 @@ class LiveLimit:
         validation, or that has other engines than the one before: its times are not those of plain steps."""
         same, self._engines = self._engines == frozenset(engines), frozenset(engines)
         self._row, self._plain = row, same and not validating
+        self.kv.update(self.buffer.tally.open(self.buffer.committed) + self.kv.groups, self._plain)
+        if self.adapts:
+            self._move()
 
     def tick(self, now: float) -> None:
         """At the beginning of each turn of the loop: measure, and move the limit, if a step was committed."""
@@ -47,7 +52,10 @@ class LiveLimit:
         self.token_age = meter.token_age(1 - BUDGET, now, self.seconds)
         if self._plain and self.adapts and self.life:
             self.control.update(self._measured(row))
-            self.buffer.live_limit = self.control.limit
+            self._move()
+
+    def _move(self) -> None:
+        self.buffer.live_limit = min(self.control.limit, self.kv.limit)
 
     def _measured(self, row: Mapping[str, float]) -> Measured:
         self._idle = {name: row.get(name, known) for name, known in self._idle.items()}  # by heartbeats
@@ -65,8 +73,11 @@ class LiveLimit:
         )
 
     def gauges(self) -> dict[str, float]:
-        return {
+        found = {
             "async/live_limit": float(self.buffer.max_live),
             "async/group_life_s": self.life,
             "async/token_age_p99_s": self.token_age,
         }
+        if self._servers:
+            found["rollout/retractions"] = float(self.kv.retracted)
+        return found if self.kv.use is None else found | {"rollout/kv_use": self.kv.use}

@@ -69,6 +69,7 @@ class Keeper:
         self._server: ServerLoader | None = None
         self._process: ServerProcess | None = None
         self._url, self._healthy = "", False
+        self._kv_use: float | None = None  # read since the last beat
         self._loaded, self._failures = 0, LoadFailures()  # versions in all
         self._proven = False  # the server has been compared with the trainer
 
@@ -182,6 +183,7 @@ class Keeper:
             silent = 0
             if self._loads.pending:
                 continue  # it holds the old weights, the new ones or a mixture: all of them are right
+            self._kv_use = await server.api.kv_use()
             self._healthy = not server.broken
             expected = server.loaded.label if server.loaded is not None else label
             if loaded == self._loaded and not server.broken and label != expected:
@@ -246,7 +248,8 @@ class Keeper:
             await asyncio.sleep(self._contact.interval)
 
     async def _beat(self) -> None:
-        await self._control.send(KeeperBeat(self._healthy, not self._url, self._waits.longest()))
+        use, self._kv_use = self._kv_use, None
+        await self._control.send(KeeperBeat(self._healthy, not self._url, self._waits.longest(), use))
 
     async def _hello(self) -> None:
         what = self._server.description if self._server is not None else ""

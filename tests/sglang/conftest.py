@@ -114,9 +114,11 @@ def shared_server(pool: Pool) -> Shared:
 
 @pytest.fixture(scope="session")
 def guarded(pool: Pool) -> Iterator[SGLangServer]:
-    """A second server of qwen2, with keys and a short queue. The last test that uses it may kill it."""
+    """A second server of qwen2, with keys, a short queue and little KV memory. The last test that uses it may
+    kill it."""
     keys = ("--api-key", KEYS[0], "--admin-api-key", KEYS[1])
-    server = pool.start(pool.models["qwen2"], *keys, "--max-running-requests=8", "--max-queued-requests=8")
+    small = ("--max-running-requests=8", "--max-queued-requests=8", "--max-total-tokens=4096")
+    server = pool.start(pool.models["qwen2"], *keys, *small)
     yield server
     server.kill()
 

@@ -72,7 +72,12 @@ def test_a_full_queue_is_busy_and_nothing_is_lost(guarded: SGLangServer, first: 
     async def body() -> None:
         async with kept(guarded, *KEYS) as engine:
             await engine.load(first)
+            assert await engine.api.kv_use() == 0
             turns = [asyncio.create_task(engine.generate(ask(prompt(4), WHOLE, str(i)))) for i in range(MANY)]
+            uses = [0.0]
+            while not all(turn.done() for turn in turns):
+                uses.append(await engine.api.kv_use() or 0.0)
+            assert 0.4 < max(uses) < 0.8  # 8 times 404 tokens of 4,096 are 0.79; cached prefixes do not count
             outcomes = await asyncio.gather(*turns, return_exceptions=True)
             refused = [answer for answer in outcomes if isinstance(answer, BaseException)]
             served = [answer for answer in outcomes if isinstance(answer, Generation)]

@@ -65,6 +65,8 @@ def test_rewards_rise_on_two_attached_servers_with_keys(
         assert last["async/engines"] == 2
         assert all(last[f"engine/{index}/tokens"] > 0 for index in range(2))
         assert all(last[f"engine/{index}/version"] == 16 for index in range(2))
+        assert all(0 <= last[f"engine/{index}/kv_use"] < 1 for index in range(2))
+        assert max(row.get("rollout/kv_use", 0.0) for row in run.rows()) > 0
     assert all(server.ready() for server in servers), "the servers are not ours to end"
     assert_refused(tmp_path, urls[0], monkeypatch)
 

@@ -47,6 +47,7 @@ class SGLangClient:
         self.api, self.use = api, use or EngineUse(api.url)
         self._config, self._vocabulary, self._salt = config, vocabulary, salt
         self._in_place = config.weights.mode == "in_place"
+        self._by_update = config.weights.mode == "retract"  # retractions are not for want of memory
         self._acked = NO_VERSION
         self._room = asyncio.Semaphore(MAX_REQUESTS)
         self._calls: set[asyncio.Timeout] = set()  # without a deadline until `close`
@@ -105,9 +106,11 @@ class SGLangClient:
             silence = self._config.engine.request_timeout
             async with self.api.generate(self._body(request), silence) as events:
                 async for payload in events:
-                    before = len(stream.tokens)
+                    before, retracted = len(stream.tokens), stream.retracted
                     stream.add(decode(payload))
                     self.use.tokens += len(stream.tokens) - before  # at once: a sign of life
+                    if not self._by_update:
+                        self.use.retracted += stream.retracted - retracted
                     if stream.watched():
                         break  # which aborts the request
         finally:

@@ -35,6 +35,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 GET_SECONDS = 10.0
 """Deadline of a question that the server answers by itself, without its scheduler."""
+LOAD_SECONDS = 2.0
+"""Deadline of a question that may as well go without an answer."""
 ADMIN_SECONDS = 60.0
 """Deadline of a command to the scheduler, unless the call says otherwise."""
 INVALID_LABEL = "broken"
@@ -59,6 +61,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_version: str = "default"
     model_type: str | None = None
     architectures: tuple[str, ...] | None = None
+
+
+class Load(msgspec.Struct, frozen=True):
+    """One data-parallel rank in the answer of `/v1/loads`. `token_usage`: share of its KV memory that
+    requests hold; prefixes that are only kept for reuse are not counted."""
+
+    token_usage: float
+
+
+class Loads(msgspec.Struct, frozen=True):
+    loads: tuple[Load, ...]
 
 
 class ServerApi:
@@ -98,6 +111,15 @@ class ServerApi:
     async def weight_label(self) -> str:
         """The label of the last update, or what the server was started with ("default")."""
         return (await self.model_info()).weight_version
+
+    async def kv_use(self) -> float | None:
+        """Share of the KV memory that requests hold, in [0, 1], of the fullest data-parallel rank. None where
+        the server does not say so, or not at once."""
+        try:
+            answer = await self._get("/v1/loads?include=core", Loads, LOAD_SECONDS)
+        except EngineError:
+            return None
+        return max((load.token_usage for load in answer.loads), default=None)
 
     async def try_admin_key(self) -> None:
         """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""

@@ -69,6 +69,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    num_retractions: int = 0  # how often its KV was freed and it was queued again
     weight_version: str = ""
     weight_versions: tuple[LabelSpan, ...] | None = None
     output_token_logprobs: tuple[OutputToken, ...] = ()
@@ -111,7 +112,7 @@ class StreamedTurn:
         self.request = request
         self.tokens: list[OutputToken] = []
         self.finish: FinishReason | None = None
-        self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.retracted = 0
         self._acked, self._in_place = acked, in_place
         self._started = time.perf_counter()
         self._labels: set[str] = set()
@@ -131,6 +132,7 @@ class StreamedTurn:
         self._extend(meta.output_token_logprobs, meta.completion_tokens)
         self.prompt_tokens = max(self.prompt_tokens, meta.prompt_tokens)
         self.cached_tokens = max(self.cached_tokens, meta.cached_tokens)
+        self.retracted = max(self.retracted, meta.num_retractions)
         self._labels.add(meta.weight_version)
         self._spans = meta.weight_versions
         if meta.routed_experts:

@@ -17,8 +17,10 @@ class KeeperHello(WireMessage, frozen=True):
 
 
 class KeeperBeat(WireMessage, frozen=True):
-    """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed."""
+    """Sign of life of a keeper. `healthy`: its server answers and holds what it confirmed. `kv_use`: share of
+    its KV memory that requests hold, if that was read since the last beat."""
 
     healthy: bool
     starting: bool
     waiting: str = ""
+    kv_use: float | None = None

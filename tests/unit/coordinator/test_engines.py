@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import parse
@@ -299,16 +300,27 @@ def test_changes_of_the_table_that_come_fast_go_out_together(setup: EngineSetup)
 def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> None:
     setup.serve(2)
     first = [EngineUse("engine 0", requests=2, prompt_tokens=60, cached_tokens=15)]
-    later = [EngineUse("engine 0", 4, prompt_tokens=70, cached_tokens=25), EngineUse("engine 7", requests=9)]
+    more = EngineUse("engine 0", 4, prompt_tokens=70, cached_tokens=25, retracted=3)
+    later = [more, EngineUse("engine 7", requests=9)]
     setup.handler.add_use([], first)
     setup.handler.add_use(first, later)
     setup.handler.add_use(later, later)
     setup.handler.add_use([], [EngineUse("engine 0", requests=1, prompt_tokens=30, cached_tokens=25)])
     gauges = setup.handler.gauges()
     assert gauges["engine/0/requests"] == 5 and gauges["engine/0/cache_hit"] == 0.5
+    assert gauges["engine/0/retracted"] == 3 == setup.state.live_limit.kv.retracted
     assert gauges["rollout/prefix_cache_hit"] == 0.5
     assert gauges["engine/1/requests"] == 0 and gauges["engine/1/version"] == 2
     assert gauges["async/engines"] == 2 and not any("engine/7" in name for name in gauges)
+
+
+def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> None:
+    setup.serve(2)
+    for peer, use in ((A, 0.4), (B, 0.7), (A, 0.3), (B, None)):
+        setup.handler.beat(peer, msgspec.structs.replace(HEALTHY, kv_use=use), 1.0)
+    gauges = setup.handler.gauges()
+    assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)
+    assert setup.state.live_limit.kv.use == 0.7
 
 
 def test_validation_pins_one_server_of_two(setup: EngineSetup) -> None:

@@ -85,6 +85,18 @@ def test_modes_that_empty_the_cache_need_no_salt_and_no_stop_ids_means_none():
     run(test, mode="retract")
 
 
+def test_memory_that_a_server_took_back_is_counted_where_updates_do_not_take_it():
+    for mode, counted in (("in_place", 3), ("abort", 3), ("retract", 0)):
+
+        async def test(script: Script, engine: SGLangClient, counted: int = counted) -> None:
+            events = [event([5], total, num_retractions=times) for total, times in ((1, 0), (2, 1))]
+            script.streams(*events, event([5], 3, finish=LENGTH, num_retractions=3), DONE)
+            await engine.generate(ask((1,), 3))
+            assert engine.use.retracted == counted
+
+        run(test, mode=mode)
+
+
 def test_an_end_of_sequence_id_of_the_servers_own_is_not_the_end():
     async def test(script: Script, engine: SGLangClient) -> None:
         script.streams(event([5, 63], 2, finish=STOP), DONE)

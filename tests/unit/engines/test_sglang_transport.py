@@ -92,6 +92,24 @@ def test_each_route_gets_the_key_that_opens_it():
     run(test, "a", "b")
 
 
+@pytest.mark.parametrize(
+    ("status", "content", "use"),
+    [
+        (200, b'{"loads":[{"dp_rank":0,"token_usage":0.25},{"dp_rank":1,"token_usage":0.5}]}', 0.5),
+        (200, b'{"loads":[]}', None),
+        (200, b'{"loads":[{"num_tokens":3}]}', None),
+        (404, b'{"detail":"Not Found"}', None),
+        (401, b'{"error":"Unauthorized"}', None),
+    ],
+)
+def test_the_fullest_rank_says_how_full_a_server_is(status: int, content: bytes, use: float | None):
+    async def test(script: Script, server: ServerApi) -> None:
+        script.says("/v1/loads", status, content)
+        assert await server.kv_use() == use
+
+    run(test)
+
+
 def test_servers_that_are_gone_silent_or_cut_the_line():
     async def test(script: Script, server: ServerApi) -> None:
         forever = asyncio.Event()

@@ -51,6 +51,9 @@ class Server:
             raise found
         return found
 
+    async def kv_use(self) -> float | None:
+        return len(self.labels) / 10
+
 
 def keep(tmp_path: Path, act: Callable[[Keeper], Awaitable[Any]], **weights: Any) -> list[WireMessage]:
     """Run `act` on a keeper of a server that is up; returns what it told the coordinator."""
@@ -114,6 +117,21 @@ def test_a_broken_server_is_out_of_service_at_once(tmp_path: Path) -> None:
 
     sent = keep(tmp_path, act)
     assert isinstance(sent[0], KeeperBeat) and not sent[0].healthy and sent[1] == FAILED
+
+
+def test_each_look_at_the_servers_memory_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_keeper, "CHECK_SECONDS", 0.0)
+
+    async def act(keeper: Keeper) -> None:
+        with pytest.raises(EngineError):
+            await keeper._look_after(Server(*[REF.label] * 2, "other"))  # type: ignore[arg-type]
+        await keeper._beat()
+        await keeper._beat()
+
+    sent = keep(tmp_path, act)
+    assert [beat.kv_use for beat in sent if isinstance(beat, KeeperBeat)] == [0.0, None]
 
 
 def test_another_model_shows_at_the_first_probe(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""How many groups may be live, so that the servers' KV caches hold the episodes under way.
+
+Pure arithmetic, once per committed batch; docs/staleness.md, section 1, says why.
+"""
+
+from __future__ import annotations
+
+HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
+FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
+
+
+class KvCap:
+    """`limit`: live groups that the servers have room for.
+
+    Readings of the time since the last commit are given to `read` and added to `retracted`.
+
+    Args:
+        groups: groups per batch, G: the cap is never less.
+        bound: max_staleness, in batches, η: the cap is never more than (1 + η) * groups.
+    """
+
+    def __init__(self, groups: int, bound: int) -> None:
+        self.groups, self.most = groups, (1 + bound) * groups
+        self.level = float(self.most)
+        self.use: float | None = None  # of the fullest server, at its fullest; None: nothing was read
+        self.retracted = 0  # requests of which a server took the KV memory away
+        self._wait = 0  # commits until what is read shows the last change
+
+    @property
+    def limit(self) -> int:
+        return int(self.level)
+
+    def read(self, use: float) -> None:
+        """A server's share of KV memory in use, in [0, 1]."""
+        self.use = max(use, self.use or 0.0)
+
+    def update(self, live: int, counts: bool = True) -> None:
+        """After a commit, before which `live` groups were live. `counts`: what was read since the one before
+        is of a plain step, not of a validation."""
+        use, retracted = self.use, self.retracted
+        self.use, self.retracted = None, 0
+        self._wait -= 1
+        if self._wait >= 0 or not counts:
+            return
+        before = self.level
+        if retracted or (use is not None and use > HIGH):
+            self.level = max(self.groups, min(before, live) / FACTOR)
+        elif use is not None and use < LOW:
+            self.level = min(self.most, before * FACTOR)
+        if self.level != before:
+            self._wait = -(-self.limit // self.groups)  # the steps for which a group is live
