@@ -89,6 +89,8 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
         oldest, newest = min(versions, default=0), max(versions, default=0)
         buffer.turn(episode, len(turn.context) + len(turn.ids), len(turn.ids), oldest, newest)
     episode.result, episode.stats = EpisodeResult(0.0), EpisodeStats(0)
+    group = buffer.live[episode.group]  # it may have landed after the deadline, and the group not be settled
+    group.baseline = tuple(member for member in group.baseline if member != episode.member)
     episode.attempt += 1
     episode.worker = ""
     buffer.move(episode, State.PENDING)
