@@ -126,7 +126,7 @@ class Reporter:
                 "async/running": float(counts[State.RUNNING]),
                 "async/credits": float(self.workers.free_slots),
                 "async/loop_turn_max_s": self.longest_turn,
-                "async/live_groups": float(len(state.buffer.live)),
+                "async/live_groups": float(state.buffer.tally.open(state.buffer.committed)),
                 "async/workers": float(len(self.workers.workers)),
                 "weights/pushed": float(state.versions.newest.step),
                 "weights/acked": float(state.versions.acked_step),

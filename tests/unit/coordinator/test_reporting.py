@@ -12,6 +12,7 @@ from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.types import EpisodeResult, EpisodeStats
+from tests.unit.buffer.machine import admit
 from tests.unit.coordinator.test_workers import WorkerSetup
 
 
@@ -76,6 +77,15 @@ def test_scores_are_before_shaping_and_without_greedy_episodes(reporter: Reporte
     assert (found["rollout/tool_failed_frac"], found["rollout/tool_refused_frac"]) == (1 / 8, 4 / 8)
     assert "rollout/hints_followed_frac" not in found  # of no call at all there is no share
     assert "rollout/greedy_score/mean" not in row(reporter, 2, groups=1)
+
+
+def test_live_groups_are_those_of_rule_1(reporter: Reporter) -> None:
+    """Of one group, which a committed batch took, members still run: it is not counted."""
+    buffer = reporter.state.buffer
+    admit(buffer, 3)
+    buffer.tally.take(buffer.live[0], 0)
+    buffer.committed = 1
+    assert reporter.gauges()["async/live_groups"] == len(buffer.live) - 1
 
 
 def test_cohorts_and_retired_samples_are_reported(reporter: Reporter) -> None:
