@@ -11,6 +11,8 @@ from asyncrl.wire.messages.trainer import Probed
 
 PROBE_EVERY = 50  # steps between two comparisons of all engines with the trainer: scoring takes it a while
 
+MOST_PROBED = 64  # versions whose probe is kept: while a disk is full, none of them becomes the newest
+
 
 class EngineVersions(msgspec.Struct):
     """One engine's: what it was sent last, and what it has confirmed. NO_VERSION: nothing. `unproven`: it
@@ -81,7 +83,7 @@ class VersionLedger:
         already: they are sent it again, and only compare. Where writing takes longer than a step, newer
         probes come before it is written."""
         kept = [earlier for earlier in self.probed if self.newest <= earlier.version < probed.version]
-        self.probed = [*kept, probed]
+        self.probed = [*kept, probed][-MOST_PROBED:]
         if probed.version == self.newest:
             for engine in self.engines:
                 self.resend(engine, now)

@@ -12,7 +12,7 @@ from asyncrl.config import parse
 from asyncrl.coordinator.engines import TABLES_PER_SECOND, EngineHandler
 from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState
-from asyncrl.coordinator.versions import VersionLedger
+from asyncrl.coordinator.versions import MOST_PROBED, VersionLedger
 from asyncrl.store.runstore import RunStore
 from asyncrl.types import PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
@@ -151,6 +151,13 @@ def test_a_server_is_compared_where_writing_takes_longer_than_a_step(setup: Engi
                 assert order.probe == Probe((order.ref.version.step,), (-1.0,))
             setup.ack(peer, order.ref)
     assert versions.step(B.decode()) > 0 and len(versions.probed) <= 3
+
+
+def test_probes_of_versions_that_are_never_written_do_not_pile_up(setup: EngineSetup) -> None:
+    versions = setup.state.versions
+    for step in range(1000):
+        versions.take_probe(Probed(PolicyVersion(1, step), Probe((1,), (-1.0,))), 1.0)
+    assert len(versions.probed) == MOST_PROBED and versions.probed[-1].version.step == 999
 
 
 def test_servers_that_serve_are_updated_one_after_another(setup: EngineSetup) -> None:
