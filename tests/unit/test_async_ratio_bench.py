@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,20 +18,9 @@ from asyncrl.engines.base import Request, Sampling
 from asyncrl.rollout.components import load_rules
 from asyncrl.tools import Toolbox, load_tool
 from asyncrl.types import Sample, ToolCall
+from tests.fakes.scripts import bench_script
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
-
-
-def _script(name: str) -> ModuleType:
-    """A module of the benchmark, which imports its neighbours as scripts do."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCH))
-
-
-bench, replayed = _script("async_ratio"), _script("replayed")
+bench, replayed = bench_script("async_ratio"), bench_script("replayed")
 
 
 def _delays(seed: int, samples: list[int], log: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
@@ -154,7 +141,7 @@ def test_trls_prompts_are_the_demos() -> None:
     ours = machine.advance(load_rules(config), machine.begin(sample), opened).command
     messages = [{"role": message.role, "content": message.content} for message in sample.prompt]
     theirs = (
-        _script("trl_job")
+        bench_script("trl_job")
         .demo_tokenizer()
         .apply_chat_template(
             messages, tools=[{"other": "schema"}], add_generation_prompt=True, return_dict=False
@@ -167,6 +154,6 @@ def test_trls_prompts_are_the_demos() -> None:
 def test_trls_steps_are_counted_after_the_first_ones() -> None:
     rows = [{"time": 10.0 * n, "cpu": 3.0 * n, "slept": 1.0 * n} for n in (0, 1, 3, 5)]
     logs = [{"step": n, "completions/mean_length": 100.0 * n} for n in (1, 3)]
-    found = _script("trl").figures({"rows": rows, "logs": logs}, 2)
+    found = bench_script("trl").figures({"rows": rows, "logs": logs}, 2)
     del sys.modules["trl"]  # for others that is the library's name
     assert found == {"T": 20.0, "cpu": 6.0, "slept": 2.0, "tokens": 300.0 * 64}

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.fakes.scripts import bench_script
 
-FILE = Path(__file__).resolve().parents[2] / "tools/bench/episodes.py"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("episodes_bench", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return bench_script("episodes")
 
 
 def test_good_episodes_do_not_wait_for_bad_tools(bench: Any) -> None:

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.fakes.scripts import bench_script
 
-BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return _script("staleness")
+    return bench_script("staleness")
 
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    return _script("staleness_report")
-
-
-def _script(name: str) -> ModuleType:
-    """A module of the benchmark, which imports its neighbours as scripts do."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCH))
+    return bench_script("staleness_report")
 
 
 def row(arm: str, lag: int, seed: int, success: float) -> dict[str, Any]:
