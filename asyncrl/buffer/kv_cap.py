@@ -5,6 +5,9 @@ Pure arithmetic, once per committed batch; docs/staleness.md, section 1, says wh
 
 from __future__ import annotations
 
+from collections import defaultdict
+from statistics import fmean
+
 HIGH, LOW = 0.8, 0.6  # share of a KV cache in use: over HIGH the cap shrinks, under LOW it grows
 FACTOR = 1.25  # less than HIGH / LOW: a change of the cap does not lead from one side to the other
 
@@ -22,23 +25,29 @@ class KvCap:
     def __init__(self, groups: int, bound: int) -> None:
         self.groups, self.most = groups, (1 + bound) * groups
         self.level = float(self.most)
-        self.use: float | None = None  # of the fullest server, at its fullest; None: nothing was read
         self.retracted = 0  # requests of which a server took the KV memory away
+        self._uses: defaultdict[str, list[float]] = defaultdict(list)
         self._wait = 0  # commits until what is read shows the last change
 
     @property
     def limit(self) -> int:
         return int(self.level)
 
-    def read(self, use: float) -> None:
+    @property
+    def use(self) -> float | None:
+        """Of the fullest server, in the mean over what was read; None: nothing was."""
+        return max(map(fmean, self._uses.values()), default=None)
+
+    def read(self, server: str, use: float) -> None:
         """A server's share of KV memory in use, in [0, 1]."""
-        self.use = max(use, self.use or 0.0)
+        self._uses[server].append(use)
 
     def update(self, live: int, counts: bool = True) -> None:
         """After a commit, before which `live` groups were live. `counts`: what was read since the one before
         is of a plain step, not of a validation."""
         use, retracted = self.use, self.retracted
-        self.use, self.retracted = None, 0
+        self._uses.clear()
+        self.retracted = 0
         self._wait -= 1
         if self._wait >= 0 or not counts:
             return

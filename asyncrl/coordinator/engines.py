@@ -183,7 +183,7 @@ class EngineHandler:
         keeper.seen, keeper.beat = now, message
         if message.kv_use is not None:
             keeper.kv_use = message.kv_use
-            self.state.live_limit.kv.read(message.kv_use)
+            self.state.live_limit.kv.read(keeper.name, message.kv_use)
         if message.starting:  # a keeper whose server does not start in time ends by itself
             self.state.liveness.alive(now)
 

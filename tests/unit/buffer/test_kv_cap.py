@@ -13,7 +13,7 @@ from asyncrl.buffer.kv_cap import FACTOR, HIGH, LOW, KvCap
 
 def after(cap: KvCap, *uses: float, live: int = 1000, retracted: int = 0) -> float:
     for use in uses:
-        cap.read(use)
+        cap.read("a", use)
     cap.retracted = retracted
     cap.update(live)
     return cap.level
@@ -23,7 +23,8 @@ def test_the_example_of_the_docs() -> None:
     """G = 8, η = 4: 40 groups at most. 30 are live and fill a cache: 24, for the next 3 steps at least."""
     cap = KvCap(8, 4)
     assert (after(cap), after(cap, 0.1), cap.limit) == (40, 40, 40)
-    assert after(cap, 0.3, 0.95, 0.4, live=30) == 24
+    cap.read("b", 0.3)
+    assert after(cap, 0.9, 1.0, live=30) == 24
     assert [after(cap, 0.9) for _ in range(4)] == [24, 24, 24, 19.2]
     assert [after(cap, 0.5) for _ in range(4)] == [19.2, 19.2, 19.2, 24]
 
@@ -48,7 +49,7 @@ def test_what_moves_it(uses: list[float], retracted: int, level: float) -> None:
 
 def test_what_is_read_during_a_validation_is_forgotten() -> None:
     cap = KvCap(8, 4)
-    cap.read(1.0)
+    cap.read("a", 1.0)
     cap.retracted = 3
     cap.update(40, counts=False)
     assert after(cap) == 40 and (cap.use, cap.retracted) == (None, 0)

@@ -323,7 +323,7 @@ def test_what_workers_had_from_each_server_is_counted(setup: EngineSetup) -> Non
 
 def test_the_memory_of_the_fullest_server_is_what_counts(setup: EngineSetup) -> None:
     setup.serve(2)
-    for peer, use in ((A, 0.4), (B, 0.7), (A, 0.3), (B, None)):
+    for peer, use in ((A, 0.9), (B, 0.7), (A, 0.3), (B, None)):
         setup.handler.beat(peer, msgspec.structs.replace(HEALTHY, kv_use=use), 1.0)
     gauges = setup.handler.gauges()
     assert (gauges["engine/0/kv_use"], gauges["engine/1/kv_use"]) == (0.3, 0.7)

@@ -79,18 +79,18 @@ def test_servers_without_room_lower_it() -> None:
     limit = limit_of(engine__name="sglang")
     step(limit)
     assert "rollout/kv_use" not in limit.gauges()
-    for use in (0.5, 0.9, 0.7):
-        limit.kv.read(use)
+    for server, use in (("a", 0.8), ("b", 0.2), ("a", 1.0)):
+        limit.kv.read(server, use)
     limit.kv.retracted = 2
     found = limit.gauges()
-    assert (found["rollout/kv_use"], found["rollout/retractions"]) == (0.9, 2)
+    assert (found["rollout/kv_use"], found["rollout/retractions"]) == (pytest.approx(0.9), 2)
     limit.committed(ROW, {"a"}, validating=False)
     assert limit.buffer.live_limit == 4  # at once: groups are admitted in the turn of a commit
     limit.tick(3.0)
     assert limit.control.limit == 9 and limit.buffer.live_limit == limit.gauges()["async/live_limit"] == 4
     assert limit.gauges()["rollout/retractions"] == 0
     for _ in range(8):
-        limit.kv.read(0.3)
+        limit.kv.read("a", 0.3)
         step(limit)
     assert 4 < limit.buffer.live_limit == limit.kv.limit <= limit.control.limit
     limit = limit_of()
@@ -99,7 +99,7 @@ def test_servers_without_room_lower_it() -> None:
 
 def test_a_number_stays() -> None:
     limit = limit_of(buffer__target_staleness=1)
-    limit.kv.read(1.0)
+    limit.kv.read("a", 1.0)
     for _ in range(3):
         step(limit)
     assert limit.buffer.live_limit == 8 and limit.gauges()["async/group_life_s"] == 2.0
