@@ -168,17 +168,17 @@ class Batches:
             group = self.buffer.live[episode.group]
             if group.id not in self.baselines:
                 self.baselines[group.id] = Baseline.of(group, self.buffer.episodes)
-            if group.step == batch.step:  # a late member does not count its group again
+            if group.step == batch.step and not group.filtered:  # a late member does not count its group
                 batch.groups.add(group.id)
         batch.micros.append([episode.uid for episode in micro])
         self._dirty.add(batch.step)
         return batch.micros[-1]
 
     def _may_wait(self, episode: EpisodeRecord, step: int) -> bool:
-        """True for a late member of a group that was taken, if none of its tokens is over the bound in the
-        next batch."""
-        baseline = self.baselines.get(episode.group)
-        late = baseline is not None and baseline.siblings(episode)[1] < 0
+        """True for a late member of a group that was taken or filtered, if none of its tokens is over the
+        bound in the next batch."""
+        group = self.buffer.live[episode.group]
+        late = (group.step >= 0 or group.filtered) and episode.member not in group.baseline
         return late and episode.oldest > step - self.buffer.config.max_staleness
 
     def _enough(self, pool: Sequence[EpisodeRecord], groups: set[int], ranks: int) -> bool:
@@ -249,7 +249,7 @@ class Batches:
             ready = self._usable(group, batch.step)
             if not ready:
                 continue
-            if group.step < 0:  # late members of a taken group need no room
+            if group.step < 0 and not group.filtered:  # late members need no room
                 floor = floor_of(self.buffer, group)
                 if not places.may_take(floor):
                     continue

@@ -16,8 +16,9 @@ class Tally:
 
     states: episodes in each state.
     groups: by state, ids of the groups with a member in it.
-    steps: by batch, ids of the groups whose first member it took; -1: no batch has yet.
-    filtered: ids of the groups that were filtered; only late members of them may still be trained.
+    steps: by batch, ids of the groups whose first member it took; -1: no batch has yet. Without the next.
+    filtered: ids of the groups that were filtered. Only late members of them may still be trained, which take
+        no place of a batch.
     """
 
     def __init__(self) -> None:
@@ -31,17 +32,13 @@ class Tally:
     def join(self, group: GroupRecord, members: list[EpisodeRecord]) -> None:
         """A group that is newer than all others."""
         self._order.append(group.id)
-        self.steps[group.step].add(group.id)
-        if group.filtered:
-            self.filtered.add(group.id)
+        (self.filtered if group.filtered else self.steps[group.step]).add(group.id)
         for episode in members:
             self._count(group.id, episode.state, 1)
 
     def leave(self, group: GroupRecord) -> None:
         self._order.pop(bisect_left(self._order, group.id))
-        self.steps[group.step].discard(group.id)
-        if not self.steps[group.step]:
-            del self.steps[group.step]
+        self._leave_step(group)
         self.filtered.discard(group.id)
         for state, count in self._members.pop(group.id).items():
             self.states[state] -= count
@@ -55,12 +52,14 @@ class Tally:
 
     def take(self, group: GroupRecord, step: int) -> None:
         """The first member of a group goes into a batch."""
-        self.steps[group.step].discard(group.id)
+        self._leave_step(group)
         group.step = step
-        self.steps[step].add(group.id)
+        if not group.filtered:
+            self.steps[step].add(group.id)
 
     def filter(self, group: GroupRecord) -> None:
         """What has landed of a group is filtered."""
+        self._leave_step(group)
         group.filtered = True
         self.filtered.add(group.id)
 
@@ -79,6 +78,11 @@ class Tally:
 
     def _closed(self, committed: int) -> set[int]:
         return self.filtered.union(*(ids for step, ids in self.steps.items() if 0 <= step < committed))
+
+    def _leave_step(self, group: GroupRecord) -> None:
+        self.steps[group.step].discard(group.id)
+        if not self.steps[group.step]:
+            del self.steps[group.step]
 
     def _count(self, group: int, state: State, change: int) -> None:
         self.states[state] += change

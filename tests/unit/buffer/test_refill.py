@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
-from tests.unit.buffer.machine import admit, give_up, land, land_group, make, train
+from tests.unit.buffer.machine import admit, count_again, give_up, land, land_group, make, run, train
 
 EVEN, MIXED = (1.0, 1.0), (1.0, 0.0)
 
@@ -71,6 +71,33 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
     land_group(buffer, 0, 0.1 + 0.2, 0.3)
     land_group(buffer, 1, 0.3, 0.3001)
     assert buffer.settled == {State.FILTERED: 1, "usable": 1}
+
+
+def test_a_late_member_of_a_filtered_group_takes_no_place_of_a_batch() -> None:
+    """The batch is two groups of three and that one episode; it does not end a batch by itself either."""
+    buffer, batches = filtering(episodes_per_group=3, group_policy="partial", group_deadline=5.0)
+    admit(buffer, 3)
+    for group in range(3):
+        run(buffer, f"{group}.2")
+        land_group(buffer, group, *(EVEN if group == 0 else MIXED))
+    buffer.tick(5.0)
+    land(buffer, "0.2", 0.0, now=6.0)
+    assert buffer.live[0].filtered and batches.plan(0, 0, 1) == ["0.2", "1.0", "1.1", "2.0", "2.1"]
+    assert train(batches, 0)[1:] and batches.batches[0].groups == {1, 2}
+    assert "0.2" not in buffer.episodes and buffer.left[State.TRAINED] == 1
+    count_again(buffer)
+
+
+def test_when_the_data_is_over_a_late_member_of_a_filtered_group_is_still_trained() -> None:
+    keys = {"episodes_per_group": 3, "group_policy": "partial", "group_deadline": 5.0}
+    buffer, batches = filtering(rows=1, epochs=1, **keys)
+    admit(buffer, 1)
+    run(buffer, "0.2")
+    land_group(buffer, 0, *EVEN)
+    buffer.tick(5.0)
+    assert batches.plan(0, 0, 1) is None
+    land(buffer, "0.2", 0.0, now=6.0)
+    assert train(batches, 0) == ["0.2"] and batches.over
 
 
 # -- samples that retire ------------------------------------------------------------------------------

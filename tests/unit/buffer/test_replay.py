@@ -175,7 +175,11 @@ def test_a_filtered_group_waits_for_its_late_members_without_a_place() -> None:
     assert buffer.can_admit(100, 100)  # another group fills the batch
     assert land(buffer, "0.2", 1.0, now=6.0).state is State.FILTERED
     assert land(buffer, "0.3", 0.0, now=7.0).state is State.READY
-    assert train(batches, 0) == ["0.3"] and not buffer.live
+    assert batches.plan(0, 0, 1) is None  # it is no batch by itself
+    admit(buffer, 1)
+    for member in range(4):
+        land(buffer, f"1.{member}", float(member == 0))
+    assert train(batches, 0) == ["0.3", "1.0", "1.1", "1.2", "1.3"] and not buffer.live
     assert buffer.flow().conserved
 
 
