@@ -10,14 +10,16 @@ import math
 
 import msgspec
 
+from asyncrl.config.training import START
+
 BUDGET = 0.01  # share of model tokens that may be over the bound
-AIM = 0.9 * BUDGET  # the share that the correction aims at: less, as masked tokens come in bursts
-CAUTION = 1.0  # the correction c at the beginning
-GAIN = 0.01  # how fast the correction moves, per batch: slowly, as one late group masks many tokens at once
-DOUBT = 2.0  # DOUBT / sqrt(groups settled so far): relative amount by which the true tail may be longer
+AIM = 0.8 * BUDGET  # the share that the correction aims at: less, as masked tokens come in bursts
+CAUTION = 1.15  # the correction c at the beginning: what waits add to the ages in runs with slow tools
+GAIN = 0.015  # how fast the correction moves, per batch: slowly, as one late group masks many tokens at once
+DOUBT = 1.0  # DOUBT / sqrt(groups settled so far): relative amount by which the true tail may be longer
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 WAITING = 0.75  # batches' worth of groups that have settled and are not committed, where the budget decides
-WARM = 128  # groups that must have settled before the limit grows: the slowest ones are seen last
+WARM = 64  # groups that must have settled before the limit grows: the slowest ones are seen last
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -28,6 +30,7 @@ class Measured(msgspec.Struct, frozen=True):
     rollout: float  # in which the engines worked, g
     trainer_idle: float  # share of these in which the trainer waited
     masked: float  # share of the batch's model tokens that were over the bound, m
+    overdue: float  # batches' worth of tokens that are over the bound and that no batch may train yet
     life: float  # mean seconds from a group's first slot until it settled, W
     unloaded: float  # share of `life` that would remain at the highest sampling speed seen so far, u
     token_age: float  # seconds that a share 1 - BUDGET of the tokens do not exceed, A
@@ -41,14 +44,14 @@ class FlowControl:
         groups: groups per batch, G.
         bound: max_staleness, in batches, η.
         every: batches between two published versions, k.
-        limit: L at the beginning; None: (1 + min(1, bound)) * groups.
+        limit: L at the beginning; None: (1 + min(START, bound)) * groups.
     """
 
     def __init__(self, groups: int, bound: int, every: int = 1, limit: float | None = None) -> None:
         self.groups, self.bound = groups, bound
         self.horizon = max(0.5, bound + 0.5 - (every - 1))
-        self.level = float((1 + min(1, bound)) * groups if limit is None else limit)
-        self.caution = CAUTION
+        self.level = float((1 + min(START, bound)) * groups if limit is None else limit)
+        self.caution, self._overdue = CAUTION, 0.0
 
     @property
     def limit(self) -> int:
@@ -62,16 +65,18 @@ class FlowControl:
         unsure = 1 + DOUBT / math.sqrt(max(1, m.settled))
         safe = self.caution * unsure * m.token_age / self.horizon
         within = size * (WAITING + m.life / max(safe, 1e-9))
-        self._correct(m.masked, decides=within < feed)
+        crossed, self._overdue = m.masked + m.overdue - self._overdue, m.overdue
+        self._correct(crossed, decides=within < feed)
         wanted = max(size, min(feed, within))
         step = (wanted - self.level) / (1 + self.level / size)
         grows = m.trainer_idle >= BUSY and m.settled >= WARM
         if abs(wanted - self.level) >= 1 and (step < 0 or grows):
             self.level += min(max(step, -size / 4), size / 4)
 
-    def _correct(self, masked: float, decides: bool) -> None:
-        """Move the correction by what was masked: the measured ages leave out the waits for the trainer and
-        for the weights. `decides`: the budget limits the live groups, not the need of the trainer."""
-        over = masked / AIM - 1
+    def _correct(self, crossed: float, decides: bool) -> None:
+        """Move the correction by the tokens that went over the bound in this step, whether a batch had them
+        or not yet: the measured ages leave out the waits for the trainer and for the weights. `decides`: the
+        budget limits the live groups, not the need of the trainer."""
+        over = crossed / AIM - 1
         if decides or over > 0:
             self.caution = min(max(self.caution * math.exp(GAIN * over), 0.5), 4.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 
 import numpy as np
 
@@ -21,6 +21,7 @@ POINTS = 16  # ages that stand for those of all tokens of a group: less memory, 
 EPISODES = 256  # episodes that the sampling speed is measured over
 SAMPLE = 4096  # episodes that stand for all that have tokens which are not ready, at least half as many
 WARM = 32  # episodes before the sampling speed is used: the first ones find the engines empty
+RELAX = 0.05  # how fast the highest speed follows today's, per batch, where the engines are idle
 # A turn's tokens count as sampled in four quarters: at these parts of its duration before its end.
 PARTS = np.array([0.875, 0.625, 0.375, 0.125])
 
@@ -81,6 +82,11 @@ class FlowMeter:
     def forget_group(self, group: int) -> None:
         self._began.pop(group, None)
 
+    def committed(self, idle: float) -> None:
+        """A batch was committed; the engines were idle for this share of it. Idle engines are not loaded: if
+        they are slower than they were, that is their speed now. Of busy ones nothing is known."""
+        self._fastest -= RELAX * idle * max(0.0, self._fastest - self._speed)
+
     # -- estimates -----------------------------------------------------------------------------------
 
     def life(self, now: float, limit: float) -> float:
@@ -106,9 +112,19 @@ class FlowMeter:
         curve = lives.curve([(began, np.ones_like(began))], now)
         return curve.restricted_mean(min(limit, curve.longest))  # nothing is known beyond
 
+    def older(self, than: float) -> float:
+        """Tokens of turns that ended before `than`, on the caller's clock, that no batch may train yet."""
+        begun = takewhile(lambda turns: turns[0] < than, self._turns.values())  # in the order of first turns
+        return sum(
+            tokens
+            for turns in begun
+            for end, tokens in zip(turns[::2], turns[1::2], strict=True)
+            if end < than
+        )
+
     @property
     def unloaded(self) -> float:
-        """The share of a life that would remain at the highest sampling speed seen so far."""
+        """The share of a life that would remain at the highest sampling speed, of those seen so far."""
         if len(self._landed) < WARM or not self._fastest:
             return 1.0
         _, seconds, sampling = self._sums

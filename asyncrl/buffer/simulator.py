@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from random import Random
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from asyncrl.buffer.deadlines import Deadlines
 from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
 from asyncrl.buffer.flow_meter import PARTS, FlowMeter
+from asyncrl.buffer.records import GroupRecord
 
 
 class LogNormal(msgspec.Struct, frozen=True):
@@ -41,6 +44,7 @@ class Workload(msgspec.Struct, frozen=True):
     bound: int = 4  # max_staleness
     slots: int = 64
     turns: int = 2
+    again: float = 0.0  # probability of one more turn, after these and after each that follows
     tokens: LogNormal = LogNormal(20.0)  # of a turn
     tool: LogNormal = LogNormal(0.0)  # seconds of a call
     speed: float = 200.0  # tokens/s of one episode alone
@@ -49,7 +53,7 @@ class Workload(msgspec.Struct, frozen=True):
     publish: float = 0.05  # seconds from a commit until the engines have the weights
     micro: int = 8  # groups that the trainer takes at a time
     filtered: float = 0.0  # share of groups without a learning signal
-    deadline: float = math.inf  # seconds from the start of a group to its deadline; finite: partial groups
+    deadline: float | Literal["auto"] = math.inf  # of a group, in seconds, as in Deadlines; inf: complete
     limit: float = 60.0  # seconds that an episode may take
 
 
@@ -64,8 +68,9 @@ class SimulatedStep(msgspec.Struct, frozen=True):
 
 
 class _Group:
-    def __init__(self, number: int, members: int) -> None:
+    def __init__(self, number: int, members: int, patience: float) -> None:
         self.id, self.members, self.running = number, members, 0
+        self.record = GroupRecord(number, 0, 0, [], patience)
         self.began, self.settled, self.taken = 0.0, False, False
         self.landed: list[_Episode] = []  # that no batch has taken
 
@@ -84,6 +89,7 @@ class Simulation:
         self.w, self.now, self.committed = workload, 0.0, 0
         self.random = Random(seed)
         self.meter, self.adapts = FlowMeter(), target is None
+        self.deadlines = Deadlines(workload.deadline)
         fixed = None if target is None else (1 + target) * workload.groups
         self.flow = FlowControl(workload.groups, workload.bound, limit=fixed)
         self.steps: list[SimulatedStep] = []
@@ -138,7 +144,7 @@ class Simulation:
         """Rule 1, then rule 2."""
         w = self.w
         while len(self._live) + 1 <= self.flow.limit and w.slots - self._held >= min(w.members, w.slots):
-            group = _Group(next(self._numbers), w.members)
+            group = _Group(next(self._numbers), w.members, self.deadlines.patience(self.now))
             self._live.add(group.id)
             self._pending.append(group)
             self._held += w.members
@@ -151,10 +157,14 @@ class Simulation:
     def _begin(self, group: _Group) -> None:
         group.began, group.running = self.now, group.members
         self.meter.began(group.id, self.now)
-        if self.w.deadline < math.inf:
-            self._after(self.w.deadline, lambda: self._deadline(group))
+        self.deadlines.start(group.record, self.now)
+        if group.record.patience < math.inf:
+            self._after(group.record.patience, lambda: self._deadline(group))
         for member in range(group.members):
-            self._sample(_Episode(group, member, self.w.turns, self.now))
+            turns = self.w.turns
+            while self.random.random() < self.w.again:
+                turns += 1
+            self._sample(_Episode(group, member, turns, self.now))
 
     def _sample(self, episode: _Episode) -> None:
         episode.turn_began, episode.tokens = self.now, self.w.tokens.draw(self.random)
@@ -177,6 +187,8 @@ class Simulation:
         self.meter.landed(tokens, self.now - episode.began, episode.tools)
         self._held -= 1
         group.running -= 1
+        if not group.running:
+            self.deadlines.end(group.record, self.now)
         if group.settled:
             self.meter.ready([episode.uid], self.now)
             (self._late if group.taken else group.landed).append(episode)
@@ -187,7 +199,7 @@ class Simulation:
 
     def _deadline(self, group: _Group) -> None:
         """Fix the baseline, if it is time."""
-        due = not group.running or (group.landed and self.now >= group.began + self.w.deadline)
+        due = not group.running or (group.landed and self.now >= group.record.deadline)
         if group.settled or not due:
             return
         group.settled = True
@@ -228,18 +240,25 @@ class Simulation:
             self._commit()
         self._train()
 
+    def _overdue(self) -> float:
+        """Tokens that are not ready, of versions over the bound in the batch that begins."""
+        first = self.committed - self.w.bound  # the oldest version within it
+        return self.meter.older(self._published[first - 1]) if 0 < first < self.committed else 0.0
+
     def _commit(self) -> None:
         self._live -= {group.id for group in self._taken}
         self._taken, self.committed = [], self.committed + 1
         self._after(self.w.publish, lambda: self._published.append(self.now))
         lags, tokens = (np.concatenate([part[k].ravel() for part in self._lags]) for k in (0, 1))
         over, seconds = lags > self.w.bound, self.now - self._began
+        self.meter.committed(1 - self._busy / seconds)
         measured = Measured(
             seconds=seconds,
             train=self._worked,
             rollout=self._busy,
             trainer_idle=1 - self._worked / seconds,
             masked=float(tokens[over].sum() / tokens.sum()),
+            overdue=self._overdue() / float(tokens.sum()),
             life=self.meter.life(self.now, self.w.limit),
             unloaded=self.meter.unloaded,
             settled=self.meter.settled_groups,

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from asyncrl.config.base import Count, Fraction, Options, Plugin, Positive, Seconds, Section, Text
 
+START = 0.5  # target_staleness=auto at the beginning: the time that tokens may be old is not known yet
 Packing = Literal["padded", "packed", "tree"]
 LESS_MEMORY = (  # advice to whom the trainer's memory does not suffice
     "trainer.activation_checkpointing=full, more trainer.ranks, trainer.sequence_parallel (with long rows), "
@@ -28,7 +29,7 @@ class BufferConfig(Section, frozen=True):
     target_staleness: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
     """Admission pace: live groups <= (1 + target) * groups_per_batch. auto: adapted after each batch, so that
     at most 1% of the tokens are over the bound and, within that, the trainer is busy; it begins with
-    min(1, max_staleness)."""
+    min(1/2, max_staleness)."""
     on_stale: Literal["mask", "hold", "drop"] = "mask"
     """Tokens over the bound when a batch takes them: `mask` gives them weight zero, with `hold` the
     batch waits for groups that would cross the bound, `drop` drops the trajectory."""
@@ -61,7 +62,7 @@ class BufferConfig(Section, frozen=True):
     @property
     def target(self) -> float:
         """The number that is set; with auto the one that the run begins with."""
-        return min(1, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
+        return min(START, self.max_staleness) if self.target_staleness == "auto" else self.target_staleness
 
     @property
     def max_live_groups(self) -> int:

@@ -6,6 +6,7 @@ unblocks: admission (rule 1)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping
 
 from asyncrl.buffer.flow_control import BUDGET, FlowControl, Measured
@@ -27,6 +28,7 @@ class LiveLimit:
         self.adapts = section.target_staleness == "auto"
         self.control = FlowControl(section.groups_per_batch, section.max_staleness, config.weights.every)
         self.kv, self._servers = KvCap(section.groups_per_batch, section.max_staleness), config.engine.remote
+        self._commits: deque[float] = deque(maxlen=section.max_staleness + 1)  # times of the newest
         self.life = self.token_age = 0.0
         self._idle = {TRAINER_IDLE: 0.0, ROLLOUT_IDLE: 0.0}  # newest known shares
         self._engines: frozenset[str] = frozenset()
@@ -50,6 +52,7 @@ class LiveLimit:
         meter = self.buffer.meter
         self.life = meter.life(now, self.seconds)
         self.token_age = meter.token_age(1 - BUDGET, now, self.seconds)
+        self._commits.append(now)
         if self._plain and self.adapts and self.life:
             self.control.update(self._measured(row))
             self._move()
@@ -60,17 +63,27 @@ class LiveLimit:
     def _measured(self, row: Mapping[str, float]) -> Measured:
         self._idle = {name: row.get(name, known) for name, known in self._idle.items()}  # by heartbeats
         seconds, idle, rollout = row["timing_s/step"], self._idle[TRAINER_IDLE], self._idle[ROLLOUT_IDLE]
+        self.buffer.meter.committed(rollout)
         return Measured(
             seconds=seconds,
             train=seconds * (1 - idle),
             rollout=seconds * (1 - rollout),
             trainer_idle=idle,
             masked=row.get("staleness/masked_token_frac", 0.0),
+            overdue=self._overdue(row),
             life=self.life,
             unloaded=self.buffer.meter.unloaded,
             settled=self.buffer.meter.settled_groups,
             token_age=self.token_age,
         )
+
+    def _overdue(self, row: Mapping[str, float]) -> float:
+        """In batches: tokens over the bound in the next batch that no batch may train yet. The newest version
+        of max_staleness + 1 is that of the last commit; what was sampled before the first of them is over."""
+        tokens = row.get("trainer/model_tokens", 0.0)
+        if not tokens or len(self._commits) <= self.control.bound:
+            return 0.0
+        return self.buffer.meter.older(self._commits[0]) / tokens
 
     def gauges(self) -> dict[str, float]:
         found = {

@@ -39,7 +39,9 @@ def sections(kind: type[msgspec.Struct] = RunConfig, prefix: str = "") -> dict[s
 def test_defaults_are_valid_and_frozen() -> None:
     config = parse(MINIMUM)
     assert (
-        config.buffer.batch_size == 256 and config.buffer.target == 1 and config.buffer.max_live_groups == 160
+        config.buffer.batch_size == 256
+        and config.buffer.target == 0.5
+        and config.buffer.max_live_groups == 160
     )
     with pytest.raises(AttributeError):
         config.name = "y"  # type: ignore[misc]

@@ -117,9 +117,32 @@ def test_the_unloaded_share_of_a_life_leaves_tools_as_they_are() -> None:
     assert meter.unloaded == pytest.approx(0.5 + 0.5 / 3, abs=0.01)
 
 
+def test_the_highest_speed_is_forgotten_only_where_the_engines_are_idle() -> None:
+    """The same episodes take twice as long from now on: of an idle engine that is its speed."""
+    meter = FlowMeter()
+    for seconds in (10.0, 20.0):
+        for _ in range(300):
+            meter.landed(100, seconds, 0.0)
+    for _ in range(300):
+        meter.committed(idle=0.0)
+    assert meter.unloaded == pytest.approx(0.5)
+    for _ in range(300):
+        meter.committed(idle=0.5)
+    assert meter.unloaded == pytest.approx(1.0, abs=0.01)
+
+
+def test_tokens_that_are_older_than_the_bound_and_not_ready() -> None:
+    meter = FlowMeter()
+    for uid, now in (("a", 1.0), ("a", 3.0), ("b", 1.0)):
+        meter.sampled(uid, 10, now)
+    assert [meter.older(than) for than in (1.0, 2.0, 4.0)] == [0, 20, 30]
+    meter.ready(["b"], 4.0)
+    assert meter.older(2.0) == 10
+
+
 def test_the_limit_is_read_by_admission() -> None:
     buffer, _ = make(groups_per_batch=2, max_staleness=4)
-    assert buffer.max_live == 4  # auto begins with a target of 1
+    assert buffer.max_live == 3  # auto begins with a target of a half
     buffer.live_limit = 5
     while buffer.can_admit(100, 100):
         buffer.admit(0, now=0.0)
