@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages for the KV board: fewer TLB misses
 
 import torch
+from replayed import LENGTH_MU, LENGTH_SIGMA, drawn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from asyncrl.engines.base import Request, Sampling
@@ -29,6 +30,7 @@ from asyncrl.engines.torch.engine import TorchEngine
 
 VOCABULARY = 320
 PROMPT, NEW = 64, 128
+LONGEST = 832  # of the responses with log-normal lengths
 TURNS, DELTA, TURN_NEW = 6, 12, 30
 
 
@@ -89,6 +91,34 @@ async def multi_turn(engine: TorchEngine, streams: int, run: int, keep: bool) ->
     return sum(await asyncio.gather(*map(stream, range(streams))))
 
 
+async def lengths(engine: TorchEngine, streams: int, run: int, at_once: bool) -> int:
+    """Six batches of responses whose lengths are log-normal: batch after batch, as synchronous training
+    samples, or a response that ends is replaced at once. The same responses in both."""
+    batches = [[_response(f"{batch}-{index}", run) for index in range(streams)] for batch in range(6)]
+    waiting = [request for batch in batches for request in batch]
+
+    async def stream() -> None:
+        while waiting:
+            await answer(waiting.pop(0))
+
+    async def answer(request: Request) -> None:
+        await engine.generate(request)
+        engine.release(request.session)
+
+    before = engine.tokens
+    if at_once:
+        await asyncio.gather(*(stream() for _ in range(streams)))
+    else:
+        for batch in batches:
+            await asyncio.gather(*map(answer, batch))
+    return engine.tokens - before
+
+
+def _response(name: str, run: int) -> Request:
+    length = round(drawn(name, LENGTH_MU, LENGTH_SIGMA))
+    return Request(f"{run}-{name}", tokens(PROMPT, name), Sampling(min(max(1, length), LONGEST), ()))
+
+
 def generate(model: LlamaForCausalLM, streams: int) -> int:
     ids = torch.tensor([tokens(PROMPT, str(index)) for index in range(streams)])
     out = model.generate(
@@ -138,12 +168,12 @@ def main() -> None:
     shape = (args.hidden, args.layers, args.kv_heads)
     plain = build(*shape)
     loop = asyncio.new_event_loop()
-    engine = TorchEngine(build(*shape), slots=64, max_len=512, max_batch_tokens=4096)
+    engine = TorchEngine(build(*shape), slots=64, max_len=PROMPT + LONGEST, max_batch_tokens=4096)
     size = sum(parameter.numel() for parameter in plain.parameters()) / 1e6
     print(f"{size:.2f}M parameters, {PROMPT} prompt + {NEW} new tokens")
 
     def show(name: str, work: Callable[[int], int]) -> None:
-        print(f"{name:45} {rate(work, args.repeats):8.0f} tok/s", flush=True)
+        print(f"{name:67} {rate(work, args.repeats):8.0f} tok/s", flush=True)
 
     for streams in (1, 2, 8, 32, 64):
         show(
@@ -156,6 +186,9 @@ def main() -> None:
     for keep in (True, False):
         name = f"engine, 64 multi-turn streams, prefix {'kept' if keep else 'dropped'}"
         show(name, lambda run, k=keep: loop.run_until_complete(multi_turn(engine, 64, run, k)))
+    for at_once in (False, True):
+        name = f"engine, 64 streams, log-normal lengths, {'replaced at once' if at_once else 'in batches'}"
+        show(name, lambda run, o=at_once: loop.run_until_complete(lengths(engine, 64, run, o)))
     loop.run_until_complete(engine.close())
     loop.close()
 

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.engines.base import Request
-from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build
+from asyncrl.engines.torch.plan import Chunk, DecodePlan, SlotSampling, build, reordered
 from asyncrl.engines.torch.prefixes import Prefixes, Source
 from asyncrl.engines.torch.recorded import RecordedStep
 from asyncrl.engines.torch.sessions import Slot, Slots
@@ -71,7 +71,6 @@ class Batcher:
         self._waiting: deque[Run] = deque()
         self._filling: list[Run] = []
         self._decoding: dict[int, Run] = {}  # by slot
-        self._live = np.zeros(slots, dtype=np.int64)  # 1 on decoding slots
         self._lengths = np.zeros(slots, dtype=np.int64)  # ids of decoding slots; the last one has no KV yet
         self._sampling = SlotSampling(slots)
         self._steady: DecodePlan | None = None  # the last plan, while it only needs to be advanced
@@ -93,15 +92,15 @@ class Batcher:
     def step(self) -> list[Run]:
         """Sample one token for every decoding slot and prefill what fits; returns the runs to `end`."""
         self._admit()
-        chunks = self._chunks()
-        plan = self._steady
-        if plan is None or chunks:
-            plan = build(self.cache, self._sampling, self._lengths, self._live, list(chunks.values()))
+        if self._steady and self._steady.further and not self._filling:
+            plan, chunks = self._steady.advance(), {}
         else:
-            plan = plan.advance(self.cache.reach(int((self._lengths * self._live).max())))
+            self._order()
+            chunks = self._chunks()
+            plan = build(self.cache, self._sampling, self._lengths, list(chunks.values()))
         done = self._forward(plan)
-        self._steady = None if chunks else plan
-        self._lengths += self._live
+        self._steady = plan
+        self._lengths += self._lengths > 0
         for run, chunk in chunks.items():
             self._filled(run, chunk)
         self.generated += len(self._decoding)
@@ -134,6 +133,28 @@ class Batcher:
             if start < end
         )
         return Generation(ids, logprobs, spans, stop, time.perf_counter() - run.started)
+
+    def _order(self) -> None:
+        """Move slots so that long rows and short ones lie together: attention reads a range of slots as far
+        as its longest row."""
+        lengths = self._lengths.copy()
+        for run in self._filling:  # they decode soon
+            lengths[run.index] = run.prompt
+        sources = reordered(lengths)
+        if sources is None:
+            return
+        moved = np.flatnonzero(sources != np.arange(len(sources)))
+        length = max(self._used(self.slots.all[slot]) for slot in moved)
+        self.cache.move(sources[moved], moved, length)
+        self._lengths = self._lengths[sources]
+        self._sampling.move(sources)
+        self.slots.move(sources.tolist())
+        self._decoding = {run.index: run for run in self._decoding.values()}
+
+    def _used(self, slot: Slot) -> int:
+        """How many leading positions of a slot hold something."""
+        run = self.runs.get(slot.session or "")
+        return run.prompt + self._sampled(run) if run and run.slot is slot else len(slot.held)
 
     def _sampled(self, run: Run) -> int:
         return int(self._lengths[run.index]) - run.prompt if run.decoding else 0
@@ -200,7 +221,7 @@ class Batcher:
         if chunk.last:
             self._filling.remove(run)
             run.decoding, at = True, run.index
-            self._decoding[at], self._live[at], self._lengths[at] = run, 1, run.prompt + 1
+            self._decoding[at], self._lengths[at] = run, run.prompt + 1
 
     def _leave(self, run: Run, held: tuple[int, ...]) -> None:
         """The run is over; the KV of `held` stays for the session's next turn: all but the last sampled id,
@@ -212,5 +233,5 @@ class Batcher:
             del self._decoding[run.index]
         else:
             self._filling.remove(run)
-        run.decoding, self._live[run.index], self._steady = False, 0, None
+        run.decoding, self._lengths[run.index], self._steady = False, 0, None
         self.slots.rest(run.slot, held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ from asyncrl.engines.base import Sampling
 from asyncrl.engines.torch.sampler import Params, mixed
 from asyncrl.engines.torch.slots import KVCache, Layout, SlotGroup
 
-_SPARSE = 2  # slots are read in place up to the highest one, if at least 1/2 of those decode
+_SHORT = 256  # slots are ordered by length: up to this one, up to twice of it, and so on
+_WORTH = 4096  # cells that a step reads needlessly, for which slots are moved or cut into groups
 
 
 class Chunk(NamedTuple):
@@ -33,14 +35,13 @@ class DecodePlan(NamedTuple):
     params: Params
     stops: torch.Tensor  # [samples, most stop ids of a request], -1 where there are fewer
     limits: torch.Tensor  # [samples] length at which the slot ends
+    further: int  # how many times it can be advanced: 0 with chunks
 
-    def advance(self, columns: torch.Tensor) -> DecodePlan:
-        """The same decoding slots one token further; attention now spans these columns."""
-        layout = self.layout
-        layout.cells.add_(self.live)
-        layout.positions.add_(self.live)
-        group = layout.groups[0]._replace(columns=columns)  # its positions are a view of the layout's
-        return self._replace(layout=layout._replace(groups=(group,)))
+    def advance(self) -> DecodePlan:
+        """The same decoding slots one token further."""
+        self.layout.cells.add_(self.live)
+        self.layout.positions.add_(self.live)  # those of its groups are views of them
+        return self._replace(further=self.further - 1)
 
 
 class SlotSampling:
@@ -63,6 +64,11 @@ class SlotSampling:
         self.stops[slot] = -1
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
+    def move(self, sources: np.ndarray) -> None:
+        """Slot number i becomes the one that was number sources[i]."""
+        for name, values in vars(self).items():
+            setattr(self, name, values[sources])
+
     def params(self, slots: np.ndarray, device: torch.device) -> Params:
         return Params(
             seed=_tensor(self.seed[slots], device),
@@ -72,39 +78,91 @@ class SlotSampling:
         )
 
 
-def build(
-    cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, live: np.ndarray, chunks: list[Chunk]
-) -> DecodePlan:
-    """One token for every live slot (`live` [slots] is 1), and the chunks. `lengths` [slots] counts the known
-    ids of live slots; the last of them is the one to forward."""
-    slots = _decode_slots(live)
-    active = live[slots]
-    spans = [(slots, np.where(active == 1, lengths[slots] - 1, cache.scratch)[:, None])]
+def reordered(lengths: np.ndarray) -> np.ndarray | None:
+    """`lengths` [slots] counts the ids of slots that decode, or soon will, and is 0 for others. Slots are
+    read in place, each as far as the longest one at or behind it: long rows belong in front, others at the
+    end. Returns the slot [slots] whose content each slot should get, or None while the order is good."""
+    classes = _classes(lengths)
+    cells = _SHORT * 2.0**classes * (classes >= 0)
+    if (_behind(cells) - cells).sum() < _WORTH:
+        return None
+    order = np.sort(classes)[::-1]
+    wrong = np.flatnonzero(classes != order)
+    sources = np.arange(len(lengths))
+    sources[wrong] = wrong[np.argsort(-classes[wrong], kind="stable")]
+    return sources
+
+
+def _classes(lengths: np.ndarray) -> np.ndarray:
+    """k where the length is at most _SHORT · 2^k; -1 where it is 0."""
+    found = np.ceil(np.log2(np.maximum(lengths, _SHORT) / _SHORT)).astype(np.int64)
+    return np.where(lengths > 0, found, -1)
+
+
+def _behind(values: np.ndarray) -> np.ndarray:
+    """The largest value at or behind each place."""
+    return np.maximum.accumulate(values[::-1])[::-1]
+
+
+def build(cache: KVCache, sampling: SlotSampling, lengths: np.ndarray, chunks: list[Chunk]) -> DecodePlan:
+    """One token for every decoding slot, and the chunks. `lengths` [slots] counts the known ids of decoding
+    slots, the last of which is the one to forward, and is 0 for others."""
+    decoding = _decoding(lengths, cache.scratch)
+    count = sum(len(span.slots) for span in decoding)
+    spans, active = list(decoding), (lengths[:count] > 0).astype(np.int64)
     last = [chunk for chunk in chunks if chunk.last]
-    samples = np.concatenate([slots, np.array([chunk.slot for chunk in last], dtype=np.int64)])
+    samples = np.concatenate([np.arange(count), np.array([chunk.slot for chunk in last], dtype=np.int64)])
     ends: list[int] = []
     if chunks:
         filling = _fill_positions(chunks, cache.scratch)
-        spans.append((np.array([chunk.slot for chunk in chunks]), filling))
+        longest = max(chunk.end for chunk in chunks)
+        spans.append(_Span(np.array([chunk.slot for chunk in chunks]), filling, longest))
         width = filling.shape[1]
-        ends = [len(slots) + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
+        ends = [count + i * width + c.end - c.start - 1 for i, c in enumerate(chunks) if c.last]
+    layout = _layout(cache, spans, len(decoding))
+    room = [len(g.columns) - s.longest for g, s in zip(layout.groups, spans, strict=True) if len(s.slots)]
     return DecodePlan(
-        layout=_layout(cache, [span for span in spans if len(span[0])]),
-        keep=_tensor(np.array([*range(len(slots)), *ends], dtype=np.int64), cache.device),
+        layout=layout,
+        keep=_tensor(np.array([*range(count), *ends], dtype=np.int64), cache.device),
         slots=samples.tolist(),
         live=_tensor(np.concatenate([active, np.ones(len(last), dtype=np.int64)]), cache.device),
         params=sampling.params(samples, cache.device),
         stops=_tensor(sampling.stops[samples], cache.device),
         limits=_tensor(sampling.limits[samples], cache.device),
+        further=0 if chunks else min(room),
     )
 
 
-def _decode_slots(live: np.ndarray) -> np.ndarray:
-    """The live slots, filled up with the slots below the highest one where few are missing: that saves a copy
-    of the KV, which costs more than computing the slots that sit out."""
-    slots = np.flatnonzero(live)
-    top = int(slots[-1]) + 1 if len(slots) else 0
-    return np.arange(top) if top <= _SPARSE * len(slots) else slots
+class _Span(NamedTuple):
+    """A group of a layout, on the host."""
+
+    slots: np.ndarray  # [r]
+    positions: np.ndarray  # [r, width]
+    longest: int  # ids that its tokens attend to
+
+
+def _decoding(lengths: np.ndarray, scratch: int) -> list[_Span]:
+    """The slots up to the last one that decodes, in one group or in four."""
+    used = np.trim_zeros(lengths, "b")
+    if not len(used):
+        return []
+    reach = _behind(used)
+    half, saved = _cut(reach)
+    cuts = [0]
+    if saved >= _WORTH:  # four, of which some may be empty: each number of groups is a kind of step to record
+        cuts = [0, _cut(reach[:half])[0], half, half + _cut(reach[half:])[0]]
+    positions = np.where(used > 0, used - 1, scratch)[:, None]
+    return [
+        _Span(np.arange(start, end), positions[start:end], int(used[start:end].max(initial=0)))
+        for start, end in pairwise([*cuts, len(used)])
+    ]
+
+
+def _cut(reach: np.ndarray) -> tuple[int, int]:
+    """Where to cut slots in two, and how many cells that saves. `reach` [r], not empty, does not rise."""
+    saved = (reach[0] - reach) * np.arange(len(reach), 0, -1)
+    at = int(saved.argmax())
+    return at, int(saved[at])
 
 
 def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
@@ -115,18 +173,16 @@ def _fill_positions(chunks: list[Chunk], scratch: int) -> np.ndarray:
     return np.where(positions < end, positions, scratch)
 
 
-def _layout(cache: KVCache, spans: list[tuple[np.ndarray, np.ndarray]]) -> Layout:
-    """Pack (slots [r], positions [r, width]) one after another."""
-    flat = _tensor(np.concatenate([at.reshape(-1) for _, at in spans]), cache.device)
-    cells = np.concatenate([(slots[:, None] * cache.columns + at).reshape(-1) for slots, at in spans])
+def _layout(cache: KVCache, spans: list[_Span], decoding: int) -> Layout:
+    """Pack the spans one after another; the first `decoding` ones decode."""
+    flat = _tensor(np.concatenate([span.positions.reshape(-1) for span in spans]), cache.device)
+    cells = np.concatenate([(s.slots[:, None] * cache.columns + s.positions).reshape(-1) for s in spans])
     groups, start = [], 0
-    for slots, positions in spans:
-        longest = int(positions[positions < cache.scratch].max()) + 1
+    for slots, positions, longest in spans:
         at = flat[start : start + positions.size].view(positions.shape)
         groups.append(SlotGroup(_tensor(slots, cache.device), at, cache.reach(longest)))
         start += positions.size
-    dense = bool((spans[0][0] == np.arange(len(spans[0][0]))).all())
-    return Layout(_tensor(cells, cache.device), flat, tuple(groups), dense)
+    return Layout(_tensor(cells, cache.device), flat, tuple(groups), decoding)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

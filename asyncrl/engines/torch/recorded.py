@@ -33,7 +33,7 @@ class Kind(NamedTuple):
     """What a plan says beside its tensors: a recording is valid for one of these."""
 
     groups: int
-    dense: bool
+    decoding: int
     any_greedy: bool
 
 
@@ -47,7 +47,7 @@ class RecordedStep:
 
     def __call__(self, plan: DecodePlan) -> list[int]:
         """Compute a step; returns the slots whose turns ended with it."""
-        kind = Kind(len(plan.layout.groups), plan.layout.dense, plan.params.any_greedy)
+        kind = Kind(len(plan.layout.groups), plan.layout.decoding, plan.params.any_greedy)
         tensors = _tensors(plan)
         if kind not in self._steps:
             self._steps[kind] = _Step(self._cache, kind)
@@ -85,7 +85,7 @@ class _Step(torch.nn.Module):
         indices of the samples that end their turn."""
         cache, kind = self._cache, self._kind
         split = tuple(SlotGroup(*groups[at : at + 3]) for at in range(0, 3 * kind.groups, 3))
-        layout = Layout(cells, positions, split, kind.dense)
+        layout = Layout(cells, positions, split, kind.decoding)
         logits = cache.forward(layout, keep)
         cells, positions = cells[keep] + 1, positions[keep] + 1
         params = Params(seed, temperature, greedy, kind.any_greedy)

@@ -52,6 +52,12 @@ class Slots:
         slot.busy = True
         return slot
 
+    def move(self, sources: Sequence[int]) -> None:
+        """Slot number i becomes the one that was number sources[i]."""
+        self.all = [self.all[source] for source in sources]
+        for index, slot in enumerate(self.all):
+            slot.index = index
+
     def rest(self, slot: Slot, held: tuple[int, ...]) -> None:
         """The slot's turn is over and the KV of these ids may be used by the next one."""
         self._clock += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
     cells: torch.Tensor  # [N]
     positions: torch.Tensor  # [N]
     groups: tuple[SlotGroup, ...]
-    dense: bool  # the first group has the first r slots, which are read in place; other slots are gathered
+    decoding: int  # so many groups, the first ones, decode: slots 0, 1, …, read in place. Others are gathered
 
 
 class KVCache:
@@ -99,11 +100,20 @@ class KVCache:
         start = 0
         for group, bias in zip(self._layout.groups, self._biases, strict=True):
             end = start + group.positions.numel()
-            dense = self._layout.dense and not parts
-            key, value = _read(keys, group, dense), _read(values, group, dense)
+            place = slice(start, end) if len(parts) < self._layout.decoding else group.slots
+            key, value = _read(keys, group, place), _read(values, group, place)
             parts.append(_attend(query[0, :, start:end], key, value, bias, self.share[layer], scale))
             start = end
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def move(self, froms: np.ndarray, tos: np.ndarray, length: int) -> None:
+        """Slots `tos` get what slots `froms`, the same ones in another order, have in their first `length`
+        positions."""
+        sources, targets = (torch.from_numpy(slots).to(self.device) for slots in (froms, tos))
+        for rows in (self.ids, self.logprobs):
+            rows[targets, :length] = rows[sources, :length]
+        for pool in self.pools:
+            pool[:, targets, :length] = pool[:, sources, :length]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The KV of a slot's first `length` positions to another slot."""
@@ -155,11 +165,9 @@ class _Probe:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _read(pool: torch.Tensor, group: SlotGroup, dense: bool) -> torch.Tensor:
+def _read(pool: torch.Tensor, group: SlotGroup, place: slice | torch.Tensor) -> torch.Tensor:
     """The keys or values of a group's slots: [r, kv_heads, reach, d]."""
-    near = pool[:, :, : group.columns.shape[0]]
-    read = near[:, : group.slots.shape[0]] if dense else near[:, group.slots]
-    return read.transpose(0, 1)
+    return pool[:, :, : group.columns.shape[0]][:, place].transpose(0, 1)
 
 
 def _attend(
@@ -173,7 +181,9 @@ def _attend(
     """Attention of one group: query [heads, r * width, d], returns [r * width, heads, d]. Query heads that
     share a KV head are folded into the query's length, so that keys and values are never repeated."""
     count, width = bias.shape[0], bias.shape[2]
-    folded = query.view(-1, share, count, width, query.shape[2]).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    folded = (
+        query.view(key.shape[1], share, count, width, query.shape[2]).permute(2, 0, 1, 3, 4).flatten(2, 3)
+    )
     bias = bias[:, :, None].expand(-1, -1, share, -1, -1).flatten(2, 3)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
     return out.unflatten(2, (share, width)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
