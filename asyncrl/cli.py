@@ -1,4 +1,4 @@
-"""`asyncrl train | sft | data | runs | tools`, and Hydra's composition; the only importer of Hydra.
+"""`asyncrl train | sft | data | runs | status | replay | regrade | tools`, and Hydra's composition; the only importer of Hydra.
 
 Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
 the output any more (as of a program that SIGPIPE ends).
@@ -20,13 +20,14 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.commands import data, runs, sft, tools, train
+from asyncrl.commands import data, regrade, replay, runs, sft, status, tools, train
 from asyncrl.config import Plugin, RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
+COMMANDS = ("train", "sft", "data", "runs", "status", "replay", "regrade", "tools")
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
   asyncrl train --help                  flags, examples, and the most common keys
@@ -34,6 +35,9 @@ HELP = """\
   asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
+  asyncrl status [NAME]                 a run under way: who waits for what; after its end, why it ended
+  asyncrl replay NAME --step N          a recorded step again, as it was or with other keys
+  asyncrl regrade NAME --reward SPEC    recorded episodes, scored by another reward
   asyncrl tools list [SPEC...]          the built-in tools, or those of a module, file or folder
   asyncrl tools call NAME '{"a": 1}'    call one
 """
@@ -74,7 +78,7 @@ def _dispatch(argv: list[str]) -> int:
         epilog=HELP,
     )
     parser.add_argument("--version", action="version", version=f"asyncrl {asyncrl.__version__}")
-    parser.add_argument("command", choices=("train", "sft", "data", "runs", "tools"), help="see below")
+    parser.add_argument("command", choices=COMMANDS, help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     if not argv:
         parser.print_help(sys.stderr)
@@ -85,6 +89,12 @@ def _dispatch(argv: list[str]) -> int:
             return data.main(options.arguments)
         case "runs":
             return runs.main(options.arguments)
+        case "status":
+            return status.main(options.arguments)
+        case "replay":
+            return replay.main(options.arguments, recompose)
+        case "regrade":
+            return regrade.main(options.arguments)
         case "sft":
             return sft.main(options.arguments, compose)
         case "tools":
@@ -97,7 +107,21 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
-    """The configuration of configs/, `config_dir` and `overrides`. After this no OmegaConf object exists."""
+    """The configuration of configs/, `config_dir` and `overrides`."""
+    base = config_root() / "configs"
+    return _composed(base, [*_search_path(base, config_dir), *_opened(overrides)], config_dir)
+
+
+def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
+    """The configuration that a run has recorded, with overrides; `group=choice` takes a file of configs/."""
+    configs = config_root() / "configs"
+    groups = tuple(f"{path.name}=" for path in configs.iterdir() if path.is_dir())
+    added = [f"+{one}" if one.startswith(groups) else one for one in _opened(overrides)]
+    return _composed(run_dir.resolve(), [f"hydra.searchpath=[file://{configs}]", *added])
+
+
+def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:
+    """`config.yaml` of a directory with overrides. After this no OmegaConf object exists."""
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -105,12 +129,12 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError
 
-    base = config_root() / "configs"
-    OmegaConf.register_new_resolver("asyncrl_root", lambda: str(base.parent), replace=True)
+    root = str(config_root())
+    OmegaConf.register_new_resolver("asyncrl_root", lambda: root, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(RunConfig))
     try:
         with hydra.initialize_config_dir(str(base), version_base="1.3", job_name="asyncrl"):
-            composed = hydra.compose("config", [*_search_path(base, config_dir), *_opened(overrides)])
+            composed = hydra.compose("config", overrides)
             found = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"configuration: {_explain(error)}") from None
@@ -127,7 +151,7 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
     for key, value in _keys(found):
         if value == MISSING:
             raise MissingKeyError(key)
-    return parse(_with_root(found, str(base.parent)))
+    return parse(_with_root(found, root))
 
 
 def config_root() -> Path:

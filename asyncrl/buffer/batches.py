@@ -82,6 +82,26 @@ class Batch(msgspec.Struct):
         return hashlib.blake2b("\n".join(self.planned).encode(), digest_size=16).hexdigest()
 
 
+def row_units(
+    episodes: Sequence[EpisodeRecord], budget: int, packing: Packing, ranks: int = 1, square: float = 0.0
+) -> list[RowUnit]:
+    """What goes to one rank together: the members of a group, where they share their prompt. `square`: see
+    `Batches`."""
+    tree = packing == "tree"
+    pieces = [
+        Piece(
+            key=episode.group if tree else episode.uid,
+            tokens=episode.tokens,
+            shared=episode.stats.prompt,
+            rows=episode.stats.rows,
+            width=episode.width,
+            attention=square * episode.tokens * episode.width,
+        )
+        for episode in episodes
+    ]
+    return units(pieces, budget, ranks)
+
+
 class Batches:
     """Plans of all batches that no retained checkpoint covers, and the current one.
 
@@ -285,20 +305,7 @@ class Batches:
         return [ordered[index] for index in sorted(chain(*(part.members for part in parts)))]
 
     def _units(self, episodes: Sequence[EpisodeRecord], ranks: int = 1) -> list[RowUnit]:
-        """What goes to one rank together: the members of a group, where they share their prompt."""
-        tree = self.packing == "tree"
-        pieces = [
-            Piece(
-                key=episode.group if tree else episode.uid,
-                tokens=episode.tokens,
-                shared=episode.stats.prompt,
-                rows=episode.stats.rows,
-                width=episode.width,
-                attention=self.square * episode.tokens * episode.width,
-            )
-            for episode in episodes
-        ]
-        return units(pieces, self.micro_tokens, ranks)
+        return row_units(episodes, self.micro_tokens, self.packing, ranks, self.square)
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 

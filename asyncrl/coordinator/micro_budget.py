@@ -6,6 +6,7 @@ import msgspec
 
 from asyncrl.config import LESS_MEMORY
 from asyncrl.errors import ConfigError
+from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
 from asyncrl.wire.messages.trainer import OutOfMemory
 
@@ -20,8 +21,8 @@ class MicroBudget(msgspec.Struct):
     tokens: int
 
     @classmethod
-    def stored(cls, store: RunStore, configured: int) -> MicroBudget:
-        kept = store.read.meta(META)
+    def stored(cls, reader: RunReader, configured: int) -> MicroBudget:
+        kept = reader.meta(META)
         found = msgspec.json.decode(kept, type=cls) if kept else cls(configured, configured)
         return found if found.configured == configured else cls(configured, configured)
 

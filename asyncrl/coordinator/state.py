@@ -95,7 +95,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.liveness = Liveness(self.config, time.monotonic())
         self.failed = FailedAttempts.stored(self.store)
-        self.micro_budget = MicroBudget.stored(self.store, self.config.trainer.micro_batch_tokens)
+        self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
         self.first_attempts = FirstAttempts(len(self.samples))
         self.live_limit = LiveLimit(self.config, self.buffer)
 
@@ -190,7 +190,7 @@ class RunState:
         self.batches.changes()
         try:
             self.failed = FailedAttempts.stored(self.store)
-            self.micro_budget = MicroBudget.stored(self.store, self.config.trainer.micro_batch_tokens)
+            self.micro_budget = MicroBudget.stored(self.store.read, self.config.trainer.micro_batch_tokens)
             restore(self.config, self.store, self.buffer, self.batches)
         except StoreError as error:
             log.error("%s", error)

@@ -316,20 +316,7 @@ class TrainerHandler:
             if len(turns) < episode.turns:
                 state.batches.lose(step, uid)
                 continue
-            baseline = state.batches.baselines[episode.group]
-            siblings, place = baseline.siblings(episode)
-            trajectories.append(
-                PlannedTrajectory(
-                    uid=uid,
-                    group=str(episode.group),
-                    frames=len(turns),
-                    own=episode.result,
-                    siblings=siblings,
-                    place=place,
-                    issued=baseline.issued,
-                    temperature=state.config.rollout.temperature,
-                    greedy=baseline.greedy,
-                )
-            )
+            baseline, temperature = state.batches.baselines[episode.group], state.config.rollout.temperature
+            trajectories.append(PlannedTrajectory.of(episode, baseline, len(turns), temperature))
             frames += turns
         return tuple(trajectories), frames

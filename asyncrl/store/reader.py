@@ -93,6 +93,14 @@ class RunReader:
         committed = {step - 1 for (step,) in self._rows("SELECT step FROM commits")}
         return [batch for batch in self.plans() if batch.step in committed]
 
+    def planned_steps(self) -> set[int]:
+        """Committed batches (0-based) of which plan and payloads are kept."""
+        return {step for (step,) in self._rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")}
+
+    def plan(self, step: int) -> Batch:
+        """Of one of these."""
+        return self._records(Batch, "SELECT record FROM plans WHERE step=?", step)[0]
+
     def plans(self) -> list[Batch]:
         return self._records(Batch, "SELECT record FROM plans ORDER BY step")
 

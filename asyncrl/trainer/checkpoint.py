@@ -8,6 +8,7 @@ Loading works with any number of ranks. Collectives: all of these.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -136,10 +137,10 @@ def load(checkpoints: Checkpoints, step: int, learner: Learner) -> CheckpointMan
     return manifest
 
 
-def newest(checkpoints: Checkpoints) -> int:
-    """The newest step whose files are as written, -1: there is none; a damaged one is passed over with a
-    warning."""
-    for step in checkpoints.steps():
+def newest(checkpoints: Checkpoints, before: float = math.inf) -> int:
+    """The newest step, of those `before` one, whose files are as written, -1: there is none; a damaged one is
+    passed over with a warning."""
+    for step in (step for step in checkpoints.steps() if step < before):
         problem = checkpoints.damage(step)
         if not problem:
             return step

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from asyncrl import cli
 from asyncrl.observe.timeline import overlap
 from asyncrl.weights.disk import weights_directory
 from tests.integration.runs import Run
 
 
-def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
+def test_a_short_run_leaves_everything_it_promises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Run(tmp_path, "total_steps=6") as run:
         summary = run.completed(6)
     flow = summary["flow"]
@@ -39,7 +42,29 @@ def test_a_short_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     trained = [row for step in range(1, 7) for row in transcripts(run, f"training/step-{step}.jsonl")]
     assert trained and all("<|im_start|>" in row["text"] for row in trained)
     assert overlap(run.path)
+    replayed_to_the_last_bit(run, capsys)
     assert "issued" in run.text() and not run.children()
+
+
+def replayed_to_the_last_bit(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the initial policy and from a checkpoint; another learning rate changes what follows. Nothing of
+    the run changes."""
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+    rows = {int(row["training/step"]): row for row in run.rows() if "timing_s/step" in row}
+    for last, first, overrides in ((2, 1, ()), (6, 4, ()), (5, 4, ("trainer.lr=0.5",))):
+        assert cli.main(["replay", str(run.path), "--step", str(last), *overrides]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = {int(line.split()[0]): line.split()[1:] for line in lines[1 : 2 + last - first]}
+        assert list(found) == list(range(first, last + 1))
+        for step, (loss, again, norm, norm_again) in found.items():
+            names = ("actor/pg_loss", "actor/grad_norm")
+            assert [loss, norm] == [repr(rows[step][name]) for name in names]
+            same = step == first or not overrides  # the first step's weights are those of the checkpoint
+            assert ((loss, norm) == (again, norm_again)) is same
+    kept = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+    assert before.items() <= kept.items()
+    assert cli.main(["replay", str(run.path), "--step", "7"]) == 2
+    assert "the steps that have both: 1 to 6, 4 to 6" in capsys.readouterr().err
 
 
 def transcripts(run: Run, name: str) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from asyncrl.buffer.batches import Baseline
+from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.types import EpisodeResult, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
 from asyncrl.wire.messages.shared import WireMessage
@@ -113,6 +115,24 @@ class PlannedTrajectory(msgspec.Struct, frozen=True):
     issued: int
     temperature: float
     greedy: float | None = None
+
+    @classmethod
+    def of(
+        cls, episode: EpisodeRecord, baseline: Baseline, frames: int, temperature: float
+    ) -> PlannedTrajectory:
+        """As the buffer knows it."""
+        siblings, place = baseline.siblings(episode)
+        return cls(
+            uid=episode.uid,
+            group=str(episode.group),
+            frames=frames,
+            own=episode.result,
+            siblings=siblings,
+            place=place,
+            issued=baseline.issued,
+            temperature=temperature,
+            greedy=baseline.greedy,
+        )
 
     @property
     def group_tokens(self) -> int:

@@ -1,0 +1,3 @@
+from __future__ import annotations
+def main(argv: list[str]) -> int:
+    raise NotImplementedError

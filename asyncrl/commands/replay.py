@@ -1,0 +1,82 @@
+"""`asyncrl replay RUN --step N`: a step of a run once more, from the newest checkpoint before it.
+
+It only reads the run, which may be under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.commands.runs import find_run
+from asyncrl.config import RunConfig
+from asyncrl.observe.files import read_rows
+
+LOSS, NORM = "actor/pg_loss", "actor/grad_norm"
+TITLES = ("loss: recorded", "replayed", "gradient norm: recorded", "replayed")
+SHOWN = ("actor/", "critic/", "rollout_corr/", "staleness/", "trainer/")  # metrics that recorded data decide
+
+HELP = """\
+Train a recorded step again, apart from the run, and print what was recorded beside what comes out:
+
+  asyncrl replay demo --step 57                          from the newest checkpoint before step 57
+  asyncrl replay demo --step 57 algorithm.loss=ppo       what another loss would have made of the same data
+  asyncrl replay demo --step 57 trainer.lr=1e-5 model.device=cpu
+
+OVERRIDES are those of `asyncrl train`, on top of the run's own configuration; they hold from the checkpoint
+on. On one CPU rank and the same machine, without any, loss and gradient norm are the same to the last bit."""
+
+
+def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> int:
+    """Parse the arguments, train the steps, print a table."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl replay", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="name of a run, or its directory")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument("--step", type=int, required=True, help="the step to repeat, from 1")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_intermixed_args(argv)
+    run_dir = find_run(options.run_dir, options.run)
+    config = recompose(run_dir, options.overrides)
+    rows = {int(row["training/step"]): row for row in read_rows(run_dir) if "timing_s/step" in row}
+    before, now = dict[str, float](), dict[str, float]()
+    for step, now in _replayed(config, run_dir, options.step):
+        if not before:
+            print(f"{'step':>6} " + " ".join(f"{title:>24}" for title in TITLES))
+        before = rows.get(step, {})
+        cells = [f"{row.get(name, math.nan)!r:>24}" for name in (LOSS, NORM) for row in (before, now)]
+        print(f"{step:>6}", *cells, flush=True)
+    _print_others(before, now)
+    return 0
+
+
+def _replayed(config: RunConfig, run_dir: Path, step: int) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metrics) of the steps up to this one."""
+    from asyncrl.coordinator.micro_budget import MicroBudget
+    from asyncrl.launch.models import resolve_models
+    from asyncrl.store.checkpoints import checkpoints_of
+    from asyncrl.store.reader import RunReader
+    from asyncrl.trainer.repeat import repeat
+
+    trainer = msgspec.structs.replace(config.trainer, ranks=1, replicas=1, sequence_parallel=1)
+    reader = RunReader.open(run_dir)
+    try:
+        budget = MicroBudget.stored(reader, trainer.micro_batch_tokens).tokens
+        alone = resolve_models(msgspec.structs.replace(config, trainer=trainer))
+        yield from repeat(alone, reader, checkpoints_of(config, run_dir), step, budget)
+    finally:
+        reader.close()
+
+
+def _print_others(before: Mapping[str, float], now: Mapping[str, float]) -> None:
+    """The other metrics of the last step that differ."""
+    both = [name for name in now if name in before and name.startswith(SHOWN)]
+    changed = [name for name in both if before[name] != now[name]]
+    print(f"{len(both) - len(changed)} of {len(both)} metrics of the last step are as recorded")
+    for name in changed:
+        print(f"  {name}: {before[name]:.6g} recorded, {now[name]:.6g} replayed")

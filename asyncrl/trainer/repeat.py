@@ -1,0 +1,80 @@
+"""Recorded batches trained once more, by one rank apart from the run: it writes nothing.
+
+    newest checkpoint before a step ──► the recorded plans since, in order ──► the metrics of each batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, count
+
+import torch
+
+from asyncrl.buffer.batches import row_units
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.store.checkpoints import Checkpoints
+from asyncrl.store.reader import RunReader
+from asyncrl.trainer import checkpoint, world
+from asyncrl.trainer.rank import with_turns
+from asyncrl.trainer.step import Learner, Work
+from asyncrl.wire.messages.trainer import PlannedTrajectory
+
+INITIAL = 0  # the step of the policy that a run begins with
+
+
+def repeat(
+    config: RunConfig, reader: RunReader, place: Checkpoints, step: int, budget: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metrics) of each batch from the newest checkpoint before `step` up to it; steps are counted from
+    1. `budget`: tokens of a micro-batch. On one CPU rank, with the run's configuration, the same as the
+    run's to the last bit. ConfigError says which steps can be repeated, StoreError what cannot be read."""
+    first = start_of(reader, place, step)
+    torch.set_num_threads(config.launch.threads)
+    torch.manual_seed(config.seed)
+    try:
+        learner = Learner(config, world.join(0, 1, device=config.model.device))
+        learner.budget = budget
+        if first > INITIAL:
+            checkpoint.load(place, first, learner)
+        for number in range(first, step):
+            for work in recorded(config, reader, number):
+                learner.accumulate(work)
+            yield number + 1, learner.finish()
+    finally:
+        world.leave()
+
+
+def start_of(reader: RunReader, place: Checkpoints, step: int) -> int:
+    """Step of the newest sound checkpoint from which every batch up to `step` is recorded. ConfigError."""
+    known = reader.planned_steps()
+    found = max(INITIAL, checkpoint.newest(place, before=step))
+    if step > 0 and known.issuperset(range(found, step)):
+        return found
+    ends = {start: next(n for n in count(start) if n not in known) for start in (INITIAL, *place.steps())}
+    spans = [f"{start + 1} to {end}" for start, end in sorted(ends.items()) if end > start]
+    raise ConfigError(
+        f"step {step} cannot be replayed: it needs a checkpoint before it, and the plans and turns of all "
+        f"batches since; the steps that have both: {', '.join(spans) or 'none'} (store.keep_bytes, "
+        "checkpoint.keep and checkpoint.every decide)"
+    )
+
+
+def recorded(config: RunConfig, reader: RunReader, step: int) -> Iterator[Work]:
+    """The micro-batches of batch `step` (0-based), as its plan dealt them to a single rank."""
+    plan = reader.plan(step)
+    for micro in plan.micros:
+        uids = [uid for uid in micro if uid not in plan.lost]
+        if uids:  # else it scored the probe
+            yield _micro_batch(config, reader, uids)
+
+
+def _micro_batch(config: RunConfig, reader: RunReader, uids: list[str]) -> Work:
+    episodes = [reader.episode(uid) for uid in uids]
+    units = row_units(episodes, config.trainer.micro_batch_tokens, config.trainer.packing)
+    ordered = [episodes[index] for index in chain(*(unit.members for unit in units))]
+    planned = [
+        PlannedTrajectory.of(e, reader.baseline(e.group), e.turns, config.rollout.temperature) for e in ordered
+    ]
+    frames = [frame for e in ordered for frame in list(reader.frames(e.uid, e.turns))[::2]]
+    return with_turns(planned, frames)
