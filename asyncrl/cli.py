@@ -1,4 +1,5 @@
-"""`asyncrl train | sft | data | runs | status | replay | regrade | tools`, and Hydra's composition; the only importer of Hydra.
+"""The command line: finds the command, which parses its own arguments; and Hydra's composition, its only
+importer.
 
 Exit codes: 0 completed, 1 failed, 2 bad input (one line on standard error), 130 interrupted, 141 nobody reads
 the output any more (as of a program that SIGPIPE ends).
@@ -94,7 +95,7 @@ def _dispatch(argv: list[str]) -> int:
         case "replay":
             return replay.main(options.arguments, recompose)
         case "regrade":
-            return regrade.main(options.arguments)
+            return regrade.main(options.arguments, recompose)
         case "sft":
             return sft.main(options.arguments, compose)
         case "tools":

@@ -1,3 +1,244 @@
+"""`asyncrl regrade RUN --reward NEW`: recorded episodes, scored by another reward.
+
+It only reads the run, which may be under way.
+"""
+
 from __future__ import annotations
-def main(argv: list[str]) -> int:
-    raise NotImplementedError
+
+import argparse
+import asyncio
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncrl.commands.runs import find_run
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from asyncrl.algorithms.recipe import Recipe
+    from asyncrl.buffer.records import EpisodeRecord, GroupRecord
+    from asyncrl.store.reader import RunReader
+    from asyncrl.types import Turn
+
+AT_ONCE = 32  # episodes that are scored side by side
+
+HELP = """\
+Score recorded episodes with another reward, and compare: what advantages would have been, and how many
+groups would have taught (their members differ).
+
+  asyncrl regrade demo --reward my_reward.py:compute_score
+  asyncrl regrade demo --reward '{exact: {}, final_number: {weight: 0.1}}' --steps 40..60
+  asyncrl regrade demo --reward final_number --out regraded.parquet algorithm.advantage=rloo
+
+OVERRIDES are those of `asyncrl train`, on top of the run's own configuration. Episodes whose turns are not
+kept any more are left out (store.keep_bytes)."""
+
+
+class Row(msgspec.Struct):
+    """One episode before and after. `step`: that of its batch, or the one under way when it was issued."""
+
+    uid: str
+    group: int
+    sample: int
+    step: int
+    state: str
+    score: float
+    score_new: float
+    advantage: float | None
+    advantage_new: float | None
+    taught: bool | None  # its group; None: not all of whom it is compared with could be scored
+    teaches: bool | None
+
+
+def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> int:
+    """Parse the arguments, score, print a table and perhaps write it."""
+    parser = argparse.ArgumentParser(
+        prog="asyncrl regrade", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", help="name of a run, or its directory")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument("--reward", required=True, help="as rollout.reward: a name, a function, or a mapping")
+    parser.add_argument("--steps", type=_steps, default=(0, sys.maxsize), help="A..B; all by default")
+    parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_intermixed_args(argv)
+    if options.out is not None and options.out.suffix not in (".parquet", ".jsonl"):
+        raise ConfigError(f"--out {options.out}: write FILE.parquet or FILE.jsonl")
+    run_dir = find_run(options.run_dir, options.run)
+    sys.path.insert(0, os.getcwd())  # a reward named module:function may lie here
+    config = recompose(run_dir, ["~rollout.reward", f"rollout.reward={options.reward}", *options.overrides])
+    from asyncrl.launch.models import resolve_models
+
+    rows, problems = asyncio.run(_regraded(resolve_models(config), run_dir, options.steps))
+    if not rows:
+        why = problems[-1] if problems else "no episode of these steps has its turns (store.keep_bytes)"
+        raise ConfigError(f"{run_dir}: nothing could be scored: {why}")
+    _print(rows, problems)
+    if options.out is not None:
+        _write(options.out, rows)
+    return 0
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dots, last = text.partition("..")
+    if not first.isdigit() or (dots and not last.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A..B, e.g. 40..60, or one step")
+    return int(first), int(last or first)
+
+
+async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) -> tuple[list[Row], list[str]]:
+    """The episodes of all groups of these steps, and why others could not be scored."""
+    from asyncrl.algorithms.recipe import compose
+    from asyncrl.data import Samples, samples_path
+    from asyncrl.rollout.components import load_rules, load_scorer, load_toolbox
+    from asyncrl.rollout.regrade import regrade
+    from asyncrl.store.reader import RunReader
+
+    rules, toolbox, scorer, recipe = (
+        load_rules(config),
+        load_toolbox(config),
+        load_scorer(config),
+        compose(config),
+    )
+    samples, reader = Samples.open(samples_path(run_dir, "train")), RunReader.open(run_dir)
+    room, rows, problems = asyncio.Semaphore(AT_ONCE), list[Row](), list[str]()
+
+    async def score(group: GroupRecord, episode: EpisodeRecord, turns: list[Turn]) -> EpisodeRecord | None:
+        async with room:
+            try:
+                end, sample = episode.result.end, samples[group.sample]
+                earned = await regrade(rules, toolbox, scorer, sample, turns, end)
+            except Exception as error:
+                problems.append(f"episode {episode.uid}: {one_line(error)}")
+                return None
+        return msgspec.structs.replace(episode, result=earned)
+
+    try:
+        for group in (group for group in reader.groups() if steps[0] <= _step(group) <= steps[1]):
+            members = {episode.uid: episode for episode in reader.members(group.id)}
+            turns = {uid: found for uid, e in members.items() if (found := _turns(reader, e))}
+            scored = await asyncio.gather(*(score(group, members[uid], turns[uid]) for uid in turns))
+            again = members | {episode.uid: episode for episode in scored if episode is not None}
+            rows += _rows(config, recipe, group, members, again, turns)
+    finally:
+        reader.close()
+        await scorer.close()
+    return rows, problems
+
+
+def _step(group: GroupRecord) -> int:
+    """From 1: that of its batch, or the one under way when it was issued."""
+    return (group.step if group.step >= 0 else group.issued_step) + 1
+
+
+def _turns(reader: RunReader, episode: EpisodeRecord) -> list[Turn]:
+    """Of an episode that landed, if all are kept; else none."""
+    from asyncrl.rollout.context import turns_of
+    from asyncrl.store.schema import StoreError
+
+    if not episode.stats.turns:
+        return []
+    try:
+        frames = list(reader.frames(episode.uid, episode.turns))
+    except StoreError:  # deleted since the index was read
+        return []
+    return turns_of(frames) if all(frames[::2]) else []
+
+
+def _rows(
+    config: RunConfig,
+    recipe: Recipe,
+    group: GroupRecord,
+    before: Mapping[str, EpisodeRecord],
+    after: Mapping[str, EpisodeRecord],
+    turns: Mapping[str, list[Turn]],
+) -> Iterator[Row]:
+    """Of the members that were scored. A group is compared if all of its baseline were."""
+    from asyncrl.buffer.batches import Baseline
+    from asyncrl.buffer.zero_variance import ComparedParts, all_equal
+    from asyncrl.trainer.repeat import advantage
+
+    scored = {uid for uid in turns if after[uid] is not before[uid]}
+    needed = {group.members[number] for number in group.baseline}
+    reads = ComparedParts(turns=recipe.advantage.turns, components=recipe.advantage.components)
+    baselines = [Baseline.of(group, members) for members in (before, after)] if needed else []
+    whole = needed and needed <= scored
+    ordered = sorted(scored, key=lambda uid: before[uid].member)
+    compared = [uid for uid in ordered if not before[uid].greedy]
+    differs = [None, None]
+    if whole:  # late members, too: they are compared with those of the baseline
+        differs = [
+            not all_equal([members[uid].result for uid in compared], baseline.greedy, reads)
+            for members, baseline in zip((before, after), baselines, strict=True)
+        ]
+    for uid in ordered:
+        pair, found = (before[uid], after[uid]), [None, None]
+        if whole and uid in compared:
+            found = [
+                advantage(config, recipe, e, b, turns[uid]) for e, b in zip(pair, baselines, strict=True)
+            ]
+        yield Row(
+            uid,
+            group.id,
+            group.sample,
+            _step(group),
+            before[uid].state,
+            *(episode.result.score for episode in pair),
+            *found,
+            *differs,
+        )
+
+
+def _print(rows: Sequence[Row], problems: Sequence[str]) -> None:
+    """The table, and why some episodes are not in it."""
+    groups = {row.group: row for row in rows if row.teaches is not None}
+    scores = [(row.score, row.score_new) for row in rows]
+    advantages = [
+        (row.advantage, row.advantage_new)
+        for row in rows
+        if row.advantage is not None and row.advantage_new is not None
+    ]
+    taught = [sum(getattr(row, name) for row in groups.values()) for name in ("taught", "teaches")]
+    print(f"{len(rows)} episodes of {len({row.group for row in rows})} groups scored again")
+    print(f"{'':32} {'recorded':>12} {'regraded':>12}")
+    print(f"{'score, mean':32} {_mean(a for a, _ in scores):>12.4f} {_mean(b for _, b in scores):>12.4f}")
+    if groups:
+        parts = " ".join(f"{n:>6} {n / len(groups):>5.0%}" for n in taught)
+        print(f"{f'groups that teach, of {len(groups)}':32} {parts}")
+    if advantages:
+        sizes = " ".join(f"{_mean(abs(pair[at]) for pair in advantages):>12.4f}" for at in (0, 1))
+        print(f"{'advantage before scaling, mean |A|':32} {sizes}")
+    print(f"correlation of scores {_correlation(scores)}, of advantages {_correlation(advantages)}")
+    if problems:
+        print(f"{len(problems)} episodes could not be scored; the last one: {problems[-1]}")
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Pearson's; unknown where one side does not vary."""
+    if len(pairs) < 2 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
+        return "unknown"
+    return f"{statistics.correlation(*zip(*pairs, strict=True)):.3f}"
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    """One row per episode."""
+    plain = [msgspec.structs.asdict(row) for row in rows]
+    if path.suffix == ".jsonl":
+        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in plain))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), path)

@@ -1,3 +1,5 @@
 from __future__ import annotations
+
+
 def main(argv: list[str]) -> int:
     raise NotImplementedError

@@ -205,23 +205,10 @@ class EpisodeRun:
         self._notes = earned.notes
         if self.assign.lane == "eval":  # validation reports scores as they are
             return earned
-        limits = self.context.rules.config
-        shaping = ShapingInput(
-            score=earned.score,
-            tokens=sum(len(turn.ids) for turn in turns),
-            turns=len(turns),
-            end=end,
-            limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
-        )
-        return msgspec.structs.replace(earned, shaping=self.context.scorer.shape(shaping))
+        return shaped(self.context.rules, self.context.scorer, earned, turns, end)
 
     def transcript(self, turns: Sequence[Turn]) -> str:
-        """The rows as the model read and wrote them."""
-        decode = self.context.rules.chat.decode
-        texts = [decode(ids) for ids in rows_of(turns)]
-        if len(texts) < 2:
-            return "".join(texts)
-        return "\n".join(f"=== row {number} ===\n{text}" for number, text in enumerate(texts))
+        return transcript(self.context.rules, turns)
 
     def final_record(self, outcome: Outcome) -> Finished | Failed:
         """The last record."""
@@ -250,6 +237,29 @@ class EpisodeRun:
             text=_cut(self.transcript(outcome.turns)) if self.assign.transcript else "",
             notes=self._notes if self.assign.transcript else {},
         )
+
+
+def transcript(rules: Rules, turns: Sequence[Turn]) -> str:
+    """The rows as the model read and wrote them."""
+    texts = [rules.chat.decode(ids) for ids in rows_of(turns)]
+    if len(texts) < 2:
+        return "".join(texts)
+    return "\n".join(f"=== row {number} ===\n{text}" for number, text in enumerate(texts))
+
+
+def shaped(
+    rules: Rules, scorer: Scorer, earned: RewardResult, turns: Sequence[Turn], end: EpisodeEnd
+) -> RewardResult:
+    """The reward of an episode that trains. Raises RewardError."""
+    limits = rules.config
+    given = ShapingInput(
+        score=earned.score,
+        tokens=sum(len(turn.ids) for turn in turns),
+        turns=len(turns),
+        end=end,
+        limit=min(limits.rows * limits.max_tokens, limits.max_turns * limits.max_new_tokens),
+    )
+    return msgspec.structs.replace(earned, shaping=scorer.shape(given))
 
 
 def _cut(text: str) -> str:

@@ -95,7 +95,9 @@ class RunReader:
 
     def planned_steps(self) -> set[int]:
         """Committed batches (0-based) of which plan and payloads are kept."""
-        return {step for (step,) in self._rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")}
+        return {
+            step for (step,) in self._rows("SELECT p.step FROM plans p JOIN commits c ON c.step=p.step+1")
+        }
 
     def plan(self, step: int) -> Batch:
         """Of one of these."""
@@ -114,8 +116,14 @@ class RunReader:
     def baseline(self, group: int) -> Baseline:
         """The baseline of a settled group, from the records of its members."""
         (record,) = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", group)
-        members = self._records(EpisodeRecord, "SELECT record FROM episodes WHERE group_id=?", group)
-        return Baseline.of(record, {episode.uid: episode for episode in members})
+        return Baseline.of(record, {episode.uid: episode for episode in self.members(group)})
+
+    def groups(self) -> list[GroupRecord]:
+        """All that the index still has, oldest first."""
+        return self._records(GroupRecord, "SELECT record FROM groups ORDER BY id")
+
+    def members(self, group: int) -> list[EpisodeRecord]:
+        return self._records(EpisodeRecord, "SELECT record FROM episodes WHERE group_id=?", group)
 
     def load(self) -> StoredRun:
         """Everything a coordinator needs to go on from here."""

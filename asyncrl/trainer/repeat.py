@@ -1,23 +1,28 @@
 """Recorded batches trained once more, by one rank apart from the run: it writes nothing.
 
-    newest checkpoint before a step ──► the recorded plans since, in order ──► the metrics of each batch
+newest checkpoint before a step ──► the recorded plans since, in order ──► the metrics of each batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
 
 import torch
 
-from asyncrl.buffer.batches import row_units
+from asyncrl.algorithms.recipe import Recipe
+from asyncrl.buffer.batches import Baseline, row_units
+from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.trainer import checkpoint, world
+from asyncrl.trainer.batch import example
+from asyncrl.trainer.credit import credit
 from asyncrl.trainer.rank import with_turns
 from asyncrl.trainer.step import Learner, Work
+from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
 
 INITIAL = 0  # the step of the policy that a run begins with
@@ -69,12 +74,26 @@ def recorded(config: RunConfig, reader: RunReader, step: int) -> Iterator[Work]:
             yield _micro_batch(config, reader, uids)
 
 
+def advantage(
+    config: RunConfig, recipe: Recipe, episode: EpisodeRecord, baseline: Baseline, turns: Sequence[Turn]
+) -> float | None:
+    """The mean of its tokens' advantages, before the batch scales them. None where the advantage also reads
+    what models compute, or the episode has no token of the model's."""
+    if recipe.critic or recipe.advantage.whole_group:
+        return None
+    planned = PlannedTrajectory.of(episode, baseline, len(turns), config.rollout.temperature)
+    given = example(planned, turns, max(0, episode.step), config.buffer.max_staleness, recipe.aggregate)
+    found = credit(given, recipe).advantage
+    return float(found.mean()) if found is not None and len(found) else None
+
+
 def _micro_batch(config: RunConfig, reader: RunReader, uids: list[str]) -> Work:
     episodes = [reader.episode(uid) for uid in uids]
     units = row_units(episodes, config.trainer.micro_batch_tokens, config.trainer.packing)
     ordered = [episodes[index] for index in chain(*(unit.members for unit in units))]
     planned = [
-        PlannedTrajectory.of(e, reader.baseline(e.group), e.turns, config.rollout.temperature) for e in ordered
+        PlannedTrajectory.of(e, reader.baseline(e.group), e.turns, config.rollout.temperature)
+        for e in ordered
     ]
     frames = [frame for e in ordered for frame in list(reader.frames(e.uid, e.turns))[::2]]
     return with_turns(planned, frames)

@@ -43,6 +43,7 @@ def test_a_short_run_leaves_everything_it_promises(
     assert trained and all("<|im_start|>" in row["text"] for row in trained)
     assert overlap(run.path)
     replayed_to_the_last_bit(run, capsys)
+    regraded(run, tmp_path, capsys)
     assert "issued" in run.text() and not run.children()
 
 
@@ -65,6 +66,31 @@ def replayed_to_the_last_bit(run: Run, capsys: pytest.CaptureFixture[str]) -> No
     assert before.items() <= kept.items()
     assert cli.main(["replay", str(run.path), "--step", "7"]) == 2
     assert "the steps that have both: 1 to 6, 4 to 6" in capsys.readouterr().err
+
+
+LENGTHS = '''
+from asyncrl.rewards.base import runs
+
+@runs("loop")
+def length(given):
+    return float(len(given.messages)) if given.messages[0].role == "user" else 1 / 0
+'''
+
+
+def regraded(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own reward again gives the same; another one sees the whole conversation."""
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    out = tmp_path / "regraded.jsonl"
+    for reward, same in (("final_number", True), (f"{tmp_path}/lengths.py:length", False)):
+        assert cli.main(["regrade", str(run.path), "--reward", reward, "--out", str(out)]) == 0
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert len(rows) == 6 * 16 and {row["step"] for row in rows} == set(range(1, 7))
+        assert any(row["advantage"] for row in rows), "nothing is compared"
+        for row in rows:
+            assert (row["score"], row["advantage"]) == (row["score_new"], row["advantage_new"]) or not same
+            assert same or row["score_new"] >= 2
+    assert "groups that teach, of" in capsys.readouterr().out
+    assert cli.main(["regrade", str(run.path), "--reward", "none", "--steps", "7..9"]) == 2
 
 
 def transcripts(run: Run, name: str) -> list[dict[str, Any]]:
