@@ -25,6 +25,7 @@ from asyncrl.config.training import (
     CriticConfig,
     KLConfig,
     Packing,
+    StoreConfig,
     TrainerConfig,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "Section",
+    "StoreConfig",
     "TrainerConfig",
     "ValidationConfig",
     "WeightedSource",

@@ -18,6 +18,7 @@ from asyncrl.config.training import (
     CheckpointConfig,
     CriticConfig,
     KLConfig,
+    StoreConfig,
     TrainerConfig,
 )
 from asyncrl.errors import ConfigError
@@ -174,6 +175,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    store: StoreConfig = StoreConfig()
     weights: WeightsConfig = WeightsConfig()
     validation: ValidationConfig = ValidationConfig()
     observe: ObserveConfig = ObserveConfig()

@@ -203,6 +203,14 @@ class TrainerConfig(Section, frozen=True):
         return given if isinstance(given, int) else int(given == "full")
 
 
+class StoreConfig(Section, frozen=True):
+    """The run's store: states, plans and turns of its episodes."""
+
+    keep_bytes: Count = 1 << 30
+    """Turns that a resume does not need any more are kept up to this size, in segments of 64 MB, the newest
+    ones, for `asyncrl replay` and `regrade`; with the oldest, what the index knows of their episodes goes."""
+
+
 class CheckpointConfig(Section, frozen=True):
     """Checkpoints, and the exports in them."""
 

@@ -154,7 +154,7 @@ class RunState:
         self.store.put_batches(self.batches.changes())
         for episode in episodes:
             if episode.state in OVER and episode.state is not State.TRAINED:
-                self.store.forget_frames(episode.uid)
+                self.store.release_frames(episode.uid)
         self.store.commit()
         self.outbox.flush()
 
@@ -209,7 +209,7 @@ def _attention_work(path: Path) -> float:
 
 def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
     """The state of a run, restored from the store in its directory; a new one where there is none."""
-    samples, store = Samples.open(samples_path(run_dir, "train")), RunStore(run_dir)
+    samples, store = Samples.open(samples_path(run_dir, "train")), RunStore(run_dir, config.store.keep_bytes)
     check_same_data(samples, store.read.meta("data"))
     store.put_meta("data", samples.fingerprint)
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)

@@ -211,8 +211,8 @@ class TrainerHandler:
         oldest = kept[0] if len(kept) == keep else 0
         covered = state.batches.retain(oldest)
         for uid in covered:
-            state.store.forget_frames(uid)
-        state.store.forget_plans(range(oldest), len(covered))
+            state.store.release_frames(uid)
+        state.store.cover(oldest, len(covered))
         state.store.sync()
         state.liveness.progress(now)
 

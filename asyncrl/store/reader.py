@@ -16,6 +16,7 @@ from asyncrl.store.segments import FramePlace, SegmentReader
 from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
+COVERED_TO = "covered_to"  # in meta: batches before this one are covered by the oldest retained checkpoint
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied
 
 
@@ -84,8 +85,12 @@ class RunReader:
         return (PolicyVersion(*rows[0][:2]), rows[0][2]) if rows else (NO_VERSION, "")
 
     def counts(self) -> dict[State, int]:
-        """Episodes by state, counted in the index: the audit compares them with the buffer's."""
-        rows = self._rows("SELECT state, count(*) FROM episodes GROUP BY state")
+        """Episodes by state, counted in the index, with those that it has forgotten: the audit compares them
+        with the buffer's."""
+        rows = self._rows(
+            "SELECT state, sum(n) FROM (SELECT state, count(*) AS n FROM episodes GROUP BY state "
+            "UNION ALL SELECT state, count FROM pruned) GROUP BY state"
+        )
         return {State(state): count for state, count in rows}
 
     def committed_plans(self) -> list[Batch]:
@@ -104,7 +109,9 @@ class RunReader:
         return self._records(Batch, "SELECT record FROM plans WHERE step=?", step)[0]
 
     def plans(self) -> list[Batch]:
-        return self._records(Batch, "SELECT record FROM plans ORDER BY step")
+        """Those that no retained checkpoint covers, oldest first."""
+        first = int(self.meta(COVERED_TO, "0"))
+        return self._records(Batch, "SELECT record FROM plans WHERE step>=? ORDER BY step", first)
 
     def trained_in_plans(self) -> int:
         """Trajectories in committed batches, from the plans still kept plus the count of those forgotten."""

@@ -16,7 +16,8 @@ import msgspec
 
 from asyncrl.buffer.batches import Batch
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord
-from asyncrl.store.reader import FrameKey, RunReader
+from asyncrl.store.reader import COVERED_TO, FrameKey, RunReader
+from asyncrl.store.retention import prune
 from asyncrl.store.schema import DATABASE, SupersededError, store_error, take_over
 from asyncrl.store.segments import FramePlace, SegmentReader, SegmentWriter, fsync
 from asyncrl.types import PolicyVersion
@@ -33,11 +34,11 @@ PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?) ON CONFLICT(uid) DO 
 class RunStore:
     """Owner of `run.db` and `segments/` in a run directory. What is put becomes durable at the next commit();
     `read` sees payloads at once, the rest after it. Opening a store takes it over: from then on an earlier
-    owner can write nothing. `epoch` numbers the owners, from 1."""
+    owner can write nothing. `epoch` numbers the owners, from 1. `keep_bytes`: see `retention.py`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, keep_bytes: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._run_dir = run_dir
+        self._run_dir, self._keep_bytes = run_dir, keep_bytes
         self._db, self.epoch = take_over(run_dir)
         self._fsync_index()  # after a power cut the number must not be given again
         self._segments = SegmentWriter(run_dir / "segments")
@@ -45,6 +46,7 @@ class RunStore:
         self._statements: list[tuple[str, list[Row]]] = []  # of this turn, in order
         self._frames: dict[FrameKey, bytes] = {}  # payloads of this turn
         self._fresh: set[str] = set()  # the episodes that they are of
+        self._released: set[str] = set()  # episodes whose payloads nothing needs any more
         self._places: dict[FrameKey, FramePlace] = {}  # of those that are in a segment already
         self._sync_due = False
         self.read = RunReader(self._db, self._written, self._frames)
@@ -102,15 +104,28 @@ class RunStore:
                 del self._frames[key]
         self._add("DELETE FROM frames WHERE uid=? AND turn>=?", (uid, turn))
 
+    def release_frames(self, uid: str) -> None:
+        """Nothing needs the payloads of an episode; they are kept as far as `keep_bytes` allows."""
+        self._released.add(uid)
+        self._add("UPDATE frames SET spare=1 WHERE uid=?", (uid,))
+
     def forget_plans(self, steps: range, rows: int) -> None:
-        """A checkpoint covers these batches, which held `rows` trajectories."""
+        """Of these batches, which held `rows` trajectories, nothing is known but that they were committed."""
         self._add("DELETE FROM plans WHERE step>=? AND step<?", (steps.start, steps.stop))
+        self._count_covered(rows)
+
+    def cover(self, step: int, rows: int) -> None:
+        """The oldest retained checkpoint covers the batches before `step`, `rows` trajectories more than the
+        one before."""
+        self.put_meta(COVERED_TO, str(step))
+        self._count_covered(rows)
+
+    def _count_covered(self, rows: int) -> None:
         self._add("INSERT OR IGNORE INTO meta VALUES('covered', '0')", ())
         self._add("UPDATE meta SET value=value+? WHERE key='covered'", (rows,))
 
     def sync(self) -> None:
-        """Let the next commit be power-loss safe, with all before it. It also deletes the segments that are
-        older than every payload still referred to."""
+        """Let the next commit be power-loss safe, with all before it; what need not be kept is forgotten."""
         self._sync_due = True
 
     # -- writing -----------------------------------------------------------------------------------------
@@ -126,7 +141,7 @@ class RunStore:
                 self._places[key] = self._segments.append(payload)
         if self._sync_due:
             self._segments.sync()
-        if self._frames or self._statements:
+        if self._frames or self._statements or self._sync_due:
             with self._transaction():
                 if (epoch := self._stored_epoch()) != self.epoch:
                     raise SupersededError(
@@ -135,12 +150,15 @@ class RunStore:
                     )
                 for statement, rows in self._statements:
                     self._db.executemany(statement, rows)
-                rows = [(*key, *self._places[key]) for key in self._frames]
-                self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?)", rows)
+                rows = [(*key, *self._places[key], key[0] in self._released) for key in self._frames]
+                self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
+                if self._sync_due:
+                    covered = int(self.read.meta(COVERED_TO, "0"))
+                    oldest = prune(self._db, self._written, self._segments.newest, self._keep_bytes, covered)
             self._clear()
         if self._sync_due:
             self._fsync_index()
-            self._compact()
+            self._compact(oldest)
             self._sync_due = False
 
     @contextmanager
@@ -161,16 +179,15 @@ class RunStore:
         fsync(self._run_dir / f"{DATABASE}-wal")
         fsync(self._run_dir)
 
-    def _compact(self) -> None:
-        """Shorten the log; delete the segments that are not referred to any more."""
+    def _compact(self, oldest: int) -> None:
+        """Shorten the log; delete the segments before the oldest that is referred to."""
         try:
             (busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            (oldest,) = self._db.execute("SELECT min(segment) FROM frames").fetchone()
         except sqlite3.Error as error:
             raise store_error(self._run_dir / DATABASE, error) from error
         if busy:
             log.warning("%s: a reader keeps a transaction open: its log grows meanwhile", self._run_dir)
-        self._written.remove_before(self._segments.newest if oldest is None else oldest)
+        self._written.remove_before(oldest)
 
     def rollback(self) -> None:
         """Forget everything put since the last commit."""
@@ -181,6 +198,7 @@ class RunStore:
         self._statements.clear()
         self._frames.clear()
         self._fresh.clear()
+        self._released.clear()
         self._places.clear()
 
     def close(self) -> None:

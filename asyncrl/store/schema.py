@@ -13,7 +13,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, disk_full
 log = logging.getLogger("asyncrl.store")
 
 DATABASE = "run.db"
-SCHEMA_VERSION = 4  # to be raised when a table, a struct that is stored in one, or `Sample` changes
+SCHEMA_VERSION = 5  # to be raised when a table, a struct that is stored in one, or `Sample` changes
 TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups(id INTEGER PRIMARY KEY, over INTEGER NOT NULL, record BLOB NOT NULL);
@@ -24,7 +24,8 @@ CREATE TABLE episodes(
 CREATE INDEX episodes_group ON episodes(group_id);
 CREATE TABLE frames(
     uid TEXT NOT NULL, turn INTEGER NOT NULL, kind TEXT NOT NULL, segment INTEGER NOT NULL,
-    offset INTEGER NOT NULL, PRIMARY KEY(uid, turn, kind)) WITHOUT ROWID;
+    offset INTEGER NOT NULL, spare INTEGER NOT NULL, PRIMARY KEY(uid, turn, kind)) WITHOUT ROWID;
+CREATE TABLE pruned(state TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE plans(step INTEGER PRIMARY KEY, record BLOB NOT NULL);
 CREATE TABLE commits(
     step INTEGER PRIMARY KEY, trainer_epoch INTEGER NOT NULL, plan_hash TEXT NOT NULL);

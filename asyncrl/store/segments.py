@@ -99,6 +99,17 @@ class SegmentReader:
             raise StoreError(f"{path}: {error}") from error
         raise StoreError(f"{path}: damaged record at {place.offset}")
 
+    def oldest_kept(self, needed: int, spare_bytes: int) -> int:
+        """The oldest segment to keep: those from `needed` on and, of those before it, the newest that have
+        `spare_bytes` in all."""
+        sizes = {int(path.stem): path.stat().st_size for path in self.directory.glob("*.seg")}
+        for number in sorted((number for number in sizes if number < needed), reverse=True):
+            spare_bytes -= sizes[number]
+            if spare_bytes < 0:
+                break
+            needed = number
+        return needed
+
     def remove_before(self, segment: int) -> None:
         """Delete whole segments below a number. The caller has no reference into them any more; one that
         cannot be deleted costs its place on the disk, and is tried again next time."""

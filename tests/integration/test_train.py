@@ -68,13 +68,13 @@ def replayed_to_the_last_bit(run: Run, capsys: pytest.CaptureFixture[str]) -> No
     assert "the steps that have both: 1 to 6, 4 to 6" in capsys.readouterr().err
 
 
-LENGTHS = '''
+LENGTHS = """
 from asyncrl.rewards.base import runs
 
 @runs("loop")
 def length(given):
     return float(len(given.messages)) if given.messages[0].role == "user" else 1 / 0
-'''
+"""
 
 
 def regraded(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
