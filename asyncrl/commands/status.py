@@ -1,5 +1,88 @@
+"""`asyncrl status [RUN]`: a run as it is now, from another terminal; after its end, why it ended."""
+
 from __future__ import annotations
+
+import argparse
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl.buffer.records import Flow
+from asyncrl.commands.runs import find_run
+from asyncrl.observe.files import read_status, read_summary
+from asyncrl.observe.progress import clock
+from asyncrl.observe.summary import OF_STEP, identity_line
+
+WATCH_EVERY = 2.0  # seconds
+SILENT = 5.0  # seconds after which a status is old: there are two a second
+FLOW = "flow/"
 
 
 def main(argv: list[str]) -> int:
-    raise NotImplementedError
+    """Parse the arguments and print, once or until the run has ended."""
+    parser = argparse.ArgumentParser(prog="asyncrl status", description=__doc__)
+    parser.add_argument("run", nargs="?", default="", help="name of a run, or its directory; else the newest")
+    parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_EVERY:g} s, until it ends")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
+    options = parser.parse_intermixed_args(argv)
+    run_dir = find_run(options.run_dir, options.run)
+    while True:
+        now = time.time()
+        ended = ending(run_dir)
+        print(*describe(run_dir, ended, now), sep="\n", flush=True)
+        if ended or not options.watch:
+            return 0
+        time.sleep(WATCH_EVERY)
+
+
+def ending(run_dir: Path) -> str:
+    """How a run ended, and why; '' while its launcher lives, or lives perhaps on another machine."""
+    summary, status = read_summary(run_dir), read_status(run_dir)
+    if error := summary.get("error") or status.get("error"):
+        return f"{summary.get('outcome', 'failed')}: {error}"
+    if "outcome" in summary or "code" in status:
+        return str(summary.get("outcome", "ended"))
+    if lives(run_dir):
+        return ""
+    return "killed: its launcher is gone, and wrote no end; resume=auto goes on from the last checkpoint"
+
+
+def lives(run_dir: Path) -> bool:
+    """Whether the launcher that locked the run directory does, as far as can be seen from here."""
+    lock = run_dir / "lock"
+    try:
+        pid, _, host = lock.read_text().partition(" on ")
+        if host != platform.node():
+            return True
+        return psutil.Process(int(pid)).create_time() <= lock.stat().st_mtime + 1
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return False
+
+
+def describe(run_dir: Path, ended: str, now: float) -> list[str]:
+    """Lines: phase and step, the last step, the flow, who waits for what."""
+    status = read_status(run_dir)
+    if "phase" not in status:
+        return [
+            f"{run_dir}: {ended or 'starts: its coordinator has not reported yet'}; logs: {run_dir / 'logs'}"
+        ]
+    age = now - status["time"]
+    heard = f", silent for {age:.0f} s" if age > SILENT and not ended else ""
+    steps = f"step {status['step']} of {status['total_steps']} after {clock(status['seconds'])}"
+    lines = [f"{run_dir}: {ended or status['phase'] + heard}", steps, *_numbers(status)]
+    waits = [] if ended else [f"  {wait}" for wait in status["waits"]]
+    return [*lines, *(["waits:", *waits] if waits else [])]
+
+
+def _numbers(status: dict[str, Any]) -> list[str]:
+    shown = [
+        f"{label} {status['metrics'][name]:{form}}"
+        for name, (label, form) in OF_STEP.items()
+        if name in status["metrics"]
+    ]
+    flow = {name.removeprefix(FLOW): int(n) for name, n in status["gauges"].items() if name.startswith(FLOW)}
+    lines = [f"last step: {', '.join(shown)}"] if shown else []
+    return [*lines, identity_line(flow, Flow(**flow).conserved), *filter(None, [status["failed"]])]

@@ -183,8 +183,10 @@ class Coordinator:
     def _keep_contact(self, wait: str) -> None:
         """Past the outbox, whose messages may leave only after the commit."""
         self.state.waits = [wait]
+        status = self._status()
+        self.reporter.write_status(status)
         for peer in self.observers:
-            self.control.send(peer, self._status())
+            self.control.send(peer, status)
         for peer in (*self.workers.workers, *self.engines.keepers):
             self.control.send(peer, self.state.welcome_message)
 
@@ -279,8 +281,9 @@ class Coordinator:
         self.observers -= state.outbox.unreachable  # one that was only away says hello again
         state.outbox.unreachable.clear()  # workers that missed a change of the table have been sent it
         if now >= self._status_at:
-            self._status_at = now + STATUS_EVERY
-            self._to_observers(self._status())
+            self._status_at, status = now + STATUS_EVERY, self._status()
+            self._to_observers(status)
+            self.reporter.write_status(status)
 
     def _admit(self, now: float) -> None:
         """Admit groups, as far as their episodes can be assigned in this turn."""
@@ -303,7 +306,9 @@ class Coordinator:
         self.workers.stop(outcome)
         self.engines.stop(outcome)
         self.trainer.stop(outcome)
-        self._to_observers(self._status())
+        status = self._status()
+        self._to_observers(status)
+        self.reporter.write_status(status)
         self._to_observers(RunEnd(outcome, error))
         self.state.outbox.flush()
 

@@ -15,10 +15,11 @@ from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.trainer import TrainerHandler
 from asyncrl.coordinator.workers import WorkerHandler
-from asyncrl.observe.files import read_rows, write_summary
-from asyncrl.observe.summary import summarize
+from asyncrl.observe.files import read_rows, write_status, write_summary
+from asyncrl.observe.summary import OF_STEP, summarize
 from asyncrl.store.checkpoints import checkpoints_of
 from asyncrl.types import EpisodeEnd, FailReason
+from asyncrl.wire.messages.observer import Status
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Reporter:
         self._unwritten = b"\n" if cut else b""
         self._busy = self._totals()
         self._settled: Counter[str] = Counter()
+        self._since: dict[str, float] = {}  # when a wait was found that has been there ever since
+        self._last: dict[str, float] = {}  # metrics of the last step that `asyncrl status` shows
 
     def begin(self) -> None:
         """The run leaves its start phase: the first row counts from here."""
@@ -95,6 +98,7 @@ class Reporter:
             trained | self.gauges() | self._episodes() | self._groups(step) | self._shares(now - self.row_at)
         )
         self.row_at, self.longest_turn = now, 0.0
+        self._last = {name: row[name] for name in OF_STEP if name in row}
         self.landed = Landed()
         self.write(row)
         return row
@@ -112,6 +116,11 @@ class Reporter:
     def seconds(self) -> float:
         """Wall time of the run, earlier parts of a resumed one included."""
         return self.seconds_before + time.monotonic() - self.started
+
+    def write_status(self, status: Status) -> None:
+        """For whoever looks at the run from outside: `asyncrl status`."""
+        known = msgspec.structs.asdict(status) | {"time": time.time(), "seconds": self.seconds}
+        write_status(self.state.run_dir, known | {"metrics": self._last})
 
     def gauges(self) -> dict[str, float]:
         """The state now, under the names of metrics.jsonl."""
@@ -157,13 +166,16 @@ class Reporter:
         return min(1.0, (landed + taken) / (2 * buffer.groups_per_batch * buffer.episodes_per_group))
 
     def waits(self) -> tuple[str, ...]:
-        """Who waits for what."""
+        """Who waits for what, and for how long, as far as asked: each wait since it was first found here."""
         workers, keepers = self.workers.workers.values(), self.engines.keepers.values()
         named = [(worker.name, worker.beat.waiting) for worker in workers if worker.beat]
         named += [(keeper.name, keeper.beat.waiting) for keeper in keepers]
         named += [(f"trainer {rank}", beat.waiting) for rank, beat in self.trainer.ranks.beats.items()]
-        own = dict.fromkeys(self.state.waits)
-        return (*own, *(f"{name}: {waiting}" for name, waiting in named if waiting))
+        own, now = dict.fromkeys(self.state.waits), time.monotonic()
+        found = (*own, *(f"{name}: {waiting}" for name, waiting in named if waiting))
+        self._since = {wait: self._since.get(wait, now) for wait in found}
+        seconds = {wait: now - since for wait, since in self._since.items()}
+        return tuple(f"{wait} ({seconds[wait]:.0f} s)" if seconds[wait] >= 1 else wait for wait in found)
 
     def _episodes(self) -> dict[str, float]:
         columns, landed = self.landed.columns, self.landed.ends.total()

@@ -179,7 +179,8 @@ def locked(config: RunConfig) -> Iterator[None]:
                 held.enter_context(_lock(elsewhere, "checkpoint.directory"))
         try:
             with _writable(run_dir):
-                (run_dir / "summary.json").unlink(missing_ok=True)
+                for name in ("summary.json", "status.json"):
+                    (run_dir / name).unlink(missing_ok=True)
                 mark_start(run_dir)
                 (run_dir / "config.yaml").write_bytes(msgspec.yaml.encode(config))
             yield

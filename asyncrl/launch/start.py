@@ -24,7 +24,7 @@ from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.run_directory import check_run_directory, locked, run_directory
 from asyncrl.launch.session import Session
 from asyncrl.launch.supervisor import Supervisor
-from asyncrl.observe.files import read_summary, write_summary
+from asyncrl.observe.files import read_status, read_summary, write_status, write_summary
 from asyncrl.observe.table import print_summary
 from asyncrl.observe.timeline import overlap
 from asyncrl.observe.trackers import Trackers
@@ -108,6 +108,7 @@ def _remove_outside_weights(config: RunConfig) -> None:
 
 def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: Console) -> int:
     """Complete and print the summary, and draw run.png; after an interrupt neither, to end at once."""
+    write_status(run_dir, read_status(run_dir) | {"code": code, "error": error})
     summary = read_summary(run_dir)
     if summary and code != INTERRUPTED:
         with recorded() as failure:

@@ -32,7 +32,27 @@ def read_rows(run_dir: Path) -> list[dict[str, float]]:
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """The summary of a run, {} while there is none. ConfigError for one that cannot be read."""
-    path = run_dir / "summary.json"
+    return _read(run_dir / "summary.json")
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Replace the summary, whole or not at all."""
+    _replace(run_dir / "summary.json", msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """What the coordinator last said of a run, with the `time` at which it did; {} while there is nothing.
+    Once the launcher has ended, `code` and `error` say how. ConfigError as for a summary."""
+    return _read(run_dir / "status.json")
+
+
+def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
+    """Replace it. A full disk costs no more than that."""
+    with suppress(OSError):
+        _replace(run_dir / "status.json", msgspec.json.encode(status))
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -41,11 +61,9 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({one_line(error)})") from None
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Replace the summary, whole or not at all."""
-    path = run_dir / "summary.json"
+def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.write_bytes(content)
     temporary.replace(path)
 
 

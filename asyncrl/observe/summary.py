@@ -31,6 +31,15 @@ HIGHEST = "val-aux/score/max"  # of what a validation compared with `validation.
 VALIDATED = "val-aux/policy_version"
 UPDATE = "timing_s/update_weights"  # the trainer's time for a new version: it trains nothing meanwhile
 
+OF_STEP = {  # metrics of the last step that `asyncrl status` shows: label and format
+    "timing_s/step": ("seconds", ".2f"),
+    REWARD: ("score", ".3f"),
+    "staleness/lag/mean": ("lag", ".2f"),
+    "staleness/masked_token_frac": ("masked", ".2%"),
+    "async/trainer_idle_frac": ("trainer idle", ".0%"),
+    "async/rollout_idle_frac": ("rollout idle", ".0%"),
+}
+
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""

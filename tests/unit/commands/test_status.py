@@ -1,0 +1,93 @@
+"""`asyncrl status`: a run as its coordinator last told, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl import cli
+from asyncrl.observe.files import read_status, write_status, write_summary
+from tests.unit.coordinator.test_loop import ROWS, LoopSetup, give
+
+NOBODY = (1 << 22) + 1  # greater than any process's number
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopSetup]:
+    give(monkeypatch, ROWS)
+    found = LoopSetup(tmp_path)
+    (found.run_dir / "config.yaml").touch()
+    lock(found.run_dir, os.getpid())
+    yield found
+    found.close()
+
+
+def lock(run_dir: Path, pid: int) -> None:
+    (run_dir / "lock").write_text(f"{pid} on {platform.node()}")
+
+
+def shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["status", str(run_dir)]) == 0
+    return capsys.readouterr().out
+
+
+def test_who_waits_for_what_since_when(setup: LoopSetup, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = setup.coordinator
+    assert "has not reported yet" in shown(setup.run_dir, capsys)
+    setup.turn()
+    waits = read_status(setup.run_dir)["waits"]
+    assert waits and not any(wait.endswith(" s)") for wait in waits)
+    coordinator.reporter._since = {wait: since - 12 for wait, since in coordinator.reporter._since.items()}
+    coordinator.reporter.write_status(coordinator._status())
+    text = shown(setup.run_dir, capsys)
+    assert f"{setup.run_dir}: starting\nstep 0 of" in text and "✓" in text
+    assert text.endswith("waits:\n" + "".join(f"  {wait} (12 s)\n" for wait in waits))
+
+
+def test_a_store_that_cannot_be_written_is_a_wait(
+    setup: LoopSetup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.turn()
+    setup.coordinator.state.store.put_meta("something", "to write")
+    with closing(sqlite3.connect(setup.run_dir / "run.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        setup.turn()
+    assert "database is locked" in shown(setup.run_dir, capsys)
+
+
+def test_a_coordinator_that_is_silent(setup: LoopSetup, capsys: pytest.CaptureFixture[str]) -> None:
+    setup.turn()
+    told = read_status(setup.run_dir)
+    write_status(setup.run_dir, told | {"time": told["time"] - 40})
+    assert "starting, silent for 4" in shown(setup.run_dir, capsys)
+
+
+@pytest.mark.parametrize(
+    ("summary", "told", "text"),
+    [
+        ({"outcome": "completed", "error": ""}, {"code": 0, "error": ""}, "completed"),
+        ({"outcome": "failed", "error": "no worker"}, {"code": 1, "error": "no worker"}, "failed: no worker"),
+        ({}, {"code": 1, "error": "rollout-0 exited with 3"}, "failed: rollout-0 exited with 3"),
+        ({}, {}, "killed: its launcher is gone"),
+    ],
+)
+def test_after_an_end_why_it_ended(
+    setup: LoopSetup,
+    capsys: pytest.CaptureFixture[str],
+    summary: dict[str, str],
+    told: dict[str, object],
+    text: str,
+) -> None:
+    setup.turn()
+    lock(setup.run_dir, NOBODY)
+    write_status(setup.run_dir, read_status(setup.run_dir) | told)
+    if summary:
+        write_summary(setup.run_dir, summary)
+    found = shown(setup.run_dir, capsys)
+    assert found.startswith(f"{setup.run_dir}: {text}") and "waits:" not in found
