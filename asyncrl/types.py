@@ -81,6 +81,7 @@ class DropReason(enum.StrEnum):
     GROUP_SHORT = "group_short"
     CORRUPT = "corrupt"  # its turns cannot be read any more
     END_OF_DATA = "end_of_data"
+    SPIKE = "spike"  # its batch was left out: trainer.on_spike
 
 
 class FilterReason(enum.StrEnum):

@@ -314,6 +314,17 @@ class Batches:
         self.buffer.trained([self.taken[uid] for uid in self.batches[step - 1].uids])
         self.buffer.committed, self.buffer.refills = step, 0
 
+    def leave_out(self, reason: DropReason) -> list[str]:
+        """Drop what the batch under way has taken; the step gets another one. Returns the uids."""
+        step = self.committed
+        for uid in self.batches[step].uids:
+            self.buffer.drop(self.taken[uid], reason)
+        gone = self._forget([step])
+        self.batches[step] = Batch(step)  # written over the plan in the store
+        self._dirty.add(step)
+        self.buffer.closed = step - 1
+        return gone
+
     def lose(self, step: int, uid: str) -> None:
         """The payload of a planned trajectory cannot be read: the plan goes on without it."""
         self.batches[step].lost.add(uid)

@@ -184,6 +184,11 @@ class TrainerConfig(Section, frozen=True):
     """Compile each layer with torch.compile, once for all lengths; a CPU needs a C++ compiler."""
     grad_clip: Annotated[float, Meta(ge=0)] = 1.0
     """Gradient norm limit; 0: off."""
+    on_spike: Literal["skip", "rollback", "stop"] = "skip"
+    """When a batch's gradient norm is not finite, or a spike: leave out its optimizer step; drop its episodes
+    by name, and go on from the newest checkpoint with other ones; or end the run."""
+    spike_factor: Annotated[float, Meta(ge=0)] = 0.0
+    """A norm of more than this many times the median of the 32 batches before is a spike; 0: none is."""
     micro_batch_tokens: Positive = 8192
     """Tokens of one micro-batch (forward and backward), on one rank or on those that share it together:
     with `packing` padded padding counts, with tree a shared prefix counts once. A longer episode is a

@@ -48,6 +48,7 @@ from asyncrl.wire.messages.trainer import (
     PlanRequest,
     Probed,
     Published,
+    Spiked,
     TrainerBeat,
     TrainerHello,
 )
@@ -221,6 +222,8 @@ class Coordinator:
                 self.trainer.commit(peer, message, now)
             case OutOfMemory():
                 self.trainer.out_of_memory(peer, message)
+            case Spiked():
+                self.trainer.spiked(peer, message)
             case Probed():
                 self.trainer.probed(message, now)
             case Published():

@@ -18,7 +18,7 @@ from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
 from asyncrl.observe.summary import NLL_HELD_OUT, SAMPLED_SCORE
-from asyncrl.types import PolicyVersion
+from asyncrl.types import DropReason, PolicyVersion
 from asyncrl.wire.messages.shared import Stop
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
@@ -30,6 +30,7 @@ from asyncrl.wire.messages.trainer import (
     PlanRequest,
     Probed,
     Published,
+    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -37,6 +38,8 @@ from asyncrl.wire.messages.trainer import (
 )
 
 SCORES = ((SAMPLED_SCORE, 1), (NLL_HELD_OUT, -1))  # what is best of a validation: the first that it has
+
+MOST_SPIKES = 3  # batches in a row that are left out of one step: then it is not them, but the weights
 
 
 @dataclass
@@ -69,6 +72,7 @@ class TrainerHandler:
         self._scores = msgspec.json.decode(stored, type=dict[int, float])  # of validated steps
         self.best = int(state.store.read.meta("best", "-1"))  # step of the checkpoint that was kept for it
         self.snapshot_s = self.write_s = 0.0  # of the newest publish
+        self._spiked, self._spikes = -1, 0  # the last step that spiked, and batches in a row that did there
         self._exhausted = -1  # the trainer epoch in which a rank had too little memory
 
     # -- control -------------------------------------------------------------------------------------
@@ -178,6 +182,24 @@ class TrainerHandler:
         state.outbox.to_control(
             peer, Stop(f"to be started with micro-batches of {state.micro_budget.tokens} tokens")
         )
+
+    def spiked(self, peer: bytes, message: Spiked) -> None:
+        """The ranks gave a batch up. It is left out, and their successors go back to the newest checkpoint;
+        or the run ends: ProtocolError. Sent again, it changes nothing."""
+        state, step = self.state, message.step
+        batch = state.batches.batches.get(step - 1)
+        if message.trainer_epoch == state.trainer_epoch and batch is not None and batch.closed:
+            self._spikes = self._spikes + 1 if self._spiked == step else 1
+            self._spiked = step
+            if state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
+                raise ProtocolError(
+                    f"step {step} spiked: gradient norm {message.norm:g}, limit {message.limit:g}; it is not "
+                    "trained, and its plan is kept; resume=auto repeats it, from the newest checkpoint: with "
+                    "another trainer.lr or loss, or without it by trainer.on_spike=rollback"
+                )
+            uids = state.batches.leave_out(DropReason.SPIKE)
+            log.warning("step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(uids))
+        state.outbox.to_control(peer, Stop(f"step {step} is left out, back to the newest checkpoint"))
 
     def publish(self, message: Published, now: float) -> None:
         state = self.state

@@ -23,6 +23,7 @@ from asyncrl.launch.placement import COORDINATOR, ENGINE, ROLLOUT, TARGETS, TRAI
 from asyncrl.launch.process import BAD_INPUT, CRASHED, TRY_AGAIN
 from asyncrl.runtime.imports import quick_imports
 from asyncrl.runtime.signals import ignore_endings
+from asyncrl.trainer.spikes import SpikeError
 from asyncrl.wire.sockets import Endpoints, flush_sockets
 
 log = logging.getLogger("asyncrl.launch")
@@ -66,7 +67,7 @@ def execute(
     except ConfigError as error:
         log.error("%s", error)
         return BAD_INPUT
-    except OutOfMemoryError as error:
+    except (OutOfMemoryError, SpikeError) as error:
         log.error("%s", error)
         return TRY_AGAIN
     except BaseException:

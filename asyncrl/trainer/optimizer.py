@@ -86,10 +86,18 @@ def build(parameters: list[nn.Parameter], trainer: TrainerConfig, lr: float) -> 
     return found
 
 
-def take_step(model: nn.Module, optimizer: Optimizer, lr: float, scale: float, clip: float) -> float | None:
+def take_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    lr: float,
+    scale: float,
+    clip: float,
+    limit: float = math.inf,
+) -> tuple[float, bool]:
     """Multiply the gradients by `scale`, which makes them those of the batch's loss; clip; step.
 
-    Returns their norm before clipping; None where it is not finite: then no step was taken. `clip` 0: off.
+    Returns their norm before clipping, and whether the step was taken: not if the norm is not finite, or over
+    `limit`. `clip` 0: off.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     for grad in grads:
@@ -98,12 +106,13 @@ def take_step(model: nn.Module, optimizer: Optimizer, lr: float, scale: float, c
     total = total.full_tensor() if isinstance(total, DTensor) else total
     if clip:
         torch.nn.utils.clip_grads_with_norm_(trainable(model), clip, total)
-    if not math.isfinite(norm := float(total)):
-        return None
+    norm = float(total)
+    if not math.isfinite(norm) or norm > limit:
+        return norm, False
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    return norm
+    return norm, True
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

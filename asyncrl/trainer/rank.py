@@ -30,6 +30,7 @@ from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.rehearsal import try_largest
+from asyncrl.trainer.spikes import SpikeError
 from asyncrl.trainer.step import Learner
 from asyncrl.types import PolicyVersion, Turn
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
@@ -43,6 +44,7 @@ from asyncrl.wire.messages.trainer import (
     PlanReceived,
     PlanRequest,
     Probed,
+    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -63,6 +65,7 @@ ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     PlanReceived: (StartPlan, ("step", "micro")),
     Commit: (Committed, ("step",)),
     OutOfMemory: (Stop, ()),
+    Spiked: (Stop, ()),
 }
 _turns = msgspec.msgpack.Decoder(Turn)
 
@@ -83,6 +86,9 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     except Stopped as stop:
         log.info("leaving: %s", stop)
         trainer.publishing.drain()
+    except SpikeError as spike:
+        trainer.report_spike(spike)
+        raise
     except Exception as error:
         if not lacks_memory(error) or not any(trainer.learner.size):
             raise  # outside a micro-batch a smaller one would help nothing: a crash like others
@@ -158,6 +164,8 @@ class TrainerRank:
 
     def _finish(self, plan: WorkPlan) -> None:
         """The optimizer step, its commit, and what follows only after the ack."""
+        # What was committed once is not left out.
+        self.learner.on_spike = "skip" if self.repeating else self.config.trainer.on_spike
         with self.timeline.span("step"), self.watch.phase("update_actor"):
             metrics = self.learner.finish()
             heap.trim()
@@ -307,6 +315,14 @@ class TrainerRank:
         except Stopped as stop:
             return f"out of memory ({message.detail}): {stop}"
         raise AssertionError("unreachable: only Stop ends this wait")
+
+    def report_spike(self, spike: SpikeError) -> None:
+        """Return when the coordinator has left the batch out: the next ranks go on from a checkpoint."""
+        message = Spiked(self.trainer_epoch, spike.step, spike.norm, spike.limit)
+        try:
+            self._ask(self.control, message, f"step {spike.step} to be left out")
+        except Stopped as stop:
+            log.info("%s", stop)
 
     # -- publishing and saving -------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from asyncrl.trainer.report import (
     tally_unscored,
 )
 from asyncrl.trainer.schedule import learning_rate
+from asyncrl.trainer.spikes import SpikeError, norm_limit, note_norm
 from asyncrl.trainer.stopwatch import Stopwatch
 from asyncrl.trainer.world import World
 from asyncrl.types import Turn
@@ -90,6 +91,7 @@ class Learner:
         self.optimizer = make_optimizer(self.policy, config.trainer, lr=config.trainer.lr)
         self.step = 0
         self.state: dict[str, float] = {"kl_coef": config.kl.coef}
+        self.on_spike = config.trainer.on_spike
         self.averaging: float = world.data_ranks  # of what FSDP2 gives the mean
         self.bound = config.buffer.max_staleness
         self.budget = config.trainer.micro_batch_tokens  # or less, where that took too much memory
@@ -130,7 +132,8 @@ class Learner:
         self._train(examples, self._tally)
 
     def finish(self) -> dict[str, float]:
-        """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks."""
+        """The batch is complete: take its optimizer step(s), count it, return the metrics of all ranks.
+        Raises SpikeError, on all ranks, if it is to be left out: this learner is of no use then."""
         if self.waits:
             tally = merged(self.world.gather_data(self._tally, MetricSums))
             tally.merge(self._train_held())
@@ -332,25 +335,29 @@ class Learner:
         beside = config.algorithm.entropy_coef > 0 or recipe.shared_critic or kl
         learns = whole.totals.get("_fresh" if beside else "trainer/kept_tokens", 0.0) > 0
         lr = self._rate() * self._ess_factor(whole)
-        norm = None
+        norm, taken = 0.0, False
         if learns and (recipe.shared_critic or not warming):
-            factor = self._end_factor(whole)
+            factor, limit = self._end_factor(whole), norm_limit(self.state, config.trainer.spike_factor)
             whole.scale("actor/pg_loss", factor)
-            norm = take_step(self.policy, self.optimizer, lr, scale * factor, config.trainer.grad_clip)
+            clip = config.trainer.grad_clip
+            norm, taken = take_step(self.policy, self.optimizer, lr, scale * factor, clip, limit)
+            if not taken and self.on_spike != "skip":
+                raise SpikeError(self.step + 1, norm, limit)
+            if taken and config.trainer.spike_factor:
+                note_norm(self.state, self.step, norm)
         if not warming:
             whole.high("actor/lr", lr)
-            whole.total("actor/skipped_steps", float(norm is None))
-            if norm is not None:
+            whole.total("actor/skipped_steps", float(not taken))
+            if taken:
                 whole.high("actor/grad_norm", norm)
 
     def _apply_critic(self, critic: Critic, whole: MetricSums, scale: float) -> None:
         lr = self._rate() * self.config.critic.lr / self.config.trainer.lr
         whole.high("critic/lr", lr)
-        norm = None
         if whole.totals.get("_fresh"):
-            norm = take_step(critic, critic.optimizer, lr, scale, self.config.trainer.grad_clip)
-        if norm is not None:
-            whole.high("critic/grad_norm", norm)
+            norm, taken = take_step(critic, critic.optimizer, lr, scale, self.config.trainer.grad_clip)
+            if taken:
+                whole.high("critic/grad_norm", norm)
 
     def _rate(self) -> float:
         return learning_rate(self.config.trainer, self.step, self.config.total_steps)

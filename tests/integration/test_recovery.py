@@ -70,6 +70,41 @@ def test_a_rank_that_lacks_memory_goes_on_with_smaller_micro_batches(tmp_path: P
     once(run.path, 5)
 
 
+SPIKING = '''
+"""A loss that is once not a number, in the third micro-batch that a rank trains."""
+from itertools import count
+from pathlib import Path
+
+from asyncrl.algorithms.losses import TokenLoss, loss
+
+MARKER, calls = Path(__file__).with_suffix(".spiked"), count(1)
+
+
+@loss("spiking", ratio="prox")
+def spiking(given):
+    value = -given.correction.weight * given.advantage * given.logp
+    if next(calls) == 3 and not MARKER.exists():
+        MARKER.touch()
+        value = value * float("nan")
+    return TokenLoss(value, clipped=given.fresh & False)
+'''
+
+
+@pytest.mark.long
+def test_a_batch_that_spiked_is_left_out_and_the_steps_before_it_are_repeated(tmp_path: Path) -> None:
+    """No restart is allowed: this one does not count."""
+    (tmp_path / "spiking.py").write_text(SPIKING)
+    more = (f"algorithm.loss={tmp_path}/spiking.py:spiking", "trainer.on_spike=rollback", "launch.restarts=0")
+    with Run(tmp_path, "total_steps=6", "data.test=''", "checkpoint.every=2", *more) as run:
+        summary = run.completed(6)
+        assert "spiked: its gradient norm is nan" in run.text()
+        log = (run.path / "logs" / "coordinator-0.log").read_text()
+    assert summary["reasons"]["dropped/spike"] == 16 and summary["skipped_steps"] == 0
+    (names,) = re.findall(r"spiked, gradient norm nan: left out: (.*)", log)
+    assert not set(names.split()) & trained_uids(run.path).keys() and len(names.split()) == 16
+    once(run.path, 6)
+
+
 @pytest.mark.long
 def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
     """It is stopped, and silent."""

@@ -15,6 +15,7 @@ from asyncrl.wire.messages.trainer import (
     PlanRequest,
     Probed,
     Published,
+    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -25,7 +26,7 @@ from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines,
 
 ToCoordinatorControl = (
     WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Probed
-    | Published | Checkpointed | OutOfMemory | TrainerBeat | ObserverHello | Stop
+    | Published | Checkpointed | OutOfMemory | Spiked | TrainerBeat | ObserverHello | Stop
 )  # fmt: skip
 ToCoordinatorBulk = Record | PlanRequest | PlanReceived
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop

@@ -89,6 +89,16 @@ class OutOfMemory(WireMessage, frozen=True):
     detail: str
 
 
+class Spiked(WireMessage, frozen=True):
+    """All ranks gave up batch `step` (1-based): its gradient norm is not finite, or over `limit`. They end
+    when they are answered, by Stop, once what becomes of the batch is durable."""
+
+    trainer_epoch: int
+    step: int
+    norm: float
+    limit: float
+
+
 class PlanRequest(WireMessage, frozen=True):
     """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
 

@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from asyncrl.buffer.batches import Batch, Batches
+from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import parse
 from asyncrl.coordinator.micro_budget import MicroBudget
 from asyncrl.coordinator.state import RunState
-from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.coordinator.trainer import MOST_SPIKES, TrainerHandler
 from asyncrl.coordinator.versions import VersionLedger
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.store.runstore import RunStore
@@ -28,6 +29,7 @@ from asyncrl.wire.messages.trainer import (
     PlanRequest,
     Probed,
     Published,
+    Spiked,
     StartPlan,
     TrainerBeat,
     TrainerHello,
@@ -356,3 +358,78 @@ def test_one_episode_that_does_not_fit_ends_the_run_and_names_the_keys(setup: Tr
     setup.hello("y")
     with pytest.raises(ConfigError, match=r"3000 tokens.*trainer\.activation_checkpointing"):
         lacking(setup, 3000, 1)
+
+
+def spiked(setup: TrainerSetup, step: int, epoch: int | None = None) -> None:
+    """Both ranks tell of it, and are told to end."""
+    epoch = setup.state.trainer_epoch if epoch is None else epoch
+    for peer in PEERS:
+        setup.handler.spiked(peer, Spiked(epoch, step, 80.0, 10.0))
+    assert [peer for peer, _ in setup.sent.take(Stop)] == PEERS
+
+
+def batch_of(setup: TrainerSetup, groups: int = 2) -> set[str]:
+    """What is taken for the batch under way, of new groups."""
+    buffer, step = setup.state.buffer, setup.state.batches.committed
+    admit(buffer, groups)
+    for uid in [uid for uid, e in buffer.episodes.items() if e.state is State.PENDING]:
+        land(buffer, uid)
+        setup.state.store.put_frame(uid, 0, "generated", turn_payload())
+    parts = [setup.take(rank, step, 0) for rank in (0, 1)]
+    end = setup.take(0, step, 1)
+    assert end is not None and end.kind == "step"
+    return set().union(*(uids(part) for part in parts if part is not None))
+
+
+def on_spike(setup: TrainerSetup, value: str) -> None:
+    trainer = msgspec.structs.replace(setup.state.config.trainer, on_spike=value)
+    setup.state.config = msgspec.structs.replace(setup.state.config, trainer=trainer)
+
+
+def test_a_batch_that_spiked_is_left_out_by_name(
+    setup: TrainerSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next ranks repeat the batches before it, and then another one of the same number."""
+    on_spike(setup, "rollback")
+    first = batch_of(setup, groups=0)
+    plan = setup.state.batches.batches[0]
+    setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, plan.plan_hash, {}), 0.0)
+    left_out = batch_of(setup)
+    spiked(setup, 2)
+    spiked(setup, 2)  # the answer was lost
+    state = setup.state
+    flow = state.buffer.flow()
+    assert flow.conserved and flow.dropped == len(left_out) == 4 and flow.trained == 4
+    assert state.buffer.reasons == {"dropped/spike": 4}
+    assert caplog.text.count("step 2 spiked") == 1 and all(uid in caplog.text for uid in left_out)
+    state.persist()
+    held = state.store.read.load()
+    assert held.left == state.buffer.counts() and [batch.uids for batch in held.batches][1:] == [[]]
+    setup.hello("y")  # from the start: there is no checkpoint
+    again = [setup.take(rank, 0, 0) for rank in (0, 1)]
+    assert set().union(*(uids(part) for part in again if part is not None)) == first
+    other = batch_of(setup)
+    assert len(other) == 4 and not other & (first | left_out)
+    plan = state.batches.batches[1]
+    setup.handler.commit(PEERS[0], Commit(state.trainer_epoch, 2, plan.plan_hash, {}), 0.0)
+    assert state.buffer.flow().trained == 8 and state.buffer.flow().conserved
+
+
+def test_spikes_in_a_row_end_the_run_with_what_to_do(setup: TrainerSetup) -> None:
+    on_spike(setup, "rollback")
+    batch_of(setup, groups=0)
+    for _ in range(MOST_SPIKES):
+        spiked(setup, 1)
+        setup.hello(f"y{setup.state.trainer_epoch}")
+        batch_of(setup)
+    with pytest.raises(ProtocolError, match=r"step 1 spiked: gradient norm 80, limit 10; .*resume=auto"):
+        spiked(setup, 1)
+    assert setup.state.batches.batches[0].closed, "its plan is kept"
+
+
+def test_a_spike_stops_a_run_that_wants_it(setup: TrainerSetup) -> None:
+    on_spike(setup, "stop")
+    batch_of(setup, groups=0)
+    spiked(setup, 1, epoch=0)  # of ranks that were replaced
+    with pytest.raises(ProtocolError, match=r"on_spike=rollback"):
+        spiked(setup, 1)

@@ -16,8 +16,9 @@ from asyncrl.trainer import step
 from asyncrl.trainer.barrier import deal
 from asyncrl.trainer.batch import collate
 from asyncrl.trainer.model import score
+from asyncrl.trainer.spikes import LEAST, SpikeError, note_norm
 from asyncrl.trainer.world import World
-from asyncrl.types import Turn
+from asyncrl.types import EpisodeResult, Turn
 from tests.fakes import reference
 from tests.fakes.training import (
     Episode,
@@ -284,3 +285,46 @@ def test_several_steps_behind_the_barrier_are_two_plain_ppo_steps(
     assert difference(found, {name: p.detach() for name, p in model.named_parameters()}) < TOLERANCE
     assert learner.step == 1
     assert metrics["actor/pg_clipfrac"] > 0
+
+
+def times(factor: float, result: EpisodeResult) -> EpisodeResult:
+    rewards = tuple(factor * reward for reward in result.turn_rewards)
+    return msgspec.structs.replace(result, reward=factor * result.reward, turn_rewards=rewards)
+
+
+def rewarded(episodes: list[Episode], factor: float) -> list[Episode]:
+    """With rewards, and so gradients, so many times as large."""
+    return [
+        (
+            msgspec.structs.replace(
+                row, own=times(factor, row.own), siblings=tuple(times(factor, one) for one in row.siblings)
+            ),
+            turns,
+        )
+        for row, turns in episodes
+    ]
+
+
+@pytest.mark.parametrize(("factor", "spikes"), [(9.0, False), (11.0, True), (math.nan, True)])
+@pytest.mark.parametrize("on_spike", ["skip", "rollback"])
+def test_a_spike_takes_no_step(
+    world: World, model_path: str, episodes: list[Episode], factor: float, spikes: bool, on_spike: str
+) -> None:
+    """A norm over ten times the median of eight batches; one that is not finite even without them."""
+    config = tiny_config(model_path, trainer={"on_spike": on_spike, "spike_factor": 10.0, "lr": 1e-9})
+    learner = at_step(make_learner(config, world))
+    norm = run_batch(learner, whole(episodes))["actor/grad_norm"]
+    assert norm in learner.state.values()
+    for place in range(LEAST if math.isfinite(factor) else 0):
+        note_norm(learner.state, place, norm)
+    at_step(learner)  # for the same lags
+    before, norms = full_state(learner.policy), dict(learner.state)
+    batch = whole(rewarded(episodes, factor))
+    if spikes and on_spike == "rollback":
+        with pytest.raises(SpikeError, match=rf"step {STEP + 1} spiked: its gradient norm is (nan|\d)"):
+            run_batch(learner, batch)
+    else:
+        assert run_batch(learner, batch)["actor/skipped_steps"] == spikes
+    after = full_state(learner.policy)
+    assert all(torch.equal(before[name], after[name]) for name in before) is spikes
+    assert (learner.state == norms) is spikes
