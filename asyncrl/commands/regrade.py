@@ -168,31 +168,33 @@ def _rows(
     scored = {uid for uid in turns if after[uid] is not before[uid]}
     needed = {group.members[number] for number in group.baseline}
     reads = ComparedParts(turns=recipe.advantage.turns, components=recipe.advantage.components)
-    baselines = [Baseline.of(group, members) for members in (before, after)] if needed else []
-    whole = needed and needed <= scored
     ordered = sorted(scored, key=lambda uid: before[uid].member)
-    compared = [uid for uid in ordered if not before[uid].greedy]
-    differs = [None, None]
-    if whole:  # late members, too: they are compared with those of the baseline
-        differs = [
-            not all_equal([members[uid].result for uid in compared], baseline.greedy, reads)
-            for members, baseline in zip((before, after), baselines, strict=True)
-        ]
+    compared = [uid for uid in ordered if not before[uid].greedy]  # late members, too
+
+    def judged(members: Mapping[str, EpisodeRecord]) -> tuple[bool | None, dict[str, float | None]]:
+        """Whether the group teaches, and the advantages of those that may be trained."""
+        if not needed or not needed <= scored:
+            return None, {}
+        baseline = Baseline.of(group, members)
+        alike = all_equal([members[uid].result for uid in compared], baseline.greedy, reads)
+        return not alike, {
+            uid: advantage(config, recipe, members[uid], baseline, turns[uid]) for uid in compared
+        }
+
+    (taught, advantages), (teaches, advantages_new) = judged(before), judged(after)
     for uid in ordered:
-        pair, found = (before[uid], after[uid]), [None, None]
-        if whole and uid in compared:
-            found = [
-                advantage(config, recipe, e, b, turns[uid]) for e, b in zip(pair, baselines, strict=True)
-            ]
         yield Row(
-            uid,
-            group.id,
-            group.sample,
-            _step(group),
-            before[uid].state,
-            *(episode.result.score for episode in pair),
-            *found,
-            *differs,
+            uid=uid,
+            group=group.id,
+            sample=group.sample,
+            step=_step(group),
+            state=before[uid].state,
+            score=before[uid].result.score,
+            score_new=after[uid].result.score,
+            advantage=advantages.get(uid),
+            advantage_new=advantages_new.get(uid),
+            taught=taught,
+            teaches=teaches,
         )
 
 

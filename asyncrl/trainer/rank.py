@@ -88,6 +88,7 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
         trainer.publishing.drain()
     except SpikeError as spike:
         trainer.report_spike(spike)
+        trainer.publishing.drain()
         raise
     except Exception as error:
         if not lacks_memory(error) or not any(trainer.learner.size):
