@@ -57,10 +57,13 @@ def start_of(reader: RunReader, place: Checkpoints, step: int) -> int:
     if step > 0 and known.issuperset(range(found, step)):
         return found
     ends = {start: next(n for n in count(start) if n not in known) for start in (INITIAL, *place.steps())}
-    spans = [f"{start + 1} to {end}" for start, end in sorted(ends.items()) if end > start]
+    longest = {end: start for start, end in sorted(ends.items(), reverse=True) if end > start}
+    spans = [f"{start + 1} to {end}" for end, start in sorted(longest.items())]
+    why = "it needs a checkpoint before it, and the plans and turns of all batches since"
+    if reader.plan_hash(step) is None:
+        why = "no such step was committed"
     raise ConfigError(
-        f"step {step} cannot be replayed: it needs a checkpoint before it, and the plans and turns of all "
-        f"batches since; the steps that have both: {', '.join(spans) or 'none'} (store.keep_bytes, "
+        f"step {step} cannot be replayed: {why}; these can: {', '.join(spans) or 'none'} (store.keep_bytes, "
         "checkpoint.keep and checkpoint.every decide)"
     )
 
