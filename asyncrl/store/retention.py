@@ -14,7 +14,7 @@ from asyncrl.store.segments import SegmentReader
 # The results of groups that are over go, once no payload is left of them and no kept plan compares with them.
 # The newest group stays: it is the data cursor.
 _FORGOTTEN = """
-SELECT id FROM groups WHERE over AND id < (SELECT max(id) FROM groups) AND NOT EXISTS (
+SELECT id FROM groups WHERE over AND id <= ? AND id < (SELECT max(id) FROM groups) AND NOT EXISTS (
     SELECT 1 FROM episodes e WHERE e.group_id = groups.id AND (
         e.step >= (SELECT coalesce(min(step), 1 << 60) FROM plans)
         OR EXISTS (SELECT 1 FROM frames f WHERE f.uid = e.uid)))
@@ -34,11 +34,12 @@ def prune(db: sqlite3.Connection, segments: SegmentReader, newest: int, keep_byt
     gone = db.execute("SELECT DISTINCT uid FROM frames WHERE segment < ?", (oldest,)).fetchall()
     if not gone:
         return oldest
-    rows = [db.execute("SELECT step FROM episodes WHERE uid=?", uid).fetchone() for uid in gone]
-    last = max((step for (step,) in filter(None, rows) if step < covered), default=-1)
+    found = [db.execute("SELECT group_id, step FROM episodes WHERE uid=?", uid).fetchone() for uid in gone]
+    groups, steps = zip(*filter(None, found), strict=True) if any(found) else ((-1,), (-1,))
+    last = max((step for step in steps if step < covered), default=-1)
     db.execute("DELETE FROM plans WHERE step <= ?", (last,))
     db.executemany("DELETE FROM frames WHERE uid=?", gone)
-    forgotten = db.execute(_FORGOTTEN).fetchall()
+    forgotten = db.execute(_FORGOTTEN, (max(groups),)).fetchall()  # newer groups have newer payloads
     db.executemany(_COUNTED, forgotten)
     db.executemany("DELETE FROM episodes WHERE group_id=?", forgotten)
     db.executemany("DELETE FROM groups WHERE id=?", forgotten)

@@ -39,7 +39,7 @@ def repeat(
     torch.manual_seed(config.seed)
     try:
         learner = Learner(config, world.join(0, 1, device=config.model.device))
-        learner.budget = budget
+        learner.budget, learner.on_spike = budget, "skip"  # the batch is looked at, not left out
         if first > INITIAL:
             checkpoint.load(place, first, learner)
         for number in range(first, step):

@@ -44,6 +44,8 @@ def test_a_short_run_leaves_everything_it_promises(
     assert overlap(run.path)
     replayed_to_the_last_bit(run, capsys)
     regraded(run, tmp_path, capsys)
+    assert cli.main(["status", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run.path}: completed\nstep 6 of 6 after 0:0")
     assert "issued" in run.text() and not run.children()
 
 
