@@ -192,9 +192,10 @@ class TrainerHandler:
             self._spikes = self._spikes + 1 if self._spiked == step else 1
             self._spiked = step
             if state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
+                over = f", over {message.limit:g}" if math.isfinite(message.norm) else ""
                 raise ProtocolError(
-                    f"step {step} spiked: gradient norm {message.norm:g}, limit {message.limit:g}; it is not "
-                    "trained, and its plan is kept; resume=auto repeats it, from the newest checkpoint: with "
+                    f"step {step} spiked: gradient norm {message.norm:g}{over}; it is not trained, and its plan "
+                    " is kept; resume=auto repeats it, from the newest checkpoint: with "
                     "another trainer.lr or loss, or without it by trainer.on_spike=rollback"
                 )
             uids = state.batches.leave_out(DropReason.SPIKE)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from asyncrl.algorithms.credit import CreditInput
 from asyncrl.buffer.payloads import check_turn
 from asyncrl.buffer.staleness import stale_mask, token_lags
 from asyncrl.config import Packing
+from asyncrl.errors import ProtocolError
 from asyncrl.trainer.routes import UNKNOWN
 from asyncrl.trainer.scores import Selected
 from asyncrl.types import EpisodeResult, Turn
@@ -149,7 +152,18 @@ class MicroBatch:
 
 
 NO_ROUTES = np.empty((0, 0), dtype=np.int32)
+_turns = msgspec.msgpack.Decoder(Turn)
 ADDED = ("advantage", "returns", "prox", "reference", "value", "prepared")  # by models and recipe, or None
+
+
+def with_turns(
+    planned: Sequence[PlannedTrajectory], frames: list[bytes]
+) -> list[tuple[PlannedTrajectory, list[Turn]]]:
+    """Each trajectory of a plan with its turns. Raises ProtocolError when the frames are not as many."""
+    if sum(p.frames for p in planned) != len(frames):
+        raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
+    turns = map(_turns.decode, frames)
+    return [(p, list(islice(turns, p.frames))) for p in planned]
 
 
 def example(

@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import DeadlineError, OutOfMemoryError, ProtocolError, lacks_memory, one_line
+from asyncrl.errors import DeadlineError, OutOfMemoryError, lacks_memory, one_line
 from asyncrl.observe.timeline import Timeline
 from asyncrl.runtime.liveness import progress_limit, silence_limit
 from asyncrl.trainer import heap, world
+from asyncrl.trainer.batch import with_turns
 from asyncrl.trainer.checkpointing import Checkpointing, shared_place
 from asyncrl.trainer.performance import peak_flops, performance
 from asyncrl.trainer.publishing import Publishing
 from asyncrl.trainer.rehearsal import try_largest
 from asyncrl.trainer.spikes import SpikeError
 from asyncrl.trainer.step import Learner
-from asyncrl.types import PolicyVersion, Turn
+from asyncrl.types import PolicyVersion
 from asyncrl.wire.messages.channels import ToTrainerBulk, ToTrainerControl
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
@@ -40,7 +39,6 @@ from asyncrl.wire.messages.trainer import (
     Commit,
     Committed,
     OutOfMemory,
-    PlannedTrajectory,
     PlanReceived,
     PlanRequest,
     Probed,
@@ -67,7 +65,6 @@ ANSWERS: dict[type[WireMessage], tuple[type[WireMessage], tuple[str, ...]]] = {
     OutOfMemory: (Stop, ()),
     Spiked: (Stop, ()),
 }
-_turns = msgspec.msgpack.Decoder(Turn)
 
 
 class Stopped(Exception):
@@ -89,7 +86,8 @@ def run(config: RunConfig, endpoints: Endpoints, rank: int, incarnation: str, re
     except SpikeError as spike:
         trainer.report_spike(spike)
         trainer.publishing.drain()
-        raise
+        if config.trainer.on_spike != "stop":
+            raise
     except Exception as error:
         if not lacks_memory(error) or not any(trainer.learner.size):
             raise  # outside a micro-batch a smaller one would help nothing: a crash like others
@@ -318,10 +316,10 @@ class TrainerRank:
         raise AssertionError("unreachable: only Stop ends this wait")
 
     def report_spike(self, spike: SpikeError) -> None:
-        """Return when the coordinator has left the batch out: the next ranks go on from a checkpoint."""
-        message = Spiked(self.trainer_epoch, spike.step, spike.norm, spike.limit)
+        """Return when the coordinator knows: the next ranks go on from a checkpoint, or the run ends."""
+        told = Spiked(self.trainer_epoch, spike.step, spike.norm, spike.limit)
         try:
-            self._ask(self.control, message, f"step {spike.step} to be left out")
+            self._ask(self.control, told, f"step {spike.step} to be left out")
         except Stopped as stop:
             log.info("%s", stop)
 
@@ -388,13 +386,3 @@ def is_answer(message: WireMessage, request: WireMessage) -> bool:
         return False
     kind, same = ANSWERS[type(request)]
     return isinstance(message, kind) and all(getattr(message, f) == getattr(request, f) for f in same)
-
-
-def with_turns(
-    planned: Sequence[PlannedTrajectory], frames: list[bytes]
-) -> list[tuple[PlannedTrajectory, list[Turn]]]:
-    """Each trajectory of a plan with its turns. Raises ProtocolError when the frames are not as many."""
-    if sum(p.frames for p in planned) != len(frames):
-        raise ProtocolError(f"plan names {sum(p.frames for p in planned)} turns, {len(frames)} came")
-    turns = map(_turns.decode, frames)
-    return [(p, list(islice(turns, p.frames))) for p in planned]

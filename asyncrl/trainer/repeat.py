@@ -18,9 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
 from asyncrl.trainer import checkpoint, world
-from asyncrl.trainer.batch import example
+from asyncrl.trainer.batch import example, with_turns
 from asyncrl.trainer.credit import credit
-from asyncrl.trainer.rank import with_turns
 from asyncrl.trainer.step import Learner, Work
 from asyncrl.types import Turn
 from asyncrl.wire.messages.trainer import PlannedTrajectory
