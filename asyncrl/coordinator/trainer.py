@@ -194,9 +194,9 @@ class TrainerHandler:
             if state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
                 over = f", over {message.limit:g}" if math.isfinite(message.norm) else ""
                 raise ProtocolError(
-                    f"step {step} spiked: gradient norm {message.norm:g}{over}; it is not trained, and its plan "
-                    " is kept; resume=auto repeats it, from the newest checkpoint: with "
-                    "another trainer.lr or loss, or without it by trainer.on_spike=rollback"
+                    f"step {step} spiked: gradient norm {message.norm:g}{over}; it is not trained, and its "
+                    "plan is kept; resume=auto repeats it, from the newest checkpoint: set another trainer.lr "
+                    "or loss, or leave it out by trainer.on_spike=rollback"
                 )
             uids = state.batches.leave_out(DropReason.SPIKE)
             log.warning("step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(uids))
