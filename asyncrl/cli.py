@@ -114,11 +114,9 @@ def compose(overrides: list[str], config_dir: Path | None = None) -> RunConfig:
 
 
 def recompose(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration that a run has recorded, with overrides; `group=choice` takes a file of configs/."""
-    configs = config_root() / "configs"
-    groups = tuple(f"{path.name}=" for path in configs.iterdir() if path.is_dir())
-    added = [f"+{one}" if one.startswith(groups) else one for one in _opened(overrides)]
-    return _composed(run_dir.resolve(), [f"hydra.searchpath=[file://{configs}]", *added])
+    """The configuration that a run has recorded, with keys overridden. Not by files of configs/: rules and
+    options that they do not name would stay as recorded."""
+    return _composed(run_dir.resolve(), [*_opened(overrides)])
 
 
 def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) -> RunConfig:

@@ -37,7 +37,7 @@ groups would have taught (their members differ).
   asyncrl regrade demo --reward '{exact: {}, final_number: {weight: 0.1}}' --steps 40..60
   asyncrl regrade demo --reward final_number --out regraded.parquet algorithm.advantage=rloo
 
-OVERRIDES are those of `asyncrl train`, on top of the run's own configuration. Episodes whose turns are not
+OVERRIDES are keys, as of `asyncrl train`, on top of the run's own configuration. Episodes whose turns are not
 kept any more are left out (store.keep_bytes)."""
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> 
         prog="asyncrl regrade", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="name of a run, or its directory")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
     parser.add_argument("--reward", required=True, help="as rollout.reward: a name, a function, or a mapping")
     parser.add_argument("--steps", type=_steps, default=(0, sys.maxsize), help="A..B; all by default")
     parser.add_argument("--out", type=Path, help="write a row per episode: FILE.parquet or FILE.jsonl")

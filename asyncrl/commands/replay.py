@@ -27,8 +27,8 @@ Train a recorded step again, apart from the run, and print what was recorded bes
   asyncrl replay demo --step 57 algorithm.loss=ppo       what another loss would have made of the same data
   asyncrl replay demo --step 57 trainer.lr=1e-5 model.device=cpu
 
-OVERRIDES are those of `asyncrl train`, on top of the run's own configuration; they hold from the checkpoint
-on. On one CPU rank and the same machine, without any, loss and gradient norm are the same to the last bit."""
+OVERRIDES are keys, as of `asyncrl train`, on top of the configuration of the run, from the checkpoint
+on. Without any, on one CPU rank and the same machine, loss and gradient norm are the same to the last bit."""
 
 
 def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> int:
@@ -37,7 +37,7 @@ def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> 
         prog="asyncrl replay", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", help="name of a run, or its directory")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value")
     parser.add_argument("--step", type=int, required=True, help="the step to repeat, from 1")
     parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="parent of run directories")
     options = parser.parse_intermixed_args(argv)

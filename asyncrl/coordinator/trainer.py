@@ -195,8 +195,8 @@ class TrainerHandler:
                 over = f", over {message.limit:g}" if math.isfinite(message.norm) else ""
                 raise ProtocolError(
                     f"step {step} spiked: gradient norm {message.norm:g}{over}; it is not trained, and its "
-                    "plan is kept; resume=auto repeats it, from the newest checkpoint: set another trainer.lr "
-                    "or loss, or leave it out by trainer.on_spike=rollback"
+                    "plan is kept; resume=auto repeats it, from the newest checkpoint: set a smaller "
+                    "trainer.lr or another loss, or leave it out by trainer.on_spike=rollback"
                 )
             uids = state.batches.leave_out(DropReason.SPIKE)
             log.warning("step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(uids))

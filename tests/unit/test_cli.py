@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl import cli
@@ -67,6 +68,21 @@ def test_help_of_train_has_flags_keys_and_examples(capsys: pytest.CaptureFixture
 def test_defaults_come_from_the_config_module() -> None:
     mapping = {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}}
     assert cli.compose(NAMED) == parse(mapping)
+
+
+def test_overrides_on_what_a_run_has_recorded(tmp_path: Path) -> None:
+    """What is not given stays as recorded, whatever the defaults are now."""
+    recorded = parse(
+        {"name": "x", "model": {"path": "m"}, "data": {"train": "t"}, "trainer": {"lr": 0.25, "ranks": 3}}
+    )
+    (tmp_path / "config.yaml").write_bytes(msgspec.yaml.encode(recorded))
+    found = cli.recompose(tmp_path, ["trainer.lr=0.5", "algorithm.loss={gspo: {clip_low: 0.1}}"])
+    assert (found.trainer.lr, found.trainer.ranks) == (0.5, 3) and found.model == recorded.model
+    assert found.algorithm.loss == {"gspo": {"clip_low": 0.1}}
+    for given, said in (("trainer.lrr=1", "unknown key trainer.lrr; did you mean trainer.lr"),
+                        ("algorithm=gspo", "algorithm")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            cli.recompose(tmp_path, [given])
 
 
 def test_a_command_without_a_model_shows_three_ways_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
