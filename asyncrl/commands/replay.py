@@ -23,8 +23,8 @@ SHOWN = ("actor/", "critic/", "rollout_corr/", "staleness/", "trainer/")  # metr
 HELP = """\
 Train a recorded step again, apart from the run, and print what was recorded beside what comes out:
 
-  asyncrl replay demo --step 57                          from the newest checkpoint before step 57
-  asyncrl replay demo --step 57 algorithm.loss=ppo       what another loss would have made of the same data
+  asyncrl replay demo --step 57                                       from the newest checkpoint before it
+  asyncrl replay demo --step 57 algorithm.loss=ppo algorithm.prox=mu  what another loss makes of the same data
   asyncrl replay demo --step 57 trainer.lr=1e-5 model.device=cpu
 
 OVERRIDES are keys, as of `asyncrl train`, on top of the configuration of the run, from the checkpoint
