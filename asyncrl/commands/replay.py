@@ -6,7 +6,6 @@ It only reads the run, which may be under way.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> 
         if not before:
             print(f"{'step':>6} " + " ".join(f"{title:>24}" for title in TITLES))
         before = rows.get(step, {})
-        cells = [f"{row.get(name, math.nan)!r:>24}" for name in (LOSS, NORM) for row in (before, now)]
+        cells = [f"{row.get(name, '–')!s:>24}" for name in (LOSS, NORM) for row in (before, now)]
         print(f"{step:>6}", *cells, flush=True)
     _print_others(before, now)
     return 0
