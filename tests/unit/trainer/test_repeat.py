@@ -1,0 +1,35 @@
+"""Which steps can be repeated; that they come out the same is shown by tests/integration/test_train.py."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.store.checkpoints import Checkpoints
+from asyncrl.store.reader import RunReader
+from asyncrl.trainer.repeat import start_of
+from tests.unit.store.test_retention import Coordinator
+
+
+@pytest.mark.parametrize(("keep_bytes", "can"), [(1 << 30, "1 to {0}"), (0, "none")])
+def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_bytes: int, can: str) -> None:
+    """There is no checkpoint: from the initial policy, if all turns since are kept."""
+    run, place = Coordinator(tmp_path, keep_bytes, Random(1)), Checkpoints(tmp_path / "checkpoints")
+    for _ in range(25):
+        run.play()
+    run.store.close()
+    last = run.buffer.committed
+    with closing(RunReader.open(tmp_path)) as reader:
+        if keep_bytes:
+            assert start_of(reader, place, 1) == start_of(reader, place, last) == 0
+        else:
+            with pytest.raises(ConfigError, match="step 1 cannot be replayed: it needs a checkpoint before"):
+                start_of(reader, place, 1)
+        said = f"no such step was committed; these can: {can.format(last)} "
+        for step in (0, last + 1):
+            with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {said}"):
+                start_of(reader, place, step)
