@@ -1,80 +1,185 @@
-"""Kill -9 at random moments: the run must complete with the flow identity exact.
+"""Faults of every kind, at random moments of a run: it must complete, and nothing may be lost or done twice.
 
-    python tools/chaos.py --kills 6 --steps 40 --victims rollout trainer coordinator
+    python tools/chaos.py --faults 20 --steps 80 --kinds kill pause cut
+    python tools/chaos.py --faults 200 --steps 420                        # every kind in turn
+    python tools/chaos.py --experiment smollm2 --faults 30 --steps 300 --every 10
 
-Each kill waits until the run has committed a step since the last one. Exits non-zero when the run does not
-complete, the identity does not hold, or a process is left behind.
+Each fault waits until the run has committed `--every` steps since the one before has passed. After each, and at the
+end: conservation, each trajectory once, the bound on staleness; at the end also learning, and that no process, file
+in shared memory or listening socket is left. Prints a table by kind, which docs/reliability.md takes. Exits non-zero
+when something does not hold. Faults of the disk need a run directory in a small tmpfs: `--disk`, which the tool
+mounts in a namespace of its own (`unshare`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import shutil
+import socket
+import statistics
+import subprocess
 import sys
 import time
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import psutil
-from common import ROOT, roles, rows, start, summary
+from tools.bench.common import ROOT, rows, summary, table  # noqa: E402
+from tools.faults.audit import reward, running, troubles, troubles_at_end  # noqa: E402
+from tools.faults.kinds import FAULTS  # noqa: E402
+from tools.faults.target import Target  # noqa: E402
+
+DISK = ("full-disk", "read-only")
+DISK_MB = 512
+ONLY_DEMO = ("hang",)
+
+
+@dataclass
+class Happened:
+    """One fault: from when to when, in which step, and when the next step was committed."""
+
+    kind: str
+    victim: str
+    step: int
+    at: float
+    healed: float
+    recovered: float = 0.0
+    cut_turns: int = 0  # durable turns of episodes in flight that are sampled again
+    in_flight: int = 0
+
+
+def schedule(kinds: list[str], faults: int, dice: random.Random) -> list[tuple[str, str]]:
+    """Kinds and victims in turn, each round in another order."""
+    every = [(kind, victim) for kind in kinds for victim in FAULTS[kind].victims]
+    found: list[tuple[str, str]] = []
+    while len(found) < faults:
+        found += dice.sample(every, len(every))
+    return found[:faults]
+
+
+def do(target: Target, kind: str, victim: str) -> Happened:
+    """One fault, until the run has committed another step."""
+    step, before = target.step, running(target.run)
+    happened = Happened(kind, victim, step, time.monotonic(), 0.0, in_flight=len(before))
+    print(f"step {step}: {kind} {victim}", flush=True)
+    with FAULTS[kind].happen(target, victim):
+        time.sleep(FAULTS[kind].leases * target.lease)
+    happened.healed = time.monotonic()
+    target.until(lambda: target.step > step or target.launcher.poll() is not None, f"a step after {kind}")
+    happened.recovered = time.monotonic()
+    after = running(target.run)
+    happened.cut_turns = sum(max(0, turns - after[uid]) for uid, turns in before.items() if uid in after)
+    return happened
+
+
+def report(done: list[Happened], step_s: float) -> str:
+    """By kind: how often, how long the fault lasted and how long until the next step, in seconds."""
+    by_kind: dict[str, list[Happened]] = defaultdict(list)
+    for one in done:
+        by_kind[f"{one.kind} {one.victim}".strip()].append(one)
+    lines = []
+    for name, found in sorted(by_kind.items()):
+        lasted = [one.healed - one.at for one in found]
+        took = [one.recovered - one.at for one in found]
+        flying = sum(one.in_flight for one in found)
+        lines.append(
+            [name, str(len(found)), f"{statistics.median(lasted):.1f}", f"{statistics.median(took):.1f}"]
+            + [f"{max(took):.1f}", f"{sum(one.cut_turns for one in found)} of {flying}"]
+        )
+    head = ["fault", "times", "lasted, s", "next step after, s (median)", "max", "turns sampled again"]
+    return table(head, lines) + f"\n\nA step without a fault: {step_s:.2f} s (median)."
+
+
+def left_behind(target: Target, shared: set[str]) -> list[str]:
+    """Processes, files in shared memory, and listening sockets of a run that is over."""
+    found = [f"process {process.pid}" for process in target.left(10)]
+    found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - shared if target.run.name in name]
+    for proxy in target.proxies:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", proxy.target)) == 0:
+                found.append(f"port {proxy.target}")
+    return found
+
+
+def play(target: Target, plan: list[tuple[str, str]], every: int) -> list[Happened]:
+    """The faults of a schedule, one after another, in a run that goes on to its end; AssertionError when
+    something does not hold afterwards."""
+    done: list[Happened] = []
+    target.launch()
+    for kind, victim in plan:
+        due = target.step + every
+        target.until(lambda due=due: target.step >= due, f"step {due}")
+        time.sleep(target.dice.uniform(0.0, 1.0))  # anywhere in a step
+        done.append(do(target, kind, victim))
+        if found := troubles(target.run, 4, 8):
+            raise AssertionError(f"after {kind} {victim}: {found}")
+    code = target.launcher.wait(target.deadline)
+    assert code == 0, f"ended with {code}:\n{target.text()[-3000:]}"
+    return done
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--victims", nargs="+", default=["rollout", "trainer", "coordinator"])
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=1, help="steps between two faults")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS))
+    parser.add_argument("--experiment", default="calculator")
+    parser.add_argument("--lease", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deadline", type=float, default=900.0)
     parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "chaos")
+    parser.add_argument("--disk", action="store_true", help="the run directory is a tmpfs that can fill up")
+    parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    dice = random.Random(options.seed)
-    name = f"chaos-{int(time.time())}"
-    overrides = [
-        *(f"total_steps={options.steps}", "checkpoint.every=5", "launch.restarts=20"),
-        *("launch.lease=5", "data.test=''", "observe.plot=false", *options.overrides),
-    ]
-    process = start(name, options.run_dir, overrides)
-    run, killed = options.run_dir / name, []
-    deadline, at_step = time.monotonic() + options.deadline, 0
-    seen: set[psutil.Process] = set()
-    while process.poll() is None and time.monotonic() < deadline:
-        alive = roles(process.pid)
-        seen |= set(alive.values())
-        step = max((int(row["training/step"]) for row in rows(run)), default=0)
-        victims = [role for role in alive if role.rsplit("-", 1)[0] in options.victims]
-        if len(killed) < options.kills and step > at_step and victims:
-            time.sleep(dice.uniform(0.0, 2.0))  # anywhere in a step
-            victim = dice.choice(victims)
-            try:
-                alive[victim].kill()
-            except psutil.NoSuchProcess:
-                continue
-            killed.append((step, victim))
-            print(f"step {step}: killed {victim}", flush=True)
-            at_step = step
-        time.sleep(0.2)
-    if process.poll() is None:
-        process.kill()
-        print("FAILED: not done by the deadline")
-        return 1
-    result = summary(run)
-    left = [p.pid for p in seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    good = (
-        process.returncode == 0
-        and bool(result.get("conserved"))
-        and not left
-        and len(killed) == options.kills
+    if options.disk and not os.environ.get("CHAOS_NAMESPACE"):
+        os.environ["CHAOS_NAMESPACE"] = "1"
+        os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
+    if options.disk:
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", str(options.run_dir)]
+        subprocess.run(mount, check=True)
+    kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
+    kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
+    dice, run = random.Random(options.seed), options.run_dir / f"chaos-{int(time.time())}"
+    overrides = [f"total_steps={options.steps}", "checkpoint.every=5", "data.test=''", *options.overrides]
+    shared = set(os.listdir("/dev/shm"))
+    target = Target(
+        run,
+        *overrides,
+        experiment=options.experiment,
+        lease=options.lease,
+        deadline=options.deadline,
+        seed=options.seed,
     )
-    print(f"killed: {killed}")
-    print(f"exit {process.returncode}, steps {result.get('steps')}, flow {result.get('flow')}, "
-          f"conserved {result.get('conserved')}, left behind {left}")  # fmt: skip
-    print("OK" if good else "FAILED")
-    return 0 if good else 1
+    found: list[str] = []
+    began = time.monotonic()
+    done: list[Happened] = []
+    with target:
+        try:
+            done = play(target, schedule(kinds, options.faults, dice), options.every)
+        except AssertionError as error:
+            found.append(str(error))
+        else:
+            found += troubles(run, 4, 8) + troubles_at_end(run) + left_behind(target, shared)
+    wall, steps = time.monotonic() - began, [row["timing_s/step"] for row in rows(run) if "timing_s/step" in row]
+    step_s = statistics.median(steps) if steps else 0.0
+    before, after = reward(run, first=True), reward(run, first=False)
+    if options.steps >= 40 and after <= before:
+        found.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
+    print(report(done, step_s))
+    print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "
+          f"{step_s * len(steps) / wall:.0%}; flow {summary(run).get('flow')}")  # fmt: skip
+    print(*found, "FAILED" if found else "OK", sep="\n")
+    if options.disk:
+        shutil.rmtree(run, ignore_errors=True)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""What must hold after any fault: read from the run's files alone, also while it goes on."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.observe.files import read_rows, read_summary
+from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
+from asyncrl.store.reader import RunReader
+
+
+def manifests(run: Path) -> list[CheckpointManifest]:
+    """Of all checkpoints that are complete, oldest first; one may be about to be."""
+    checkpoints, found = Checkpoints(run / "checkpoints"), list[CheckpointManifest]()
+    for step in reversed(checkpoints.steps()):
+        with suppress(CheckpointError):
+            found.append(checkpoints.manifest(step))
+    return found
+
+
+def trained_uids(run: Path) -> Counter[str]:
+    """How often each episode is in a batch of the lineage, as far as no checkpoint covers the batches."""
+    trained: Counter[str] = Counter()
+    with closing(RunReader.open(run)) as reader:
+        for batch in reader.committed_plans():
+            trained.update(batch.uids)
+    return trained
+
+
+def running(run: Path) -> dict[str, int]:
+    """Durable turns of the episodes that are in flight."""
+    rows = _read(run, "SELECT record FROM episodes WHERE state='running'")
+    return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
+
+
+def troubles(run: Path, bound: int, size: int) -> list[str]:
+    """What does not hold of a run that is over, or not. `bound`: max_staleness; `size`: episodes of a group.
+    Each query reads one state of the store; between two of them a run may go on."""
+    found = []
+    if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
+        found.append(f"in two batches: {twice}")
+    ((groups, episodes),) = _read(run, "SELECT (SELECT max(id) + 1 FROM groups), (SELECT count(*) FROM episodes)")
+    if groups * size != episodes:
+        found.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
+    for manifest in manifests(run):
+        if len(set(manifest.trained)) < len(manifest.trained):
+            found.append(f"the checkpoint of step {manifest.step} counts an episode twice")
+    lag = max((row.get("staleness/lag/max", 0.0) for row in read_rows(run)), default=0.0)
+    if lag > bound:
+        found.append(f"a token was trained at a lag of {lag:g}, over the bound of {bound}")
+    return found
+
+
+def troubles_at_end(run: Path) -> list[str]:
+    """Of a run that has completed: what was issued is accounted for, and three counts of what was trained
+    agree: the index, the plans, and the last checkpoint along its lineage."""
+    summary, last = read_summary(run), manifests(run)[-1]
+    with closing(RunReader.open(run)) as reader:
+        trained = {"index": reader.counts().get(State.TRAINED, 0), "plans": reader.trained_in_plans()}
+    trained |= {"last checkpoint": last.trained_total, "summary": summary["flow"]["trained"]}
+    found = [] if len(set(trained.values())) == 1 else [f"trained, by each: {trained}"]
+    found += [] if last.step == summary["steps"] else [f"the last checkpoint is of step {last.step}"]
+    return found + ([] if summary["conserved"] else [f"not conserved: {summary['flow']}"])
+
+
+def reward(run: Path, first: bool) -> float:
+    """Mean reward of the first, or last, tenth of the steps."""
+    scores = [row["rollout/score/mean"] for row in read_rows(run) if "rollout/score/mean" in row]
+    some = scores[: max(1, len(scores) // 10)] if first else scores[-max(1, len(scores) // 10) :]
+    return sum(some) / max(1, len(some))
+
+
+def _read(run: Path, query: str) -> list[Any]:
+    with closing(sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True, timeout=10)) as db:
+        return db.execute(query).fetchall()

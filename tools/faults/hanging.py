@@ -1,0 +1,25 @@
+"""The demo's reward, which hangs while a file is there: the worker still answers, and its episodes do not end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from asyncrl.rewards.answers import final_number
+from asyncrl.rewards.base import rewards, runs
+
+
+@rewards.register("hanging")
+@runs("loop")
+async def hanging(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+) -> float:
+    """As final_number, once there is no file CHAOS_HANG."""
+    while Path(os.environ["CHAOS_HANG"]).exists():
+        await asyncio.sleep(0.1)
+    return final_number(data_source, solution_str, ground_truth, extra_info)

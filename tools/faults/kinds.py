@@ -1,0 +1,223 @@
+"""The kinds of faults: what each does to a run, and for how long.
+
+A fault is a context manager: entered, it has happened; left, its cause is gone. `FAULTS` names them all.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.store.checkpoints import MANIFEST, Checkpoints
+from tools.faults.target import Target
+
+ROLES = ("rollout", "trainer", "coordinator")
+FLIPPED = 64  # bytes between two that are damaged
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`happen(target, victim)`; it lasts `leases` leases. `victims`: roles, one of which is chosen; none: the
+    fault concerns the run as a whole."""
+
+    happen: Callable[[Target, str], AbstractContextManager[None]]
+    leases: float = 0.0
+    victims: tuple[str, ...] = ("",)
+
+
+@contextmanager
+def kill(target: Target, victim: str) -> Iterator[None]:
+    """kill -9."""
+    target.process(victim).kill()
+    yield
+
+
+@contextmanager
+def pause(target: Target, victim: str) -> Iterator[None]:
+    """SIGSTOP, then SIGCONT: as a machine that swaps, or a debugger."""
+    process = target.process(victim)
+    process.suspend()
+    yield
+    with suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+        process.resume()
+
+
+@contextmanager
+def launcher(target: Target, victim: str) -> Iterator[None]:
+    """kill -9 of the launcher: all others end with it; the run is resumed."""
+    others = target.roles().values()
+    target.launcher.kill()
+    target.launcher.wait(60)
+    assert not psutil.wait_procs(others, 30)[1], "a process outlived the launcher"
+    target.launch("resume=must")
+    yield
+
+
+@contextmanager
+def second_launcher(target: Target, victim: str) -> Iterator[None]:
+    """The same command again: refused."""
+    found = subprocess.run(target.command("resume=auto"), capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2 and "another run with this name" in found.stderr, found.stderr
+    yield
+
+
+@contextmanager
+def cut(target: Target, victim: str) -> Iterator[None]:
+    """All connections to the coordinator end."""
+    for proxy in target.proxies:
+        proxy.cut()
+    yield
+
+
+@contextmanager
+def _bad(target: Target, mode: str) -> Iterator[None]:
+    for proxy in target.proxies:
+        proxy.mode = mode
+    yield
+    for proxy in target.proxies:
+        proxy.mode = "pass"
+
+
+def held(target: Target, victim: str) -> AbstractContextManager[None]:
+    """Connections stay, and carry nothing."""
+    return _bad(target, "hold")
+
+
+def slow(target: Target, victim: str) -> AbstractContextManager[None]:
+    """20 kB a second."""
+    return _bad(target, "slow")
+
+
+def duplicated(target: Target, victim: str) -> AbstractContextManager[None]:
+    """Parts of the stream come twice."""
+    return _bad(target, "duplicate")
+
+
+def corrupted(target: Target, victim: str) -> AbstractContextManager[None]:
+    """Bits of the stream are flipped."""
+    return _bad(target, "corrupt")
+
+
+@contextmanager
+def full_disk(target: Target, victim: str) -> Iterator[None]:
+    """Nothing more fits on the disk of the run directory."""
+    filler = target.run.parent / "filler"
+    size = 1 << 20
+    with filler.open("wb", buffering=0) as file:
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    yield
+    filler.unlink()
+
+
+@contextmanager
+def read_only(target: Target, victim: str) -> Iterator[None]:
+    """No file of the run directory can be made or opened to write; those that are open can be written on."""
+    place = str(target.run)
+    subprocess.run(["mount", "--bind", place, place], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+    yield
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@contextmanager
+def locked_store(target: Target, victim: str) -> Iterator[None]:
+    """Another program has begun to write into run.db."""
+    with closing(sqlite3.connect(target.run / "run.db", isolation_level=None, timeout=30)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+@contextmanager
+def weights_gone(target: Target, victim: str) -> Iterator[None]:
+    """A file of the version that is just published is removed while engines load it."""
+    known = set(target.weights.glob("*"))
+    target.until(lambda: set(target.weights.glob("*")) - known, "a version is published", pause=0.001)
+    for path in set(target.weights.glob("*")) - known:
+        for file in list(path.rglob("*.safetensors")):
+            file.unlink(missing_ok=True)
+    yield
+
+
+@contextmanager
+def weights_damaged(target: Target, victim: str) -> Iterator[None]:
+    """Bits of the newest version's files are flipped; then the worker is killed, and loads it anew."""
+    for file in sorted(target.weights.rglob("*.safetensors"), key=_age)[-1:]:
+        _flip(file)
+    target.process(victim).kill()
+    yield
+
+
+@contextmanager
+def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
+    """Bits of the newest checkpoint are flipped; then the trainer is killed, and resumes from the one before."""
+    place = Checkpoints(target.run / "checkpoints")
+    target.until(lambda: len(place.steps()) > 1, "two checkpoints")
+    newest = Path(place.path(place.steps()[0]))
+    files = [path for path in newest.rglob("*") if path.is_file() and path.name != MANIFEST]
+    _flip(max(files, key=lambda path: path.stat().st_size))
+    target.process(victim).kill()
+    yield
+
+
+@contextmanager
+def segment_damaged(target: Target, victim: str) -> Iterator[None]:
+    """Bits of the newest payloads are flipped; then the coordinator is killed, and reads them again."""
+    newest = max((target.run / "segments").iterdir())
+    _flip(newest, newest.stat().st_size - 4096)
+    target.process(victim).kill()
+    yield
+
+
+@contextmanager
+def hang(target: Target, victim: str) -> Iterator[None]:
+    """Workers answer, and no episode ends: the reward hangs until its deadline."""
+    target.flag.touch()
+    yield
+    target.flag.unlink()
+
+
+def _age(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _flip(path: Path, start: int = 0) -> None:
+    """A bit of each FLIPPED bytes from `start` on."""
+    with path.open("r+b", buffering=0) as file:
+        for place in range(max(0, start), path.stat().st_size, FLIPPED):
+            (byte,) = os.pread(file.fileno(), 1, place)
+            os.pwrite(file.fileno(), bytes([byte ^ 1]), place)
+
+
+FAULTS = {
+    "kill": Fault(kill, victims=ROLES),
+    "pause": Fault(pause, leases=1.5, victims=ROLES),
+    "launcher": Fault(launcher),
+    "second-launcher": Fault(second_launcher),
+    "cut": Fault(cut),
+    "held": Fault(held, leases=1.5),
+    "slow": Fault(slow, leases=1.0),
+    "duplicated": Fault(duplicated, leases=0.5),
+    "corrupted": Fault(corrupted, leases=0.5),
+    "full-disk": Fault(full_disk, leases=1.0),
+    "read-only": Fault(read_only, leases=1.0),
+    "locked-store": Fault(locked_store, leases=1.5),
+    "weights-gone": Fault(weights_gone),
+    "weights-damaged": Fault(weights_damaged, victims=("rollout",)),
+    "checkpoint-damaged": Fault(checkpoint_damaged, victims=("trainer",)),
+    "segment-damaged": Fault(segment_damaged, victims=("coordinator",)),
+    "hang": Fault(hang, leases=1.5),
+}

@@ -1,0 +1,128 @@
+"""A run that faults are done to: its processes, its files, and the proxies between them."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from asyncrl.weights.disk import weights_directory
+from tools.bench.common import ROOT, SINGLE_THREAD, roles, rows
+from tools.faults.proxy import Proxy
+
+LAUNCHER, HANGING = ROOT / "tools" / "faults" / "launcher.py", ROOT / "tools" / "faults" / "hanging.py"
+DEMO = (f"rollout.reward={HANGING}:hanging", "rollout.reward_timeout=4")
+
+
+class Target:
+    """`launch` starts it. Use as a context: what is left at the end is killed, by pid.
+
+    Args:
+        run: the run directory; beside it is written what is not the run's.
+        lease: `launch.lease`, in seconds.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *overrides: str,
+        experiment: str = "calculator",
+        lease: float = 5.0,
+        deadline: float = 240.0,
+        seed: int = 0,
+    ) -> None:
+        self.run, self.lease, self.deadline, self.dice = run, lease, deadline, random.Random(seed)
+        run.parent.mkdir(parents=True, exist_ok=True)
+        self.flag, self.out = run.parent / f"{run.name}.hang", run.parent / f"{run.name}.out"
+        self.weights = weights_directory("auto", run, run.name, 0)
+        port = _two_ports()
+        self.proxies = [Proxy(port, seed), Proxy(port + 1, seed + 1)]
+        self._dial = ",".join(f"{proxy.target}={proxy.port}" for proxy in self.proxies)
+        self._config = [
+            *(f"experiment={experiment}", f"name={run.name}", f"run_dir={run.parent}", "resume=auto"),
+            *(f"launch.port={port}", f"launch.lease={lease:g}", "launch.restarts=1000"),
+            *("observe.console=plain", "observe.plot=false"),
+            *(DEMO if experiment == "calculator" else ()),
+            *overrides,
+        ]
+        self.seen: set[psutil.Process] = set()  # all processes of it that there ever were
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.launcher.poll() is None:
+            self.launcher.kill()
+            self.launcher.wait(60)
+        for process in self.left(30):
+            process.kill()
+        for proxy in self.proxies:
+            proxy.close()
+
+    def command(self, *more: str) -> list[str]:
+        return [sys.executable, str(LAUNCHER), self._dial, "train", *self._config, *more]
+
+    def launch(self, *more: str) -> None:
+        with self.out.open("ab") as out:
+            self.launcher = subprocess.Popen(
+                self.command(*more),
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)},
+            )
+
+    # -- what there is ---------------------------------------------------------------------------------
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """Live role processes by `role-index`."""
+        found = roles(self.launcher.pid)
+        self.seen |= set(found.values())
+        return found
+
+    def process(self, role: str) -> psutil.Process:
+        """One of this role; waits while it is being restarted."""
+        self.until(lambda: self._of(role), f"a live {role}")
+        return self.dice.choice(self._of(role))
+
+    def _of(self, role: str) -> list[psutil.Process]:
+        return [found for name, found in sorted(self.roles().items()) if name.rpartition("-")[0] == role]
+
+    @property
+    def step(self) -> int:
+        """Committed batches."""
+        return max((int(row["training/step"]) for row in rows(self.run) if "timing_s/step" in row), default=0)
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def left(self, seconds: float) -> list[psutil.Process]:
+        """Processes of it that are still there after so long."""
+        return list(psutil.wait_procs(self.seen, seconds)[1])
+
+    def until(self, condition: Callable[[], object], what: str, pause: float = 0.02) -> None:
+        """Wait for an event of the run; AssertionError with the output when it ends before, or at the deadline."""
+        end = time.monotonic() + self.deadline
+        while not condition():
+            assert self.launcher.poll() is None, f"ended before {what}:\n{self.text()[-3000:]}"
+            assert time.monotonic() < end, f"no {what} in {self.deadline:g} s:\n{self.text()[-3000:]}"
+            time.sleep(pause)
+
+
+def _two_ports() -> int:
+    """A free port whose successor is free, too."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = int(first.getsockname()[1])
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+                return port
+            except OSError:
+                continue
