@@ -105,10 +105,9 @@ def left_behind(target: Target, shared: set[str]) -> list[str]:
     return found
 
 
-def play(target: Target, plan: list[tuple[str, str]], every: int) -> list[Happened]:
+def play(target: Target, plan: list[tuple[str, str]], every: int, done: list[Happened]) -> None:
     """The faults of a schedule, one after another, in a run that goes on to its end; AssertionError when
     something does not hold afterwards."""
-    done: list[Happened] = []
     target.launch()
     for kind, victim in plan:
         due = target.step + every
@@ -119,7 +118,6 @@ def play(target: Target, plan: list[tuple[str, str]], every: int) -> list[Happen
             raise AssertionError(f"after {kind} {victim}: {found}")
     code = target.launcher.wait(target.deadline)
     assert code == 0, f"ended with {code}:\n{target.text()[-3000:]}"
-    return done
 
 
 def main() -> int:
@@ -163,7 +161,7 @@ def main() -> int:
     done: list[Happened] = []
     with target:
         try:
-            done = play(target, schedule(kinds, options.faults, dice), options.every)
+            play(target, schedule(kinds, options.faults, dice), options.every, done)
         except AssertionError as error:
             found.append(str(error))
         else:

@@ -376,7 +376,10 @@ class Coordinator:
 
     def _watch(self, now: float) -> None:
         """In a run that has stalled, trainer ranks that are silent are replaced; else it ends, with a
-        checkpoint. Either way it is said who waits for what."""
+        checkpoint. Either way it is said who waits for what. They are replaced, too, where they wait for what
+        engines would sample that cannot load their newest version."""
+        if self.lifecycle.training and self.trainer.ranks.requests and (damage := self.engines.take_damage()):
+            self._replace(Replace("trainer", f"{damage}; the next trainer publishes it anew"))
         stalled = self.state.liveness.stalled(now)
         if not stalled or self.lifecycle.ending:  # a stop has its own deadline
             return

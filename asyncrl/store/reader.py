@@ -30,7 +30,7 @@ class StoredRun(msgspec.Struct):
     cursor: int
     retired: set[int]
     batches: list[Batch]
-    taken: list[EpisodeRecord]  # episodes of the plans, those that were trained included
+    taken: list[EpisodeRecord]  # episodes of the plans, those that were trained or lost included
     baselines: dict[int, Baseline]  # of their groups
     committed: int
 
@@ -140,7 +140,7 @@ class RunReader:
         episodes = self._records(
             EpisodeRecord, "SELECT e.record FROM episodes e JOIN groups g ON g.id=e.group_id WHERE g.over=0"
         )
-        taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.uids})]
+        taken = [self.episode(uid) for uid in sorted({uid for batch in batches for uid in batch.planned})]
         left = dict(self.counts())
         for episode in episodes:
             left[episode.state] -= 1

@@ -1,14 +1,20 @@
-"""A power cut: of a directory only what had been fsynced is left."""
+"""A power cut: of a directory is left what had been fsynced, and perhaps some of what was written since."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from asyncrl.store.runstore import RunStore
+from asyncrl.store.schema import DATABASE
+
+SECTOR = 512  # bytes that a disk writes whole or not at all
 
 
 class DurableFiles:
@@ -30,17 +36,24 @@ class DurableFiles:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        fsync = os.fsync
+        """SQLite fsyncs the database by itself: at the latest with our fsync of its log, and before it cuts the
+        log off."""
+        fsync, compact = os.fsync, RunStore._compact
 
         def noting(descriptor: int) -> None:
             fsync(descriptor)
             path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             if path.is_relative_to(self.root):
                 self._note(path)
-                self._note(path.with_name(path.name.removesuffix("-wal")))  # SQLite fsyncs it by itself
+                self._note(path.with_name(path.name.removesuffix("-wal")))
+
+        def compacting(store: RunStore) -> None:
+            compact(store)
+            self._note(store._run_dir / DATABASE)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", noting)
+            patch.setattr(RunStore, "_compact", compacting)
             yield
 
     def keep(self, pattern: str) -> None:
@@ -49,16 +62,41 @@ class DurableFiles:
             self._note(path)
             self.names[path.parent].add(path.name)
 
-    def cut_power(self) -> None:
-        """Put the directory into the state that is found afterwards."""
+    def cut_power(self, dice: random.Random | None = None) -> None:
+        """Put the directory into a state that may be found afterwards: with `dice` some of what was not fsynced
+        is there, too, of each file and directory other parts; else none."""
+        if dice is not None:
+            self._written_since(dice, self.root)
         shutil.rmtree(self.root)
         self._restore(self.root)
 
+    def _written_since(self, dice: random.Random, directory: Path) -> None:
+        now, kept = {path.name for path in directory.iterdir()}, self.names.get(directory, set())
+        self.names[directory] = (now & kept) | {name for name in sorted(now ^ kept) if dice.random() < 0.5}
+        for path in sorted(directory.iterdir()):
+            if path.is_dir():
+                self._written_since(dice, path)
+            else:
+                self.data[path] = _mixed(dice, self.data.get(path, b""), path.read_bytes())
+
     def _restore(self, directory: Path) -> None:
         directory.mkdir()
-        for name in self.names.get(directory, set()):
+        for name in sorted(self.names.get(directory, set())):
             path = directory / name
             if path in self.names:
                 self._restore(path)
             elif not path.name.endswith("-shm"):
                 path.write_bytes(self.data.get(path, b""))
+
+
+def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
+    """A file between two states: nothing of the new one, all of it, its beginning, or any of its sectors."""
+    way = dice.choice(["before", "now", "beginning", "sectors"])
+    if way in ("before", "now"):
+        return before if way == "before" else now
+    size = dice.choice([len(now), dice.randint(*sorted((len(before), len(now))))])
+    old, new = before[:size].ljust(size, b"\0"), now[:size].ljust(size, b"\0")
+    until = dice.randint(0, size)
+    places = range(0, size, SECTOR)
+    chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in places]
+    return b"".join((new if new_one else old)[at : at + SECTOR] for at, new_one in zip(places, chosen, strict=True))

@@ -63,8 +63,9 @@ def launcher(target: Target, victim: str) -> Iterator[None]:
 @contextmanager
 def second_launcher(target: Target, victim: str) -> Iterator[None]:
     """The same command again: refused."""
-    found = subprocess.run(target.command("resume=auto"), capture_output=True, text=True, timeout=120)
-    assert found.returncode == 2 and "another run with this name" in found.stderr, found.stderr
+    again = target.command("launch.port=0")
+    found = subprocess.run(again, capture_output=True, text=True, timeout=120, env=target.environment)
+    assert found.returncode == 2 and "another run with this name" in found.stderr, found
     yield
 
 

@@ -52,6 +52,7 @@ class Target:
             *(DEMO if experiment == "calculator" else ()),
             *overrides,
         ]
+        self.environment = os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)}
         self.seen: set[psutil.Process] = set()  # all processes of it that there ever were
 
     def __enter__(self) -> Target:
@@ -72,11 +73,7 @@ class Target:
     def launch(self, *more: str) -> None:
         with self.out.open("ab") as out:
             self.launcher = subprocess.Popen(
-                self.command(*more),
-                cwd=ROOT,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)},
+                self.command(*more), cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=self.environment
             )
 
     # -- what there is ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import zmq
 
 from asyncrl.buffer.records import State
 from asyncrl.config import parse
+from asyncrl.coordinator.engines import REFUSALS
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
 from asyncrl.errors import ProtocolError
@@ -21,10 +22,11 @@ from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import SupersededError
 from asyncrl.types import FailReason, PolicyVersion
+from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.incarnations import incarnation_of
-from asyncrl.wire.messages.observer import ObserverHello, Status
-from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
-from asyncrl.wire.messages.trainer import Commit, Committed, TrainerHello
+from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
+from asyncrl.wire.messages.shared import Loaded, Stop, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints, encode
 from tests.fakes.data import give, rows
@@ -221,6 +223,26 @@ def test_a_version_of_an_earlier_launch_is_sent_to_nobody(setup: LoopSetup) -> N
         setup.coordinator = Coordinator(setup.config, choose_endpoints("127.0.0.1", 0), launch)
         assert (setup.coordinator.state.versions.ref is not None) == sent
         assert setup.coordinator.state.versions.newest == PolicyVersion(1, 3)
+
+
+def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -> None:
+    """Its files are damaged: the trainer waits for what would be sampled with it, and is replaced, once."""
+    coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
+    setup.say(OBSERVER, ObserverHello())
+    setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=8, pid=1))
+    setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0))
+    setup.say(TRAINER, Published(ref, 0.0, 0.0))
+    refusal = Loaded(ref, "train", "", 0.0, error="cut off")
+    for _ in range(REFUSALS):
+        setup.say(WORKER, refusal)
+    assert setup.received(OBSERVER, Replace) == 0, "the trainer may still publish another"
+    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
+    setup.turn(), setup.turn()
+    assert setup.received(OBSERVER, Replace) == 1
+    setup.say(WORKER, Loaded(ref, "train", "sum", 0.0))
+    for _ in range(REFUSALS):
+        setup.say(WORKER, refusal)
+    assert setup.received(OBSERVER, Replace) == 0, "it has loaded it"
 
 
 def planned(coordinator: Coordinator) -> Commit:

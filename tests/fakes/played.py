@@ -1,0 +1,308 @@
+"""A worker and a trainer, played: what they say, without an engine or a model, on the clock of a `World`."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.buffer.payloads import decode_turn
+from asyncrl.runtime.contact import Contact, ContactState
+from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
+from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion
+from asyncrl.weights.manifest import WeightsRef
+from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop, Welcome, WireMessage
+from asyncrl.wire.messages.trainer import (
+    Checkpointed,
+    Commit,
+    Committed,
+    PlanRequest,
+    Published,
+    TrainerBeat,
+    TrainerHello,
+    WorkPlan,
+)
+from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated
+from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
+from tests.unit.buffer.machine import turn_payload
+
+if TYPE_CHECKING:
+    from tests.fakes.world import World
+
+RESEND = 2.0  # seconds after which what was not answered is said again
+EPISODE_SECONDS = 20.0  # after which an episode that hangs is given up
+
+
+class Running:
+    """An episode that a worker has."""
+
+    def __init__(self, assign: Assign, turns: int, now: float) -> None:
+        self.assign, self.turns, self.began = assign, turns, now
+        self.waits_for = 0  # the record that must be durable before it goes on
+
+
+class PlayedWorker:
+    """Plays episodes of one to three turns. `hangs_until`: it answers, and its episodes do not go on."""
+
+    def __init__(self, world: World, index: int, incarnation: str) -> None:
+        self.world, self.index, self.incarnation = world, index, incarnation
+        self.peer = f"rollout/{index}/{incarnation}".encode()
+        self.inbox: deque[tuple[WireMessage, list[bytes]]] = deque()
+        self.asleep_until = self.cut_until = self.hangs_until = 0.0
+        self.up_at = world.now + world.dice.choice([0.5, 2.0])
+        self.contact = Contact(world.config.launch.lease, 1e9, world.now)
+        self.held: dict[Attempt, Running] = {}
+        self.unacked: dict[int, tuple[Any, list[bytes]]] = {}
+        self.seq = self.assigned = self.oldest = 0
+        self.epoch, self.loaded, self.tick_at, self.resend_at = -1, NO_VERSION, 0.0, 0.0
+        self.refuses = 0  # loads that fail
+
+    def tick(self) -> None:
+        now = self.world.now
+        if now < max(self.up_at, self.tick_at):
+            return
+        self.tick_at = now + 0.3
+        while self.inbox:
+            self.contact.message_arrived(now)
+            self._take(*self.inbox.popleft())
+        match self.contact.tick(now):
+            case ContactState.FINE:
+                held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
+                self._say(Heartbeat(self.assigned, held, now, 0.0, self.seq))
+            case ContactState.QUIET:
+                self._hello()
+            case _:
+                self.held.clear()
+                self._hello()
+        if now < self.hangs_until:
+            return
+        for attempt in list(self.held):
+            if self.world.dice.random() < 0.7:
+                self._go_on(attempt)
+        if self.unacked and now > self.resend_at:
+            self._resend()
+
+    def _take(self, message: WireMessage, frames: list[bytes]) -> None:
+        match message:
+            case Welcome():
+                self.contact.welcomed = True
+                if message.coordinator_epoch != self.epoch:
+                    self.epoch, self.assigned = message.coordinator_epoch, 0
+                self._resend()
+            case Assign():
+                self.assigned = message.seq
+                for other in [held for held in self.held if held.uid == message.attempt.uid]:
+                    if other != message.attempt:
+                        del self.held[other]
+                if message.attempt not in self.held:
+                    self.held[message.attempt] = Running(message, len(frames) // 2, self.world.now)
+            case Cancel() | Fenced():
+                self.held.pop(message.attempt, None)
+            case Clock():
+                self.oldest = message.oldest
+            case LoadWeights():
+                self._load(message)
+            case Ack():
+                self.unacked = {seq: record for seq, record in self.unacked.items() if seq > message.seq}
+
+    def _load(self, message: LoadWeights) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            self._say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
+            return
+        self.loaded = message.ref.version
+        self._say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
+
+    def _go_on(self, attempt: Attempt) -> None:
+        running = self.held[attempt]
+        if self.world.now - running.began > EPISODE_SECONDS:
+            del self.held[attempt]
+            self._post(Failed(0, attempt, FailReason.DEADLINE, "it hung"))
+        elif running.waits_for in self.unacked:
+            return  # not durable yet
+        elif running.turns == 1 + sum(map(ord, attempt.uid)) % 3:
+            del self.held[attempt]
+            reward = float(self.world.dice.random() < 0.5)
+            self._post(Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns)))
+        elif self.loaded.step >= max(running.assign.oldest, self.oldest):
+            version = self.loaded.step
+            payload = turn_payload(running.turns, version)
+            generated = Generated(0, attempt, running.turns, 20, 10, version, version, self.world.now - running.began)
+            running.turns, running.waits_for = running.turns + 1, self._post(generated, payload)
+
+    def _post(self, record: Any, *frames: bytes) -> int:
+        self.seq += 1
+        self.resend_at = self.world.now + RESEND
+        self.unacked[self.seq] = (msgspec.structs.replace(record, seq=self.seq), list(frames))
+        self._say(*self.unacked[self.seq], bulk=True)
+        return self.seq
+
+    def _resend(self) -> None:
+        self.resend_at = self.world.now + RESEND
+        for record, frames in self.unacked.values():
+            self._say(record, frames, bulk=True)
+
+    def _hello(self) -> None:
+        acked = min(self.unacked, default=self.seq + 1) - 1
+        self._say(WorkerHello(self.index, self.incarnation, 6, 1, acked))
+
+    def _say(self, message: WireMessage, frames: list[bytes] | None = None, bulk: bool = False) -> None:
+        if self.world.now >= self.cut_until:
+            self.world.send(self.peer, message, frames or [], bulk)
+
+
+class PlayedTrainer:
+    """One rank, whose model is the list of what it was trained on. Its checkpoints are real files."""
+
+    def __init__(self, world: World, incarnation: str) -> None:
+        self.world, self.incarnation = world, incarnation
+        self.peer = f"trainer/0/{incarnation}".encode()
+        self.inbox: deque[tuple[WireMessage, list[bytes]]] = deque()
+        self.asleep_until = self.cut_until = 0.0
+        self.up_at = world.now + world.dice.choice([1.0, 3.0])
+        self.place = Checkpoints(world.run_dir / "checkpoints")
+        self.step, self.micro, self.parent, self.epoch = 0, 0, -1, 0
+        self.trained: list[str] = []
+        self.batch: list[str] = []
+        self.unsaved: list[str] = []
+        self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
+        self.repeating = self.ended = False
+        self.saved: Checkpointed | None = None
+        self.published: Published | None = None
+        self.resend_at = self.tick_at = self.beat_at = 0.0
+        self.resumed = False
+        self.work = 0
+
+    def tick(self) -> None:
+        now = self.world.now
+        if now < max(self.up_at, self.tick_at) or self.ended:
+            return
+        if not self.resumed:
+            self._resume()
+        self.tick_at = now + 0.1
+        while self.inbox and not self.ended:
+            self._take(*self.inbox.popleft())
+        if now >= self.beat_at:
+            self.beat_at = now + 1.0
+            self._say(TrainerBeat(0, now, 0.0, "", self.work))
+        if self.asked is not None and now >= self.resend_at:
+            self.resend_at = now + RESEND
+            if self.world.dice.random() < 0.5:
+                self._say(self._greeting())  # as after silence
+            self._say(*self.asked)
+
+    def _resume(self) -> None:
+        """From the newest checkpoint whose files are as written."""
+        self.resumed = True
+        sound = (step for step in self.place.steps() if not self.place.damage(step))
+        if (step := next(sound, -1)) >= 0:
+            with self.place.open(step, "state") as file:
+                self.trained = json.loads(file.read())
+            self.step = self.parent = step
+        self._ask(self._greeting(), bulk=False)
+
+    def _greeting(self) -> TrainerHello:
+        return TrainerHello(0, 1, self.incarnation, self.step if self.asked is None or not self._ahead else self.step - 1)
+
+    @property
+    def _ahead(self) -> bool:
+        """Its step is not acknowledged yet."""
+        return self.asked is not None and isinstance(self.asked[0], Commit)
+
+    def _ask(self, message: WireMessage, bulk: bool) -> None:
+        self.asked, self.resend_at = (message, bulk), self.world.now + RESEND
+        self._say(message, bulk)
+
+    def _take(self, message: WireMessage, frames: list[bytes]) -> None:
+        asked = self.asked[0] if self.asked else None
+        match message:
+            case Stop():
+                self.ended = True
+            case Welcome():
+                if isinstance(asked, TrainerHello):
+                    self.epoch = message.trainer_epoch
+                    self.repeating = self.step < message.step
+                    if not self.repeating:
+                        self._publish()
+                    self._request()
+                elif self.published is not None:
+                    self._say(self.published)
+            case WorkPlan() if isinstance(asked, PlanRequest) and (message.step, message.micro) == (
+                asked.step,
+                asked.micro,
+            ):
+                self._plan(message, frames)
+            case Committed() if isinstance(asked, Commit) and message.step == asked.step:
+                self._committed(message)
+
+    def _request(self) -> None:
+        self._ask(PlanRequest(self.epoch, self.step, self.micro, 0), bulk=True)
+
+    def _plan(self, plan: WorkPlan, frames: list[bytes]) -> None:
+        match plan.kind:
+            case "work":
+                self._check_lag(frames)
+                self.batch += [planned.uid for planned in plan.trajectories]
+                self.micro, self.work = self.micro + 1, self.work + 1
+                self._request()
+            case "step":
+                self.trained = self.trained + self.batch
+                self.unsaved += self.batch
+                self.batch, self.micro, self.step = [], 0, self.step + 1
+                self._ask(Commit(self.epoch, self.step, plan.plan_hash, {"actor/grad_norm": 1.0}), bulk=False)
+            case "end" | "stop":
+                if self.parent != self.step:
+                    self._save()
+                self._ask(self._checkpointed(), bulk=False)
+            case "probe":
+                raise AssertionError("no engine asked for a probe")
+
+    def _check_lag(self, frames: list[bytes]) -> None:
+        """The bound on staleness, which the real trainer's masks keep where nothing else does."""
+        buffer = self.world.config.buffer
+        oldest = min((span.version for frame in frames for span in decode_turn(frame).spans), default=self.step)
+        assert buffer.on_stale == "mask" or self.step - oldest <= buffer.max_staleness, (
+            f"lag {self.step - oldest} at step {self.step} with {buffer.on_stale}: {self.world.log[-20:]}"
+        )
+
+    def _committed(self, message: Committed) -> None:
+        self.asked = None
+        if message.publish:
+            self.repeating = False
+            self._publish()
+        if self.step % self.world.config.checkpoint.every == 0:
+            self._save()
+            self._say(self._checkpointed())
+        self._request()
+
+    def _publish(self) -> None:
+        ref = WeightsRef(PolicyVersion(self.epoch, self.step), str(Path(self.world.run_dir)))
+        self.published = Published(ref, 0.0, 0.0)
+        self._say(self.published)
+
+    def _save(self) -> None:
+        files: Files = {}
+        self.place.clear(self.step)
+        with self.place.create(self.step, "state", files) as file:
+            file.write(json.dumps(self.trained).encode())
+        manifest = CheckpointManifest(
+            step=self.step,
+            trainer_epoch=self.epoch,
+            parent=self.parent,
+            trained=tuple(self.unsaved),
+            trained_total=len(self.trained),
+            files=files,
+        )
+        self.place.seal(manifest)
+        self.place.prune(self.step, self.world.config.checkpoint.keep)
+        self.parent, self.unsaved = self.step, []
+
+    def _checkpointed(self) -> Checkpointed:
+        return Checkpointed(self.epoch, self.parent, self.place.path(self.parent), len(self.trained))
+
+    def _say(self, message: WireMessage, bulk: bool = False) -> None:
+        if self.world.now >= self.cut_until:
+            self.world.send(self.peer, message, [], bulk)

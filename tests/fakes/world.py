@@ -1,0 +1,311 @@
+"""A run in one thread: the real coordinator and store, played workers, trainer and launcher, and a clock of its own.
+
+Everything happens in turns. What a peer and the coordinator send each other arrives some time later, or never;
+`point` is called wherever the coordinator or a checkpoint writes or sends something, and may end it there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import RunConfig, parse
+from asyncrl.coordinator import loop, reporting, state
+from asyncrl.coordinator.loop import Coordinator
+from asyncrl.store import checkpoints, runstore, schema, segments
+from asyncrl.store.schema import StorePaused, SupersededError
+from asyncrl.wire.incarnations import incarnation_of
+from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
+from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.sockets import Endpoints
+from tests.fakes.data import give, rows
+from tests.fakes.played import PlayedTrainer, PlayedWorker
+from tests.fakes.power import DurableFiles
+
+LEASE, OBSERVER = 5.0, b"observer/0/o"
+MOST_TURNS = 6000
+
+
+class Crash(BaseException):
+    """The process ends here, as by kill -9."""
+
+
+class PlayedHub:
+    """In place of the coordinator's end of a channel."""
+
+    refused = 0
+
+    def __init__(self, world: World, bulk: bool) -> None:
+        self.world, self.bulk = world, bulk
+
+    def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
+        self.world.point("send")
+        return self.world.deliver(peer, message, list(frames))
+
+    def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
+        queue = self.world.arriving[self.bulk]
+        if not queue or queue[0][0] > self.world.now:
+            return None
+        self.world.point("receive")
+        return queue.popleft()[1]
+
+    def close(self) -> None: ...
+
+
+class World:
+    """One run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
+
+    def __init__(self, root: Path, seed: object, happen: Callable[[World], None], power: bool = False) -> None:
+        self.dice, self.now, self.turns = random.Random(str(seed)), 100.0, 0
+        self.root, self.run_dir, self.happen = root, root / "t", happen
+        self.run_dir.mkdir(parents=True)
+        self.files = DurableFiles(root) if power else None
+        self.crash_in: int | None = None  # calls of `point` until the coordinator ends
+        self.full_until = 0.0  # the disk is full, or the store is locked
+        self.arriving: tuple[deque[Any], deque[Any]] = deque(), deque()
+        self.launches = self.starts = 0
+        self.asleep_until = 0.0  # the coordinator, stopped
+        self.power_goes = False  # with the coordinator's end
+        self.zombie: Coordinator | None = None  # stopped, replaced, and to go on
+        self.log: list[str] = []
+        self.config = self._config()
+        self.end: RunEnd | None = None
+
+    def _config(self) -> RunConfig:
+        dice = self.dice
+        return parse(
+            {
+                "name": "t",
+                "run_dir": str(self.root),
+                "model": {"path": "m"},
+                "data": {"train": "d"},
+                "total_steps": 4,
+                "buffer": {
+                    "groups_per_batch": 2,
+                    "episodes_per_group": 2,
+                    "filter_zero_variance": dice.random() < 0.3,
+                    "on_stale": dice.choice(["mask", "hold", "drop"]),
+                    "max_staleness": dice.choice([0, 1, 4]),
+                },
+                "checkpoint": {"every": dice.choice([1, 2]), "keep": 2},
+                "trainer": {"micro_batch_tokens": dice.choice([40, 100])},
+                "launch": {"lease": LEASE},
+                "rollout": {"workers": 2},
+                "validation": {"samples": 0},
+            }
+        )
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """In place of clocks, sockets and data."""
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        with pytest.MonkeyPatch.context() as patch:
+            give(patch, rows(9))
+            for module in (loop, state, reporting):
+                patch.setattr(module, "time", clock)
+            patch.setattr(schema, "OPEN_DEADLINE", 0.0)
+            patch.setattr(loop, "Hub", lambda endpoint, union: PlayedHub(self, endpoint == "bulk"))
+            patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
+            patch.setattr(segments.SegmentWriter, "append", self._around(segments.SegmentWriter.append))
+            for module in (runstore, segments):
+                patch.setattr(module, "fsync", self._around(segments.fsync))
+            patch.setattr(checkpoints.HashedFile, "close", self._around(checkpoints.HashedFile.close))
+            if self.files is None:
+                yield
+            else:
+                with self.files.recorded():
+                    yield
+
+    def _around(self, function: Callable[..., Any], paused: bool = False) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            self.point("before")
+            if paused and self.now < self.full_until:
+                raise StorePaused("no room")
+            result = function(*given, **named)
+            self.point("after")
+            return result
+
+        return call
+
+    def point(self, where: str) -> None:
+        """The coordinator may end here."""
+        if self.crash_in is not None:
+            self.crash_in -= 1
+            if self.crash_in <= 0:
+                self.crash_in = None
+                raise Crash
+
+    # -- mail ------------------------------------------------------------------------------------------
+
+    def send(self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool = False) -> None:
+        """From a peer to the coordinator."""
+        self.arriving[bulk].append((self.now + self.dice.choice([0.0, 0.0, 0.1]), (peer, message, frames)))
+
+    def deliver(self, peer: bytes, message: WireMessage, frames: list[bytes]) -> bool:
+        """From the coordinator to a peer. False: it is not there."""
+        if peer == OBSERVER:
+            self._observe(message)
+            return True
+        for one in (*self.workers, self.trainer):
+            if one.peer == peer:
+                if self.now >= one.cut_until:
+                    one.inbox.append((message, frames))
+                return True
+        return False
+
+    def _observe(self, message: WireMessage) -> None:
+        if isinstance(message, RunEnd):
+            self.end = message
+        if isinstance(message, Replace):
+            self.log.append(f"{self.now:.1f} replaced: {message.role} {message.reason}")
+            if message.role == "trainer":
+                self.start_trainer()
+
+    # -- processes -------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """All processes anew, after a power cut or a launcher's end."""
+        self.launches += 1
+        self.arriving[0].clear(), self.arriving[1].clear()
+        self.full_until = self.asleep_until = 0.0
+        self.workers = [self._worker(index) for index in range(2)]
+        self.start_trainer()
+        self.start_coordinator()
+
+    def _incarnation(self) -> str:
+        self.starts += 1
+        return incarnation_of(f"launch{self.launches}", self.starts)
+
+    def _worker(self, index: int) -> PlayedWorker:
+        return PlayedWorker(self, index, self._incarnation())
+
+    def start_worker(self, index: int) -> None:
+        self.workers[index] = self._worker(index)
+
+    def start_trainer(self) -> None:
+        self.trainer = PlayedTrainer(self, self._incarnation())
+
+    def start_coordinator(self) -> None:
+        """It may end while it starts."""
+        while True:
+            try:
+                self.coordinator = Coordinator(self.config, Endpoints("control", "bulk"), f"launch{self.launches}")
+                self.send(OBSERVER, ObserverHello(), [])
+                return
+            except Crash:
+                self.log.append(f"{self.now:.1f} ended while it started")
+
+    def lose_coordinator(self) -> None:
+        """Its connections, and the file handles that the kernel would close, are gone."""
+        self._forget(self.coordinator)
+        self.arriving[0].clear(), self.arriving[1].clear()
+        for one in (*self.workers, self.trainer):
+            one.inbox.clear()
+        self.now += 1.0
+        self.start_coordinator()
+
+    def cut_power(self) -> None:
+        """Of the files is left what a crash of the machine may leave."""
+        assert self.files is not None
+        self.files.cut_power(self.dice)
+        self._forget(self.coordinator)
+        self.now += 10.0
+        self.launch()
+
+    def _forget(self, coordinator: Coordinator) -> None:
+        """SQLite copies its log into the database when the last connection closes: not after a kill -9."""
+        left = {path: path.read_bytes() for path in self.run_dir.glob("run.db*") if path.suffix != ".db-shm"}
+        crash_in, self.crash_in = self.crash_in, None
+        coordinator.state.store.close()
+        coordinator.reporter._file.close()
+        self.crash_in = crash_in
+        for path in self.run_dir.glob("run.db*"):
+            path.unlink()
+        for path, data in left.items():
+            path.write_bytes(data)
+
+    # -- the run ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """To its end. AssertionError when it does not come to it."""
+        with self.patched():
+            self.launch()
+            while not self.coordinator.over:
+                self.turns += 1
+                assert self.turns < MOST_TURNS, f"no end: {self.coordinator.state.waits} {self.log[-20:]}"
+                self._turn()
+            self.crash_in = None
+            self._forget(self.coordinator)
+
+    def _turn(self) -> None:
+        self.now += self.dice.choice([0.05, 0.1, 0.3])
+        self.happen(self)
+        for one in (*self.workers, self.trainer):
+            if self.now >= one.asleep_until:
+                try:
+                    one.tick()
+                except Crash:  # a checkpoint was under way
+                    self._ended(by_trainer=True)
+                    break
+        if self.zombie is not None:
+            self._wake_zombie(self.zombie)
+        if self.now < self.asleep_until:
+            return
+        try:
+            self.coordinator.turn(self.now)
+        except Crash:
+            self._ended()
+
+    def _ended(self, by_trainer: bool = False) -> None:
+        self.log.append(f"{self.now:.1f} {'the trainer' if by_trainer else 'the coordinator'} ended")
+        if self.power_goes:
+            self.power_goes = False
+            self.log.append(f"{self.now:.1f} power cut")
+            self.cut_power()
+        elif by_trainer:
+            self.start_trainer()
+        else:
+            self.lose_coordinator()
+
+    def replace_coordinator(self) -> None:
+        if self.zombie is None:
+            self.zombie = self.coordinator
+            self.coordinator.reporter._file.close()
+            self.start_coordinator()
+
+    def _wake_zombie(self, zombie: Coordinator) -> None:
+        """A coordinator that was replaced while it was stopped finds that it was."""
+        self.zombie = None
+        zombie.state.store.put_meta("written by", "a zombie")
+        with pytest.raises(SupersededError):
+            zombie.state.persist()
+        zombie.state.store.close()
+
+    # -- what must hold --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """At the end."""
+        summary = json.loads((self.run_dir / "summary.json").read_bytes())
+        assert summary["outcome"] == "completed", (summary["error"], self.log)
+        assert summary["conserved"], (summary["flow"], self.log)
+        flow, trained = summary["flow"], self.trainer.trained
+        assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
+        assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
+        again = runstore.RunStore(self.run_dir)
+        counts = {state.value: count for state, count in again.read.counts().items()}
+        assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
+        assert sum(counts.values()) == flow["issued"]
+        again.close()
+
+
+def decoded(payload: bytes, kind: type) -> Any:
+    return msgspec.msgpack.decode(payload, type=kind)

@@ -1,0 +1,160 @@
+"""Faults at sampled moments of whole runs: the real coordinator and store, played peers, a clock of their own."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from asyncrl.store.checkpoints import Checkpoints
+from tests.fakes.world import LEASE, World
+
+POINTS = 40  # at most so many writes and messages until the coordinator ends
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """In main memory: thousands of fsyncs must not wait for a disk."""
+    shared = Path("/dev/shm")
+    made = Path(tempfile.mkdtemp(prefix="schedule-", dir=shared if shared.is_dir() else None))
+    yield made
+    shutil.rmtree(made)
+
+
+def crash(world: World) -> None:
+    world.crash_in = world.dice.randint(1, POINTS)
+
+
+def kill_worker(world: World) -> None:
+    world.start_worker(world.dice.randrange(2))
+
+
+def stop_worker(world: World) -> None:
+    world.dice.choice(world.workers).asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
+
+
+def stop_trainer(world: World) -> None:
+    world.trainer.asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
+
+
+def stop_coordinator(world: World) -> None:
+    world.asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
+
+
+def hang(world: World) -> None:
+    world.dice.choice(world.workers).hangs_until = world.now + 6 * LEASE
+
+
+def cut(world: World) -> None:
+    """Nothing gets through between a process and the coordinator; what is under way is lost."""
+    one = world.dice.choice([*world.workers, world.trainer])
+    one.cut_until = world.now + world.dice.uniform(0.1, 2) * LEASE
+    one.inbox.clear()
+
+
+def kill_trainer(world: World) -> None:
+    world.start_trainer()
+
+
+def fill_disk(world: World) -> None:
+    """Or lock the store: it cannot be written."""
+    world.full_until = world.now + world.dice.uniform(0.1, 2) * LEASE
+
+
+def refuse_weights(world: World) -> None:
+    world.dice.choice(world.workers).refuses = world.dice.randint(1, 6)
+
+
+def replace_coordinator(world: World) -> None:
+    """Another takes its place while it is stopped; it goes on later, and may write nothing."""
+    world.replace_coordinator()
+
+
+def damage_segment(world: World) -> None:
+    """A bit of a payload, or of several, is flipped."""
+    for path in sorted((world.run_dir / "segments").glob("*.seg"))[-1:]:
+        data = bytearray(path.read_bytes())
+        for place in world.dice.sample(range(len(data)), min(2, len(data))):
+            data[place] ^= 1
+        path.write_bytes(data)
+
+
+def damage_checkpoint(world: World) -> None:
+    """The newest is not as written, where there is another; then the trainer resumes."""
+    place = Checkpoints(world.run_dir / "checkpoints")
+    if len(steps := place.steps()) > 1:
+        Path(place.path(steps[0], "state")).write_bytes(b"damaged")
+        world.start_trainer()
+
+
+def cut_power(world: World) -> None:
+    world.crash_in, world.power_goes = world.dice.randint(1, POINTS), True
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (crash, kill_worker, stop_worker, stop_trainer, stop_coordinator, hang, cut, kill_trainer)
+    + (fill_disk, refuse_weights, replace_coordinator, damage_segment, damage_checkpoint)
+}
+
+
+def happening(seed: object, faults: list[str], most: int) -> Callable[[World], None]:
+    """A world in which at most so many faults happen, each some turns after the one before."""
+    dice = random.Random(f"faults {seed}")
+    chosen = [dice.choice(faults) for _ in range(dice.randint(1, most))]
+    due = list(accumulate(dice.randint(1, 40) for _ in chosen))
+
+    def happen(world: World) -> None:
+        while due and world.turns >= due[0]:
+            del due[0]
+            name = chosen.pop(0)
+            world.log.append(f"{world.now:.1f} {name}")
+            (FAULTS | {"cut_power": cut_power})[name](world)
+
+    return happen
+
+
+def play(root: Path, seed: object, faults: list[str], most: int = 6) -> World:
+    world = World(root / str(seed), seed, happening(seed, faults, most), power="cut_power" in faults)
+    try:
+        world.run()
+        world.check()
+    except BaseException:
+        print(f"seed {seed}: {world.log}")
+        raise
+    shutil.rmtree(root / str(seed))
+    return world
+
+
+def test_without_faults(root: Path) -> None:
+    world = World(root / "sound", 0, lambda world: None)
+    world.run()
+    world.check()
+
+
+def test_faults_at_sampled_moments(root: Path) -> None:
+    for seed in range(100):
+        play(root, seed, list(FAULTS))
+
+
+@pytest.mark.long
+def test_faults_at_many_sampled_moments(root: Path) -> None:
+    for seed in range(100, 2100):
+        play(root, seed, list(FAULTS), most=10)
+
+
+def test_power_cuts_at_sampled_moments(root: Path) -> None:
+    """Of each file any of what was not yet fsynced is left."""
+    for seed in range(25):
+        play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer"], most=4)
+
+
+@pytest.mark.long
+def test_power_cuts_at_many_sampled_moments(root: Path) -> None:
+    for seed in range(25, 2025):
+        play(root, f"power {seed}", ["cut_power", *FAULTS], most=8)
