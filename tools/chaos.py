@@ -63,10 +63,11 @@ def schedule(kinds: list[str], faults: int, dice: random.Random) -> list[tuple[s
 
 def do(target: Target, kind: str, victim: str) -> Happened:
     """One fault, until the run has committed another step."""
-    step, before = target.step, running(target.run)
-    happened = Happened(kind, victim, step, time.monotonic(), 0.0, in_flight=len(before))
-    print(f"step {step}: {kind} {victim}", flush=True)
+    print(f"step {target.step}: {kind} {victim}", flush=True)
+    before = running(target.run)
     with FAULTS[kind].happen(target, victim):
+        step = target.step
+        happened = Happened(kind, victim, step, time.monotonic(), 0.0, in_flight=len(before))
         time.sleep(FAULTS[kind].leases * target.lease)
     happened.healed = time.monotonic()
     target.until(lambda: target.step > step or target.launcher.poll() is not None, f"a step after {kind}")

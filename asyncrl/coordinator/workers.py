@@ -110,6 +110,7 @@ class WorkerHandler:
                 self._lose_episode(worker, uid, now)
         self.engines.add_use(worker.beat.engines if worker.beat else (), message.engines)
         worker.seen, worker.beat = now, message
+        worker.seq = max(worker.seq, message.acked)  # acks may have overtaken its hello on the other channel
         for attempt in message.held:
             if not self._is_current(worker, attempt):
                 self.state.outbox.to_control(peer, Cancel(attempt))

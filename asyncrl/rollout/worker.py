@@ -285,6 +285,7 @@ class RolloutWorker:
             waiting=self.waits.longest(),
             in_time=self.waits.in_time,
             engines=tuple(self._uses.values()),
+            acked=self.outbox.acked,
         )
 
     # -- episodes ------------------------------------------------------------------------------------

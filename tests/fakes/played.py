@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,30 @@ RESEND = 2.0  # seconds after which what was not answered is said again
 EPISODE_SECONDS = 20.0  # after which an episode that hangs is given up
 
 
+class PlayedLink:
+    """A peer's two channels. Until `cut_until` everything is lost, until `held_until` everything waits; until
+    `asleep_until` the process is stopped."""
+
+    def __init__(self, world: World, peer: bytes) -> None:
+        self.world, self.peer = world, peer
+        self.inbox: tuple[deque[Any], deque[Any]] = deque(), deque()  # control, bulk
+        self.cut_until = self.held_until = self.asleep_until = 0.0
+
+    def say(self, message: WireMessage, frames: list[bytes] | None = None, bulk: bool = False) -> None:
+        if self.world.now >= self.cut_until:
+            self.world.send(self.peer, message, frames or [], bulk, self.held_until)
+
+    def received(self) -> Iterator[tuple[WireMessage, list[bytes]]]:
+        """What has arrived by now."""
+        while due := [queue for queue in self.inbox if queue and queue[0][0] <= self.world.now]:
+            yield self.world.dice.choice(due).popleft()[1]
+
+    def disconnect(self) -> None:
+        """What is under way is lost."""
+        for queue in self.inbox:
+            queue.clear()
+
+
 class Running:
     """An episode that a worker has."""
 
@@ -49,9 +74,8 @@ class PlayedWorker:
 
     def __init__(self, world: World, index: int, incarnation: str) -> None:
         self.world, self.index, self.incarnation = world, index, incarnation
-        self.peer = f"rollout/{index}/{incarnation}".encode()
-        self.inbox: deque[tuple[WireMessage, list[bytes]]] = deque()
-        self.asleep_until = self.cut_until = self.hangs_until = 0.0
+        self.link = PlayedLink(world, f"rollout/{index}/{incarnation}".encode())
+        self.hangs_until = 0.0
         self.up_at = world.now + world.dice.choice([0.5, 2.0])
         self.contact = Contact(world.config.launch.lease, 1e9, world.now)
         self.held: dict[Attempt, Running] = {}
@@ -65,13 +89,13 @@ class PlayedWorker:
         if now < max(self.up_at, self.tick_at):
             return
         self.tick_at = now + 0.3
-        while self.inbox:
+        for received in self.link.received():
             self.contact.message_arrived(now)
-            self._take(*self.inbox.popleft())
+            self._take(*received)
         match self.contact.tick(now):
             case ContactState.FINE:
                 held = tuple({record.attempt for record, _ in self.unacked.values()} | self.held.keys())
-                self._say(Heartbeat(self.assigned, held, now, 0.0, self.seq))
+                self.link.say(Heartbeat(self.assigned, held, now, 0.0, self.seq, acked=self._acked))
             case ContactState.QUIET:
                 self._hello()
             case _:
@@ -111,10 +135,10 @@ class PlayedWorker:
     def _load(self, message: LoadWeights) -> None:
         if self.refuses:
             self.refuses -= 1
-            self._say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
+            self.link.say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
             return
         self.loaded = message.ref.version
-        self._say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
+        self.link.say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
 
     def _go_on(self, attempt: Attempt) -> None:
         running = self.held[attempt]
@@ -137,21 +161,20 @@ class PlayedWorker:
         self.seq += 1
         self.resend_at = self.world.now + RESEND
         self.unacked[self.seq] = (msgspec.structs.replace(record, seq=self.seq), list(frames))
-        self._say(*self.unacked[self.seq], bulk=True)
+        self.link.say(*self.unacked[self.seq], bulk=True)
         return self.seq
 
     def _resend(self) -> None:
         self.resend_at = self.world.now + RESEND
         for record, frames in self.unacked.values():
-            self._say(record, frames, bulk=True)
+            self.link.say(record, frames, bulk=True)
 
     def _hello(self) -> None:
-        acked = min(self.unacked, default=self.seq + 1) - 1
-        self._say(WorkerHello(self.index, self.incarnation, 6, 1, acked))
+        self.link.say(WorkerHello(self.index, self.incarnation, 6, 1, self._acked))
 
-    def _say(self, message: WireMessage, frames: list[bytes] | None = None, bulk: bool = False) -> None:
-        if self.world.now >= self.cut_until:
-            self.world.send(self.peer, message, frames or [], bulk)
+    @property
+    def _acked(self) -> int:
+        return min(self.unacked, default=self.seq + 1) - 1
 
 
 class PlayedTrainer:
@@ -159,9 +182,7 @@ class PlayedTrainer:
 
     def __init__(self, world: World, incarnation: str) -> None:
         self.world, self.incarnation = world, incarnation
-        self.peer = f"trainer/0/{incarnation}".encode()
-        self.inbox: deque[tuple[WireMessage, list[bytes]]] = deque()
-        self.asleep_until = self.cut_until = 0.0
+        self.link = PlayedLink(world, f"trainer/0/{incarnation}".encode())
         self.up_at = world.now + world.dice.choice([1.0, 3.0])
         self.place = Checkpoints(world.run_dir / "checkpoints")
         self.step, self.micro, self.parent, self.epoch = 0, 0, -1, 0
@@ -183,16 +204,16 @@ class PlayedTrainer:
         if not self.resumed:
             self._resume()
         self.tick_at = now + 0.1
-        while self.inbox and not self.ended:
-            self._take(*self.inbox.popleft())
+        for received in self.link.received():
+            self._take(*received)
         if now >= self.beat_at:
             self.beat_at = now + 1.0
-            self._say(TrainerBeat(0, now, 0.0, "", self.work))
+            self.link.say(TrainerBeat(0, now, 0.0, "", self.work))
         if self.asked is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
             if self.world.dice.random() < 0.5:
-                self._say(self._greeting())  # as after silence
-            self._say(*self.asked)
+                self.link.say(self._greeting())  # as after silence
+            self.link.say(self.asked[0], bulk=self.asked[1])
 
     def _resume(self) -> None:
         """From the newest checkpoint whose files are as written."""
@@ -214,11 +235,13 @@ class PlayedTrainer:
 
     def _ask(self, message: WireMessage, bulk: bool) -> None:
         self.asked, self.resend_at = (message, bulk), self.world.now + RESEND
-        self._say(message, bulk)
+        self.link.say(message, bulk=bulk)
 
     def _take(self, message: WireMessage, frames: list[bytes]) -> None:
         asked = self.asked[0] if self.asked else None
         match message:
+            case _ if self.ended:
+                pass
             case Stop():
                 self.ended = True
             case Welcome():
@@ -229,7 +252,7 @@ class PlayedTrainer:
                         self._publish()
                     self._request()
                 elif self.published is not None:
-                    self._say(self.published)
+                    self.link.say(self.published)
             case WorkPlan() if isinstance(asked, PlanRequest) and (message.step, message.micro) == (
                 asked.step,
                 asked.micro,
@@ -275,13 +298,13 @@ class PlayedTrainer:
             self._publish()
         if self.step % self.world.config.checkpoint.every == 0:
             self._save()
-            self._say(self._checkpointed())
+            self.link.say(self._checkpointed())
         self._request()
 
     def _publish(self) -> None:
         ref = WeightsRef(PolicyVersion(self.epoch, self.step), str(Path(self.world.run_dir)))
         self.published = Published(ref, 0.0, 0.0)
-        self._say(self.published)
+        self.link.say(self.published)
 
     def _save(self) -> None:
         files: Files = {}
@@ -302,7 +325,3 @@ class PlayedTrainer:
 
     def _checkpointed(self) -> Checkpointed:
         return Checkpointed(self.epoch, self.parent, self.place.path(self.parent), len(self.trained))
-
-    def _say(self, message: WireMessage, bulk: bool = False) -> None:
-        if self.world.now >= self.cut_until:
-            self.world.send(self.peer, message, [], bulk)

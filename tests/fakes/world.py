@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from asyncrl.config import RunConfig, parse
@@ -32,6 +31,7 @@ from tests.fakes.played import PlayedTrainer, PlayedWorker
 from tests.fakes.power import DurableFiles
 
 LEASE, OBSERVER = 5.0, b"observer/0/o"
+Mail = defaultdict[bytes, deque[tuple[float, tuple[WireMessage, list[bytes]]]]]
 MOST_TURNS = 6000
 
 
@@ -49,14 +49,16 @@ class PlayedHub:
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
         self.world.point("send")
-        return self.world.deliver(peer, message, list(frames))
+        return self.world.deliver(peer, message, list(frames), self.bulk)
 
     def receive(self) -> tuple[bytes, Any, list[bytes]] | None:
-        queue = self.world.arriving[self.bulk]
-        if not queue or queue[0][0] > self.world.now:
+        arriving, now = self.world.arriving[self.bulk], self.world.now
+        due = [peer for peer, queue in arriving.items() if queue and queue[0][0] <= now]
+        if not due:
             return None
         self.world.point("receive")
-        return queue.popleft()[1]
+        peer = self.world.dice.choice(due)
+        return peer, *arriving[peer].popleft()[1]
 
     def close(self) -> None: ...
 
@@ -71,7 +73,7 @@ class World:
         self.files = DurableFiles(root) if power else None
         self.crash_in: int | None = None  # calls of `point` until the coordinator ends
         self.full_until = 0.0  # the disk is full, or the store is locked
-        self.arriving: tuple[deque[Any], deque[Any]] = deque(), deque()
+        self.arriving: tuple[Mail, Mail] = defaultdict(deque), defaultdict(deque)  # control, bulk
         self.launches = self.starts = 0
         self.asleep_until = 0.0  # the coordinator, stopped
         self.power_goes = False  # with the coordinator's end
@@ -146,21 +148,31 @@ class World:
 
     # -- mail ------------------------------------------------------------------------------------------
 
-    def send(self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool = False) -> None:
-        """From a peer to the coordinator."""
-        self.arriving[bulk].append((self.now + self.dice.choice([0.0, 0.0, 0.1]), (peer, message, frames)))
+    def send(
+        self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool = False, held: float = 0.0
+    ) -> None:
+        """From a peer to the coordinator, after `held` at the earliest."""
+        self.arriving[bulk][peer].append((max(held, self._delayed()), (message, frames)))
 
-    def deliver(self, peer: bytes, message: WireMessage, frames: list[bytes]) -> bool:
+    def deliver(self, peer: bytes, message: WireMessage, frames: list[bytes], bulk: bool) -> bool:
         """From the coordinator to a peer. False: it is not there."""
         if peer == OBSERVER:
             self._observe(message)
             return True
-        for one in (*self.workers, self.trainer):
-            if one.peer == peer:
-                if self.now >= one.cut_until:
-                    one.inbox.append((message, frames))
+        for link in (one.link for one in self.peers):
+            if link.peer == peer:
+                if self.now >= link.cut_until:
+                    link.inbox[bulk].append((max(link.held_until, self._delayed()), (message, frames)))
                 return True
         return False
+
+    def _delayed(self) -> float:
+        """When a message arrives: on each channel in order, but not between the two."""
+        return self.now + self.dice.choice([0.0, 0.0, 0.1, 0.5])
+
+    @property
+    def peers(self) -> list[PlayedWorker | PlayedTrainer]:
+        return [*self.workers, self.trainer]
 
     def _observe(self, message: WireMessage) -> None:
         if isinstance(message, RunEnd):
@@ -208,8 +220,8 @@ class World:
         """Its connections, and the file handles that the kernel would close, are gone."""
         self._forget(self.coordinator)
         self.arriving[0].clear(), self.arriving[1].clear()
-        for one in (*self.workers, self.trainer):
-            one.inbox.clear()
+        for one in self.peers:
+            one.link.disconnect()
         self.now += 1.0
         self.start_coordinator()
 
@@ -249,8 +261,8 @@ class World:
     def _turn(self) -> None:
         self.now += self.dice.choice([0.05, 0.1, 0.3])
         self.happen(self)
-        for one in (*self.workers, self.trainer):
-            if self.now >= one.asleep_until:
+        for one in self.peers:
+            if self.now >= one.link.asleep_until:
                 try:
                     one.tick()
                 except Crash:  # a checkpoint was under way
@@ -283,7 +295,9 @@ class World:
             self.start_coordinator()
 
     def _wake_zombie(self, zombie: Coordinator) -> None:
-        """A coordinator that was replaced while it was stopped finds that it was."""
+        """A coordinator that was replaced while it was stopped finds that it was, once it can write."""
+        if self.now < self.full_until:
+            return
         self.zombie = None
         zombie.state.store.put_meta("written by", "a zombie")
         with pytest.raises(SupersededError):
@@ -305,7 +319,3 @@ class World:
         assert again.read.trained_in_plans() == flow["trained"] == counts.get("trained", 0), self.log
         assert sum(counts.values()) == flow["issued"]
         again.close()
-
-
-def decoded(payload: bytes, kind: type) -> Any:
-    return msgspec.msgpack.decode(payload, type=kind)

@@ -42,7 +42,8 @@ class Heartbeat(WireMessage, frozen=True):
     """A worker's absolute state. `assigned` is the highest Assign.seq received; work sent by then and
     absent from `held` is lost. Seconds and counts are totals since the incarnation began; `tokens` are those
     sampled, of turns under way too. `in_time`: something that it waits for has a deadline of its own (a tool,
-    a reward), which is not over. `engines`: in the order in which the worker met them."""
+    a reward), which is not over. `engines`: in the order in which the worker met them. `acked` as in
+    WorkerHello: a hello that was long under way names fewer."""
 
     assigned: int
     held: tuple[Attempt, ...]
@@ -52,6 +53,7 @@ class Heartbeat(WireMessage, frozen=True):
     waiting: str = ""  # the named wait the worker is in, if any
     in_time: bool = False
     engines: tuple[EngineUse, ...] = ()
+    acked: int = 0
 
 
 class Assign(WireMessage, frozen=True):

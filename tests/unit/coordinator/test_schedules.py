@@ -35,11 +35,11 @@ def kill_worker(world: World) -> None:
 
 
 def stop_worker(world: World) -> None:
-    world.dice.choice(world.workers).asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
+    world.dice.choice(world.workers).link.asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
 
 
 def stop_trainer(world: World) -> None:
-    world.trainer.asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
+    world.trainer.link.asleep_until = world.now + world.dice.uniform(0.5, 2) * LEASE
 
 
 def stop_coordinator(world: World) -> None:
@@ -52,9 +52,14 @@ def hang(world: World) -> None:
 
 def cut(world: World) -> None:
     """Nothing gets through between a process and the coordinator; what is under way is lost."""
-    one = world.dice.choice([*world.workers, world.trainer])
-    one.cut_until = world.now + world.dice.uniform(0.1, 2) * LEASE
-    one.inbox.clear()
+    link = world.dice.choice(world.peers).link
+    link.cut_until = world.now + world.dice.uniform(0.1, 2) * LEASE
+    link.disconnect()
+
+
+def hold(world: World) -> None:
+    """Nothing gets through for a while, and then everything does."""
+    world.dice.choice(world.peers).link.held_until = world.now + world.dice.uniform(0.1, 2) * LEASE
 
 
 def kill_trainer(world: World) -> None:
@@ -85,9 +90,10 @@ def damage_segment(world: World) -> None:
 
 
 def damage_checkpoint(world: World) -> None:
-    """The newest is not as written, where there is another; then the trainer resumes."""
+    """The newest is not as written, where there is another; then the trainer resumes. Not the last one, after
+    which nothing is trained again."""
     place = Checkpoints(world.run_dir / "checkpoints")
-    if len(steps := place.steps()) > 1:
+    if len(steps := place.steps()) > 1 and steps[0] < world.config.total_steps:
         Path(place.path(steps[0], "state")).write_bytes(b"damaged")
         world.start_trainer()
 
@@ -98,7 +104,7 @@ def cut_power(world: World) -> None:
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (crash, kill_worker, stop_worker, stop_trainer, stop_coordinator, hang, cut, kill_trainer)
+    for fault in (crash, kill_worker, stop_worker, stop_trainer, stop_coordinator, hang, cut, hold, kill_trainer)
     + (fill_disk, refuse_weights, replace_coordinator, damage_segment, damage_checkpoint)
 }
 

@@ -179,6 +179,21 @@ def test_a_silent_worker_loses_its_episodes_and_is_fenced_when_it_returns(setup:
     assert setup.sent.take(Fenced) == [(A, Fenced(first))] and setup.landed == []
 
 
+def test_a_hello_that_its_acks_have_overtaken_stops_no_record(setup: WorkerSetup) -> None:
+    """The connections carried nothing for longer than a lease, then all: each channel in its own order."""
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    assert setup.acks() == [1]
+    setup.handler.lose(setup.handler.workers[A], "silent", 31.0)
+    setup.join(A)  # said before the ack arrived
+    again = {attempt.uid: attempt for _, attempt in setup.tick()}[first.uid]
+    setup.turn(A, 2, again, turn=1)
+    assert setup.acks() == []
+    setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0, acked=1), 31.0)
+    setup.turn(A, 2, again, turn=1)
+    assert setup.acks() == [2]
+
+
 def test_a_dead_workers_late_hello_does_not_replace_its_successor(setup: WorkerSetup) -> None:
     setup.state.launch = "l"
     late, living = b"rollout/0/l.2", b"rollout/0/l.10"
