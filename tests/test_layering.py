@@ -108,3 +108,35 @@ def test_class_names_are_unique() -> None:
                 owners.setdefault(node.name, []).append(name)
     twice = {name: found for name, found in owners.items() if len(found) > 1}
     assert not twice, twice
+
+
+# Readings of the wall clock, which may jump: dates, and the timeline's spans, which people read.
+WALL_CLOCK = {
+    "conversation/chat.py",
+    "gateway/completions.py",
+    "gateway/responses.py",
+    "observe/files.py",
+    "observe/timeline.py",
+    "runtime/busy_timer.py",
+    "runtime/weight_loader.py",
+}
+
+
+def test_deadlines_and_durations_are_of_the_monotonic_clock() -> None:
+    """No other file reads the wall clock: a clock that is set changes no lease, no deadline and no wait."""
+    readings = {
+        ("time", "time"),
+        ("time", "time_ns"),
+        ("datetime", "now"),
+        ("datetime", "utcnow"),
+        ("date", "today"),
+    }
+    found = set()
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                if (name, node.attr) in readings:
+                    found.add(str(path.relative_to(ROOT)))
+    assert found == WALL_CLOCK

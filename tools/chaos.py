@@ -23,54 +23,67 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench.common import ROOT, rows, summary, table  # noqa: E402
-from tools.faults.audit import reward, running, troubles, troubles_at_end  # noqa: E402
-from tools.faults.kinds import FAULTS  # noqa: E402
-from tools.faults.target import Target  # noqa: E402
+from tools.bench.common import ROOT, rows, summary, table
+from tools.faults.audit import reward, running, troubles, troubles_at_end
+from tools.faults.kinds import FAULTS
+from tools.faults.target import Target
 
+Together = list[tuple[str, str]]  # kinds and victims, at once
 DISK = ("full-disk", "read-only")
 DISK_MB = 512
 ONLY_DEMO = ("hang",)
+EACH_ONCE: list[Together] = [
+    [("pause", "rollout"), ("pause", "trainer"), ("pause", "coordinator"), ("locked-store", "")],
+    [("held", ""), ("hang", "")],
+    [("slow", ""), ("full-disk", "")],
+    [("duplicated", ""), ("read-only", "")],
+    [("kill", "rollout"), ("segment-damaged", "coordinator"), ("cut", "")],
+    [("corrupted", ""), ("weights-gone", "")],
+    [("weights-damaged", "rollout"), ("checkpoint-damaged", "trainer")],
+    [("launcher", "")],
+]
 
 
 @dataclass
 class Happened:
-    """One fault: from when to when, in which step, and when the next step was committed."""
+    """One fault, or some at once: from when to when, and when the next step was committed."""
 
-    kind: str
-    victim: str
-    step: int
+    name: str
     at: float
-    healed: float
+    healed: float = 0.0
     recovered: float = 0.0
     cut_turns: int = 0  # durable turns of episodes in flight that are sampled again
     in_flight: int = 0
 
 
-def schedule(kinds: list[str], faults: int, dice: random.Random) -> list[tuple[str, str]]:
+def schedule(kinds: list[str], faults: int, dice: random.Random) -> list[Together]:
     """Kinds and victims in turn, each round in another order."""
     every = [(kind, victim) for kind in kinds for victim in FAULTS[kind].victims]
     found: list[tuple[str, str]] = []
     while len(found) < faults:
         found += dice.sample(every, len(every))
-    return found[:faults]
+    return [[one] for one in found[:faults]]
 
 
-def do(target: Target, kind: str, victim: str) -> Happened:
-    """One fault, until the run has committed another step."""
-    print(f"step {target.step}: {kind} {victim}", flush=True)
+def do(target: Target, together: Together) -> Happened:
+    """One fault, or some at once, until the run has committed another step."""
+    name = " + ".join(f"{kind} {victim}".strip() for kind, victim in together)
+    print(f"step {target.step}: {name}", flush=True)
     before = running(target.run)
-    with FAULTS[kind].happen(target, victim):
+    with ExitStack() as stack:
+        for kind, victim in together:
+            stack.enter_context(FAULTS[kind].happen(target, victim))
         step = target.step
-        happened = Happened(kind, victim, step, time.monotonic(), 0.0, in_flight=len(before))
-        time.sleep(FAULTS[kind].leases * target.lease)
+        happened = Happened(name, time.monotonic(), in_flight=len(before))
+        time.sleep(max(FAULTS[kind].leases for kind, _ in together) * target.lease)
     happened.healed = time.monotonic()
-    target.until(lambda: target.step > step or target.launcher.poll() is not None, f"a step after {kind}")
+    target.until(lambda: target.step > step, f"step after {name}")
     happened.recovered = time.monotonic()
     after = running(target.run)
     happened.cut_turns = sum(max(0, turns - after[uid]) for uid, turns in before.items() if uid in after)
@@ -81,7 +94,7 @@ def report(done: list[Happened], step_s: float) -> str:
     """By kind: how often, how long the fault lasted and how long until the next step, in seconds."""
     by_kind: dict[str, list[Happened]] = defaultdict(list)
     for one in done:
-        by_kind[f"{one.kind} {one.victim}".strip()].append(one)
+        by_kind[one.name].append(one)
     lines = []
     for name, found in sorted(by_kind.items()):
         lasted = [one.healed - one.at for one in found]
@@ -106,17 +119,17 @@ def left_behind(target: Target, shared: set[str]) -> list[str]:
     return found
 
 
-def play(target: Target, plan: list[tuple[str, str]], every: int, done: list[Happened]) -> None:
+def play(target: Target, plan: list[Together], every: int, done: list[Happened]) -> None:
     """The faults of a schedule, one after another, in a run that goes on to its end; AssertionError when
     something does not hold afterwards."""
     target.launch()
-    for kind, victim in plan:
+    for together in plan:
         due = target.step + every
         target.until(lambda due=due: target.step >= due, f"step {due}")
         time.sleep(target.dice.uniform(0.0, 1.0))  # anywhere in a step
-        done.append(do(target, kind, victim))
-        if found := troubles(target.run, 4, 8):
-            raise AssertionError(f"after {kind} {victim}: {found}")
+        done.append(do(target, together))
+        if found := troubles(target.run):
+            raise AssertionError(f"after {done[-1].name}: {found}")
     code = target.launcher.wait(target.deadline)
     assert code == 0, f"ended with {code}:\n{target.text()[-3000:]}"
 
@@ -127,6 +140,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--each-once", action="store_true", help="each kind once, some at once: a minute")
     parser.add_argument("--every", type=int, default=1, help="steps between two faults")
     parser.add_argument("--kinds", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS))
     parser.add_argument("--experiment", default="calculator")
@@ -137,6 +151,9 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=240.0, help="seconds until the next step, at most")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+    if options.disk and subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        print("no namespace can be made here: without faults of the disk")
+        options.disk = False
     if options.disk and not os.environ.get("CHAOS_NAMESPACE"):
         os.environ["CHAOS_NAMESPACE"] = "1"
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
@@ -147,6 +164,9 @@ def main() -> int:
     kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
     kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
     dice, run = random.Random(options.seed), options.run_dir / f"chaos-{int(time.time())}"
+    plan = schedule(kinds, options.faults, dice)
+    if options.each_once:
+        plan = [[one for one in together if one[0] in kinds] for together in EACH_ONCE]
     overrides = [f"total_steps={options.steps}", "checkpoint.every=5", "data.test=''", *options.overrides]
     shared = set(os.listdir("/dev/shm"))
     target = Target(
@@ -162,12 +182,15 @@ def main() -> int:
     done: list[Happened] = []
     with target:
         try:
-            play(target, schedule(kinds, options.faults, dice), options.every, done)
+            play(target, plan, options.every, done)
         except AssertionError as error:
             found.append(str(error))
         else:
-            found += troubles(run, 4, 8) + troubles_at_end(run) + left_behind(target, shared)
-    wall, steps = time.monotonic() - began, [row["timing_s/step"] for row in rows(run) if "timing_s/step" in row]
+            found += troubles(run) + troubles_at_end(run) + left_behind(target, shared)
+    wall, steps = (
+        time.monotonic() - began,
+        [row["timing_s/step"] for row in rows(run) if "timing_s/step" in row],
+    )
     step_s = statistics.median(steps) if steps else 0.0
     before, after = reward(run, first=True), reward(run, first=False)
     if options.steps >= 40 and after <= before:
@@ -175,6 +198,8 @@ def main() -> int:
     print(report(done, step_s))
     print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "
           f"{step_s * len(steps) / wall:.0%}; flow {summary(run).get('flow')}")  # fmt: skip
+    for log in sorted((run / "logs").glob("*.log")) if found else []:
+        print(f"== {log.name}", log.read_text()[-3000:], sep="\n")
     print(*found, "FAILED" if found else "OK", sep="\n")
     if options.disk:
         shutil.rmtree(run, ignore_errors=True)

@@ -15,10 +15,16 @@ class Recorder(Protocol):
 
 
 class BusyTimer:
-    """Busy while at least one turn is being sampled."""
+    """Busy while at least one turn is being sampled. The totals decide how much is sampled at once, so they
+    are of a clock that cannot be set; only the intervals are of the `wall` clock."""
 
-    def __init__(self, timeline: Recorder, clock: Callable[[], float] = time.time) -> None:
-        self._timeline, self._clock = timeline, clock
+    def __init__(
+        self,
+        timeline: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._timeline, self._clock, self._wall = timeline, clock, wall
         self._born = self._since = clock()
         self._running = 0
         self._busy = 0.0
@@ -39,9 +45,9 @@ class BusyTimer:
     def flush(self) -> None:
         """Write the interval so far: a crash loses no more than the time since the last flush."""
         if self._running:
-            now = self._clock()
-            self._timeline.record("decode", self._since, now)
-            self._busy += max(0.0, now - self._since)
+            now, end = self._clock(), self._wall()
+            self._timeline.record("decode", end - (now - self._since), end)
+            self._busy += now - self._since
             self._since = now
 
     @property
@@ -49,4 +55,4 @@ class BusyTimer:
         """(busy, idle) since the start."""
         now = self._clock()
         busy = self._busy + (now - self._since if self._running else 0.0)
-        return busy, max(0.0, now - self._born - busy)
+        return busy, now - self._born - busy

@@ -150,11 +150,15 @@ class PlayedWorker:
         elif running.turns == 1 + sum(map(ord, attempt.uid)) % 3:
             del self.held[attempt]
             reward = float(self.world.dice.random() < 0.5)
-            self._post(Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns)))
+            self._post(
+                Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns))
+            )
         elif self.loaded.step >= max(running.assign.oldest, self.oldest):
             version = self.loaded.step
             payload = turn_payload(running.turns, version)
-            generated = Generated(0, attempt, running.turns, 20, 10, version, version, self.world.now - running.began)
+            generated = Generated(
+                0, attempt, running.turns, 20, 10, version, version, self.world.now - running.began
+            )
             running.turns, running.waits_for = running.turns + 1, self._post(generated, payload)
 
     def _post(self, record: Any, *frames: bytes) -> int:
@@ -226,7 +230,9 @@ class PlayedTrainer:
         self._ask(self._greeting(), bulk=False)
 
     def _greeting(self) -> TrainerHello:
-        return TrainerHello(0, 1, self.incarnation, self.step if self.asked is None or not self._ahead else self.step - 1)
+        return TrainerHello(
+            0, 1, self.incarnation, self.step if self.asked is None or not self._ahead else self.step - 1
+        )
 
     @property
     def _ahead(self) -> bool:
@@ -286,7 +292,9 @@ class PlayedTrainer:
     def _check_lag(self, frames: list[bytes]) -> None:
         """The bound on staleness, which the real trainer's masks keep where nothing else does."""
         buffer = self.world.config.buffer
-        oldest = min((span.version for frame in frames for span in decode_turn(frame).spans), default=self.step)
+        oldest = min(
+            (span.version for frame in frames for span in decode_turn(frame).spans), default=self.step
+        )
         assert buffer.on_stale == "mask" or self.step - oldest <= buffer.max_staleness, (
             f"lag {self.step - oldest} at step {self.step} with {buffer.on_stale}: {self.world.log[-20:]}"
         )

@@ -99,4 +99,6 @@ def _mixed(dice: random.Random, before: bytes, now: bytes) -> bytes:
     until = dice.randint(0, size)
     places = range(0, size, SECTOR)
     chosen = [at < until if way == "beginning" else dice.random() < 0.5 for at in places]
-    return b"".join((new if new_one else old)[at : at + SECTOR] for at, new_one in zip(places, chosen, strict=True))
+    return b"".join(
+        (new if new_one else old)[at : at + SECTOR] for at, new_one in zip(places, chosen, strict=True)
+    )

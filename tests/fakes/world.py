@@ -66,7 +66,9 @@ class PlayedHub:
 class World:
     """One run, to its end. `dice` decides everything; `happen` is called before each turn, with the world."""
 
-    def __init__(self, root: Path, seed: object, happen: Callable[[World], None], power: bool = False) -> None:
+    def __init__(
+        self, root: Path, seed: object, happen: Callable[[World], None], power: bool = False
+    ) -> None:
         self.dice, self.now, self.turns = random.Random(str(seed)), 100.0, 0
         self.root, self.run_dir, self.happen = root, root / "t", happen
         self.run_dir.mkdir(parents=True)
@@ -210,7 +212,9 @@ class World:
         """It may end while it starts."""
         while True:
             try:
-                self.coordinator = Coordinator(self.config, Endpoints("control", "bulk"), f"launch{self.launches}")
+                self.coordinator = Coordinator(
+                    self.config, Endpoints("control", "bulk"), f"launch{self.launches}"
+                )
                 self.send(OBSERVER, ObserverHello(), [])
                 return
             except Crash:
@@ -307,11 +311,13 @@ class World:
     # -- what must hold --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """At the end."""
+        """At the end. The model is the newest checkpoint's."""
         summary = json.loads((self.run_dir / "summary.json").read_bytes())
         assert summary["outcome"] == "completed", (summary["error"], self.log)
         assert summary["conserved"], (summary["flow"], self.log)
-        flow, trained = summary["flow"], self.trainer.trained
+        flow, place = summary["flow"], self.trainer.place
+        with place.open(place.steps()[0], "state") as file:
+            trained = json.loads(file.read())
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0, (flow, self.log)
         assert len(set(trained)) == len(trained) == flow["trained"], (flow, trained, self.log)
         again = runstore.RunStore(self.run_dir)

@@ -8,17 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from asyncrl.observe.files import read_rows, read_summary
-from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
-from asyncrl.store.reader import RunReader
 from asyncrl.weights.disk import weights_directory
 from tools.bench.common import roles
 
@@ -134,21 +130,3 @@ class Run:
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
         assert "was left open" not in self.logs(), "a process waited for a socket that it had not closed"
         return summary
-
-
-def trained_uids(run: Path) -> Counter[str]:
-    """How often each episode is in a batch of the lineage: checkpoints' manifests, then the plans after."""
-    trained: Counter[str] = Counter()
-    with closing(RunReader.open(run)) as reader:
-        for batch in reader.committed_plans():
-            trained.update(batch.uids)
-    return trained
-
-
-def manifests(run: Path) -> list[CheckpointManifest]:
-    """Of all checkpoints that are complete, oldest first; one may be about to be."""
-    checkpoints, found = Checkpoints(run / "checkpoints"), list[CheckpointManifest]()
-    for step in reversed(checkpoints.steps()):
-        with suppress(CheckpointError):
-            found.append(checkpoints.manifest(step))
-    return found

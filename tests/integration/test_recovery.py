@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.runs import Run, manifests, trained_uids
+from tests.integration.runs import Run
+from tools.faults.audit import manifests, trained_uids
 
 pytestmark = pytest.mark.slow
 

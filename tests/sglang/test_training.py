@@ -17,9 +17,10 @@ from asyncrl.config import parse
 from asyncrl.errors import ConfigError
 from asyncrl.launch.servers import check_urls
 from tests.fakes.fetched import needs_smollm2
-from tests.integration.runs import ROOT, Run, trained_uids
+from tests.integration.runs import ROOT, Run
 from tests.integration.test_smollm2 import FEW
 from tests.sglang.conftest import Pool, Start
+from tools.faults.audit import trained_uids
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SGLANG = ("engine=sglang_cpu", "rollout.slots=32", "launch.start_timeout=300")

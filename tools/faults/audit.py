@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.records import EpisodeRecord, State
+from asyncrl.launch.role import read_config
 from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.store.reader import RunReader
@@ -40,13 +41,16 @@ def running(run: Path) -> dict[str, int]:
     return {e.uid: e.turns for e in (msgspec.msgpack.decode(row[0], type=EpisodeRecord) for row in rows)}
 
 
-def troubles(run: Path, bound: int, size: int) -> list[str]:
-    """What does not hold of a run that is over, or not. `bound`: max_staleness; `size`: episodes of a group.
-    Each query reads one state of the store; between two of them a run may go on."""
-    found = []
+def troubles(run: Path) -> list[str]:
+    """What does not hold of a run that is over, or not. Each query reads one state of the store; between two of
+    them a run may go on."""
+    buffer, found = read_config(run).buffer, list[str]()
+    size, bound = buffer.episodes_per_group, buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
         found.append(f"in two batches: {twice}")
-    ((groups, episodes),) = _read(run, "SELECT (SELECT max(id) + 1 FROM groups), (SELECT count(*) FROM episodes)")
+    ((groups, episodes),) = _read(
+        run, "SELECT (SELECT max(id) + 1 FROM groups), (SELECT count(*) FROM episodes)"
+    )
     if groups * size != episodes:
         found.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
     for manifest in manifests(run):

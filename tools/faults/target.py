@@ -52,7 +52,9 @@ class Target:
             *(DEMO if experiment == "calculator" else ()),
             *overrides,
         ]
-        self.environment = os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)}
+        self.environment = (
+            os.environ | SINGLE_THREAD | {"PYTHONPATH": str(ROOT), "CHAOS_HANG": str(self.flag)}
+        )
         self.seen: set[psutil.Process] = set()  # all processes of it that there ever were
 
     def __enter__(self) -> Target:

@@ -104,7 +104,17 @@ def cut_power(world: World) -> None:
 
 FAULTS = {
     fault.__name__: fault
-    for fault in (crash, kill_worker, stop_worker, stop_trainer, stop_coordinator, hang, cut, hold, kill_trainer)
+    for fault in (
+        crash,
+        kill_worker,
+        stop_worker,
+        stop_trainer,
+        stop_coordinator,
+        hang,
+        cut,
+        hold,
+        kill_trainer,
+    )
     + (fill_disk, refuse_weights, replace_coordinator, damage_segment, damage_checkpoint)
 }
 

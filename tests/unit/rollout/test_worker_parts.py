@@ -85,19 +85,20 @@ def test_a_wait_is_in_time_up_to_its_own_deadline() -> None:
 
 
 def test_overlapping_turns_are_one_busy_interval() -> None:
-    clock, timeline = Clock(), Intervals()
-    meter = BusyTimer(timeline, clock)
+    """A wall clock that is set in between moves the intervals, and nothing else."""
+    clock, timeline, ahead = Clock(), Intervals(), 0.0
+    meter = BusyTimer(timeline, clock, wall=lambda: clock.now + ahead)
     clock.now = 1.0
     with meter.turn():
         clock.now = 2.0
         with meter.turn():
             clock.now = 3.0
         meter.flush()
-        clock.now = 5.0
+        clock.now, ahead = 5.0, -3600.0
         assert meter.seconds == (4.0, 1.0)
     clock.now = 9.0
     meter.flush()
-    assert timeline.records == [("decode", 1.0, 3.0), ("decode", 3.0, 5.0)]
+    assert timeline.records == [("decode", 1.0, 3.0), ("decode", -3597.0, -3595.0)]
     assert meter.seconds == (4.0, 5.0)
 
 
