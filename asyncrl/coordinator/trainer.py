@@ -51,6 +51,7 @@ class Ranks:
     control: dict[int, bytes] = field(default_factory=dict)
     requests: dict[int, tuple[bytes, PlanRequest]] = field(default_factory=dict)
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
+    work: dict[int, tuple[WorkPlan, list[bytes]]] = field(default_factory=dict)  # sent last, by rank
     confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
     heard: dict[int, float] = field(default_factory=dict)  # when each rank sent its last beat
@@ -289,14 +290,18 @@ class TrainerHandler:
     def serve(self) -> None:
         """Answer the waiting requests that can be answered."""
         for rank, (peer, request) in list(self.ranks.requests.items()):
-            plan, frames = self._answer(request, rank)
+            key = (request.step, request.micro)
+            plan, frames = self.ranks.work.get(rank, (None, []))
+            if plan is None or (plan.step, plan.micro) != key:  # else it may train on what was read then
+                plan, frames = self._answer(request, rank)
             if plan is None:
                 self.state.waits.append(
                     f"trainer rank {rank} waits for ready trajectories of step {request.step}"
                 )
                 continue
             del self.ranks.requests[rank]
-            key = (request.step, request.micro)
+            if plan.kind == "work":
+                self.ranks.work[rank] = (plan, frames)
             if plan.kind != "stop":  # the other ranks are to be given the same
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
             self.state.outbox.to_bulk(peer, plan, frames)

@@ -300,7 +300,7 @@ class World:
 
     def _wake_zombie(self, zombie: Coordinator) -> None:
         """A coordinator that was replaced while it was stopped finds that it was, once it can write."""
-        if self.now < self.full_until:
+        if self.now < self.full_until or self.crash_in is not None:
             return
         self.zombie = None
         zombie.state.store.put_meta("written by", "a zombie")

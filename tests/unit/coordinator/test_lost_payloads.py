@@ -191,6 +191,20 @@ def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
     audit(again)
 
 
+def test_a_plan_that_a_trainer_may_have_is_not_changed(tmp_path: Path) -> None:
+    """It asks again; what it got before was read before the damage, and is perhaps trained already."""
+    state = build(tmp_path)
+    admit(state.buffer, 1)
+    for uid in ("0.0", "0.1"):
+        play(state, uid, 1, end=True)
+    state.persist()
+    trainer = Training(state, "a")
+    first = trainer.plan(0)
+    damage(state, "0.1")
+    assert trainer.plan(0) == first and state.buffer.flow().dropped == 0
+    assert Training(state, "b").train() == ["0.0"]
+
+
 def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:
     state = build(tmp_path)
     admit(state.buffer, 1)
