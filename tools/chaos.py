@@ -1,14 +1,14 @@
 """Faults of every kind, at random moments of a run: it must complete, and nothing may be lost or done twice.
 
     python tools/chaos.py --faults 20 --steps 80 --kinds kill pause cut
-    python tools/chaos.py --faults 200 --steps 420                        # every kind in turn
-    python tools/chaos.py --experiment smollm2 --faults 30 --steps 300 --every 10
+    python tools/chaos.py --disk --each-once --steps 40 --lease 2         # a minute
+    python tools/chaos.py --experiment smollm2 --faults 30 --steps 320 --every 10
 
-Each fault waits until the run has committed `--every` steps since the one before has passed. After each, and at the
-end: conservation, each trajectory once, the bound on staleness; at the end also learning, and that no process, file
-in shared memory or listening socket is left. Prints a table by kind, which docs/reliability.md takes. Exits non-zero
-when something does not hold. Faults of the disk need a run directory in a small tmpfs: `--disk`, which the tool
-mounts in a namespace of its own (`unshare`).
+Each fault waits until the run has committed `--every` steps since the one before has passed. After each, and
+at the end: conservation, each trajectory once, the bound on staleness; at the end also learning, and that no
+process, file in shared memory or listening socket is left. Prints a table by kind, which
+docs/reliability.md takes. Exits non-zero when something does not hold. Faults of the disk need a run
+directory in a small tmpfs: `--disk`, which the tool mounts in a namespace of its own (`unshare`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EACH_ONCE: list[Together] = [
     [("slow", ""), ("full-disk", "")],
     [("duplicated", ""), ("read-only", "")],
     [("kill", "rollout"), ("segment-damaged", "coordinator"), ("cut", "")],
-    [("corrupted", ""), ("weights-gone", "")],
+    [("weights-gone", ""), ("corrupted", "")],
     [("weights-damaged", "rollout"), ("checkpoint-damaged", "trainer")],
     [("launcher", "")],
 ]
@@ -100,11 +100,11 @@ def report(done: list[Happened], step_s: float) -> str:
         lasted = [one.healed - one.at for one in found]
         took = [one.recovered - one.at for one in found]
         flying = sum(one.in_flight for one in found)
-        lines.append(
-            [name, str(len(found)), f"{statistics.median(lasted):.1f}", f"{statistics.median(took):.1f}"]
-            + [f"{max(took):.1f}", f"{sum(one.cut_turns for one in found)} of {flying}"]
-        )
-    head = ["fault", "times", "lasted, s", "next step after, s (median)", "max", "turns sampled again"]
+        numbers = (statistics.median(lasted), statistics.median(took), max(took))
+        again = sum(one.cut_turns for one in found)
+        lines.append([name, str(len(found)), *(f"{n:.1f}" for n in numbers), f"{again} of {flying}"])
+    head = ["fault", "times", "lasted, s (median)", "next step after, s (median)", "max"]
+    head.append("durable turns sampled again, of episodes in flight")
     return table(head, lines) + f"\n\nA step without a fault: {step_s:.2f} s (median)."
 
 

@@ -17,6 +17,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -204,14 +205,18 @@ class AsyncLink:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket, name)
         self._socket.connect(endpoint)
-        self._codec = Codec(union)
+        self._endpoint, self._codec = endpoint, Codec(union)
 
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
-        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
+        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds; what is in it
+        may be lost then. ZeroMQ never dials again after bytes that made no sense, so this does."""
         try:
             async with asyncio.timeout(SEND_DEADLINE):
                 await self._socket.send_multipart(encode(message, frames))
         except TimeoutError:
+            with suppress(zmq.ZMQError):  # it may have given the connection up
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
             name = type(message).__name__
             raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
 

@@ -36,8 +36,8 @@ class DurableFiles:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """SQLite fsyncs the database by itself: at the latest with our fsync of its log, and before it cuts the
-        log off."""
+        """SQLite fsyncs the database by itself: at the latest with our fsync of its log, and before it
+        cuts the log off."""
         fsync, compact = os.fsync, RunStore._compact
 
         def noting(descriptor: int) -> None:
@@ -63,8 +63,8 @@ class DurableFiles:
             self.names[path.parent].add(path.name)
 
     def cut_power(self, dice: random.Random | None = None) -> None:
-        """Put the directory into a state that may be found afterwards: with `dice` some of what was not fsynced
-        is there, too, of each file and directory other parts; else none."""
+        """Put the directory into a state that may be found afterwards: with `dice` some of what was not
+        fsynced is there, too, of each file and directory other parts; else none."""
         if dice is not None:
             self._written_since(dice, self.root)
         shutil.rmtree(self.root)

@@ -1,7 +1,7 @@
-"""A run in one thread: the real coordinator and store, played workers, trainer and launcher, and a clock of its own.
+"""A run in one thread: the real coordinator and store, played workers, trainer and launcher, and their clock.
 
-Everything happens in turns. What a peer and the coordinator send each other arrives some time later, or never;
-`point` is called wherever the coordinator or a checkpoint writes or sends something, and may end it there.
+Everything happens in turns. What a peer and the coordinator send each other arrives some time later, or
+never; `point` is called wherever the coordinator or a checkpoint writes or sends something, and may end it.
 """
 
 from __future__ import annotations

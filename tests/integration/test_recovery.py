@@ -1,4 +1,4 @@
-"""kill -9 any process in mid-run, or interrupt the run: it completes, and each trajectory is trained once."""
+"""Faults in mid-run, or an interrupt: the run completes, and each trajectory is trained once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import os
 import re
 import signal
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.runs import Run
+from tests.integration.runs import ROOT, Run
 from tools.faults.audit import manifests, trained_uids
 
 pytestmark = pytest.mark.slow
 
 
+def test_each_kind_of_fault_once(tmp_path: Path) -> None:
+    """tools/chaos.py says what is done, and what must hold: some at once, one round after another."""
+    command = [sys.executable, str(ROOT / "tools" / "chaos.py"), "--each-once", "--disk", "--lease", "2"]
+    command += ["--steps", "36", "--run-dir", str(tmp_path / "chaos")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.long
 def test_kill_9(tmp_path: Path) -> None:
     """A process of each role, one after another in one run; a lost rank ends the other one, too. At last the
     coordinator in the last validation, which is repeated."""

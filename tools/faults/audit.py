@@ -42,8 +42,8 @@ def running(run: Path) -> dict[str, int]:
 
 
 def troubles(run: Path) -> list[str]:
-    """What does not hold of a run that is over, or not. Each query reads one state of the store; between two of
-    them a run may go on."""
+    """What does not hold of a run that is over, or not. Each query reads one state of the store; between two
+    of them a run may go on."""
     buffer, found = read_config(run).buffer, list[str]()
     size, bound = buffer.episodes_per_group, buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:

@@ -1,4 +1,4 @@
-"""The demo's reward, which hangs while a file is there: the worker still answers, and its episodes do not end."""
+"""The demo's reward, which hangs while a file is there: workers answer, and their episodes do not end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ async def hanging(
     extra_info: dict[str, Any] | None = None,
 ) -> float:
     """As final_number, once there is no file CHAOS_HANG."""
-    while Path(os.environ["CHAOS_HANG"]).exists():
+    while Path(os.environ["CHAOS_HANG"]).exists():  # noqa: ASYNC110, ASYNC240 (another process makes it)
         await asyncio.sleep(0.1)
     return final_number(data_source, solution_str, ground_truth, extra_info)

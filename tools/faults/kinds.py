@@ -162,7 +162,7 @@ def weights_damaged(target: Target, victim: str) -> Iterator[None]:
 
 @contextmanager
 def checkpoint_damaged(target: Target, victim: str) -> Iterator[None]:
-    """Bits of the newest checkpoint are flipped; then the trainer is killed, and resumes from the one before."""
+    """Bits of the newest checkpoint are flipped; then the trainer is killed: it resumes from another."""
     place = Checkpoints(target.run / "checkpoints")
     target.until(lambda: len(place.steps()) > 1, "two checkpoints")
     newest = Path(place.path(place.steps()[0]))

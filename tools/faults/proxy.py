@@ -1,4 +1,4 @@
-"""A TCP proxy between the coordinator and its peers, whose connections can be made bad while a run goes on."""
+"""A TCP proxy between the coordinator and its peers, whose connections can be made bad in mid-run."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class Proxy:
     def cut(self) -> None:
         """End all connections; the peers dial again."""
         self._loop.call_soon_threadsafe(self._abort)
+
+    def garble(self) -> None:
+        """Both ends of all connections are sent bytes that make no sense."""
+        self._loop.call_soon_threadsafe(lambda: [writer.write(b"\xff" * 64) for writer in self._writers])
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -87,7 +91,7 @@ class Proxy:
             return
 
     async def _held(self, chunk: bytes) -> bytes:
-        while self.mode == "hold":
+        while self.mode == "hold":  # noqa: ASYNC110 (it is set in another thread)
             await asyncio.sleep(0.05)
         return chunk
 

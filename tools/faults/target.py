@@ -107,7 +107,7 @@ class Target:
         return list(psutil.wait_procs(self.seen, seconds)[1])
 
     def until(self, condition: Callable[[], object], what: str, pause: float = 0.02) -> None:
-        """Wait for an event of the run; AssertionError with the output when it ends before, or at the deadline."""
+        """Wait for an event of the run; AssertionError with the output at its end, or the deadline."""
         end = time.monotonic() + self.deadline
         while not condition():
             assert self.launcher.poll() is None, f"ended before {what}:\n{self.text()[-3000:]}"

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
-from asyncrl.errors import ProtocolError
+from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire import sockets
-from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl, ToObserver
+from asyncrl.wire.messages.channels import (
+    ToCoordinatorBulk,
+    ToCoordinatorControl,
+    ToObserver,
+    ToWorkerBulk,
+)
 from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.messages.shared import Attempt
 from asyncrl.wire.messages.trainer import PlanReceived
 from asyncrl.wire.messages.worker_bulk import Replied
-from asyncrl.wire.sockets import Hub, Link, bound, choose_endpoints, encode, own_address
+from asyncrl.wire.sockets import AsyncLink, Hub, Link, bound, choose_endpoints, encode, own_address
+from tools.faults.proxy import Proxy
 
 GOOD = encode(ObserverHello(), [])
 
@@ -105,3 +112,36 @@ def test_what_peers_dial_is_an_address_of_this_machine(host: str) -> None:
     assert (b"0.0.0.0" in hub.socket.getsockopt(zmq.LAST_ENDPOINT)) == (host == "0.0.0.0")
     link.close()
     hub.close()
+
+
+def test_a_connection_that_garbage_ended_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ gives it up for good. The worker's outbox sends for ever what is not acknowledged."""
+    monkeypatch.setattr(sockets, "SEND_DEADLINE", 0.2)
+    endpoint = choose_endpoints("127.0.0.1", 0).bulk
+    hub = Hub(endpoint, ToCoordinatorBulk)
+    proxy = Proxy(int(endpoint.rpartition(":")[2]))
+
+    async def until_received(link: AsyncLink) -> int:
+        """Sends that found nobody before one arrived."""
+        refused = 0
+        while hub.receive() is None:
+            try:
+                await link.send(PlanReceived(1, 1, 1, 0))
+            except DeadlineError:
+                refused += 1
+            await asyncio.to_thread(hub.socket.poll, 200)
+            assert refused < 50, "the connection is not made again"
+        return refused
+
+    async def play() -> None:
+        link = AsyncLink(f"tcp://127.0.0.1:{proxy.port}", ToWorkerBulk, b"rollout/0/x")
+        assert await until_received(link) == 0
+        proxy.garble()
+        while hub.receive() is not None or hub.socket.poll(300):
+            pass
+        assert await until_received(link) > 0, "ZeroMQ dials again by itself: no need to"
+        link.close()
+
+    asyncio.run(play())
+    hub.close()
+    proxy.close()
