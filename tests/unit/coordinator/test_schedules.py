@@ -160,11 +160,11 @@ def test_faults_at_many_sampled_moments(root: Path) -> None:
 
 def test_power_cuts_at_sampled_moments(root: Path) -> None:
     """Of each file any of what was not yet fsynced is left."""
-    for seed in range(25):
+    for seed in range(45):
         play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer"], most=4)
 
 
 @pytest.mark.long
 def test_power_cuts_at_many_sampled_moments(root: Path) -> None:
-    for seed in range(25, 2025):
+    for seed in range(45, 2045):
         play(root, f"power {seed}", list(FAULTS), most=8)
