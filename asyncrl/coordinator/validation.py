@@ -66,6 +66,14 @@ class SessionStart(msgspec.Struct, frozen=True):
     ref: WeightsRef
 
 
+class Given(NamedTuple):
+    """An episode that a worker was sent, with Assign.seq, at that time."""
+
+    worker: WorkerRecord
+    seq: int
+    at: float
+
+
 @dataclass
 class ValidationSession:
     """One validation. Episodes are (mode, index into samples)."""
@@ -74,7 +82,7 @@ class ValidationSession:
     ref: WeightsRef
     queue: list[str]
     deadline: float
-    running: dict[str, tuple[WorkerRecord, int]] = field(default_factory=dict)  # uid -> (whose, assign seq)
+    running: dict[str, Given] = field(default_factory=dict)  # by uid
     attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     scores: dict[str, Finished] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # why, each time
@@ -161,7 +169,7 @@ class Validation:
                 continue
             share = 1.0 if exclusive else MID_RUN_SHARE
             while session.queue and worker.free and worker.eval_running < share * worker.hello.slots:
-                self._assign(session, worker)
+                self._assign(session, worker, now)
         self._recover(session)
         over = len(session.scores) + len(session.failed)
         total = over + len(session.queue) + len(session.running)
@@ -172,7 +180,7 @@ class Validation:
         session, uid = self.session, message.attempt.uid
         if session is None or uid not in session.running:
             return
-        if session.running[uid][0] is not worker or message.attempt.attempt != session.attempts[uid]:
+        if session.running[uid].worker is not worker or message.attempt.attempt != session.attempts[uid]:
             return
         if isinstance(message, Finished):
             session.scores[uid] = message
@@ -228,13 +236,13 @@ class Validation:
             self.state.outbox.to_control(worker.peer, self.state.versions.order(session.ref, "eval"))
         return False
 
-    def _assign(self, session: ValidationSession, worker: WorkerRecord) -> None:
+    def _assign(self, session: ValidationSession, worker: WorkerRecord, now: float) -> None:
         uid = session.queue.pop()
         _, mode, row = HeldOut.of(uid)
         attempt = session.attempts[uid]
         worker.eval_running += 1
         self.workers.assign_seq += 1
-        session.running[uid] = worker, self.workers.assign_seq
+        session.running[uid] = Given(worker, self.workers.assign_seq, now)
         temperature = self.state.config.rollout.temperature if mode == "sampled" else 0.0
         self.state.outbox.to_control(
             worker.peer,
@@ -250,13 +258,14 @@ class Validation:
         )
 
     def _recover(self, session: ValidationSession) -> None:
-        """Episodes of workers that are gone, or no longer hold them, are issued again."""
-        for uid, (worker, seq) in list(session.running.items()):
+        """Episodes of workers that are gone, hold them no more, or never got them are issued again."""
+        lease = self.state.config.launch.lease
+        for uid, (worker, seq, at) in list(session.running.items()):
             lost = self.workers.workers.get(worker.peer) is not worker  # it may have joined again since
             beat = worker.beat
             dropped = (
                 beat is not None
-                and beat.assigned >= seq
+                and (beat.assigned >= seq or worker.seen - at > lease)
                 and Attempt(uid, session.attempts[uid]) not in beat.held
             )
             if lost or dropped:
@@ -271,9 +280,9 @@ class Validation:
         for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
             session.queue.remove(uid)
             session.failed.append(uid)
-        for uid, (worker, _) in session.running.items():  # an abandoned session's
-            worker.eval_running -= 1
-            self.state.outbox.to_control(worker.peer, Cancel(Attempt(uid, session.attempts[uid])))
+        for uid, given in session.running.items():  # an abandoned session's
+            given.worker.eval_running -= 1
+            self.state.outbox.to_control(given.worker.peer, Cancel(Attempt(uid, session.attempts[uid])))
         for worker in self.workers.workers.values():
             worker.eval_asked = 0.0
         self.results.append((session.step, self._metrics(session)))

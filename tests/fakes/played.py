@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,6 +13,7 @@ from asyncrl.buffer.payloads import decode_turn
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion
+from asyncrl.weights.disk import MANIFEST
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.messages.shared import Attempt, Loaded, LoadWeights, Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import (
@@ -81,7 +81,8 @@ class PlayedWorker:
         self.held: dict[Attempt, Running] = {}
         self.unacked: dict[int, tuple[Any, list[bytes]]] = {}
         self.seq = self.assigned = self.oldest = 0
-        self.epoch, self.loaded, self.tick_at, self.resend_at = -1, NO_VERSION, 0.0, 0.0
+        self.epoch, self.tick_at, self.resend_at = -1, 0.0, 0.0
+        self.loaded = {"train": NO_VERSION, "eval": NO_VERSION}
         self.refuses = 0  # loads that fail
 
     def tick(self) -> None:
@@ -137,11 +138,12 @@ class PlayedWorker:
             self.refuses -= 1
             self.link.say(Loaded(message.ref, message.lane, "", 0.1, error="damaged"))
             return
-        self.loaded = message.ref.version
+        self.loaded[message.lane] = message.ref.version
         self.link.say(Loaded(message.ref, message.lane, message.ref.label, 0.1))
 
     def _go_on(self, attempt: Attempt) -> None:
         running = self.held[attempt]
+        version = self.loaded[running.assign.lane].step
         if self.world.now - running.began > EPISODE_SECONDS:
             del self.held[attempt]
             self._post(Failed(0, attempt, FailReason.DEADLINE, "it hung"))
@@ -153,8 +155,7 @@ class PlayedWorker:
             self._post(
                 Finished(0, attempt, EpisodeResult(reward, 10 * running.turns), EpisodeStats(running.turns))
             )
-        elif self.loaded.step >= max(running.assign.oldest, self.oldest):
-            version = self.loaded.step
+        elif running.assign.lane == "eval" or version >= max(running.assign.oldest, self.oldest):
             payload = turn_payload(running.turns, version)
             generated = Generated(
                 0, attempt, running.turns, 20, 10, version, version, self.world.now - running.began
@@ -310,8 +311,11 @@ class PlayedTrainer:
         self._request()
 
     def _publish(self) -> None:
-        ref = WeightsRef(PolicyVersion(self.epoch, self.step), str(Path(self.world.run_dir)))
-        self.published = Published(ref, 0.0, 0.0)
+        version = PolicyVersion(self.epoch, self.step)
+        place = self.world.run_dir / "weights" / version.label
+        place.mkdir(parents=True, exist_ok=True)
+        (place / MANIFEST).touch()
+        self.published = Published(WeightsRef(version, str(place)), 0.0, 0.0)
         self.link.say(self.published)
 
     def _save(self) -> None:

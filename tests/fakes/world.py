@@ -86,12 +86,13 @@ class World:
 
     def _config(self) -> RunConfig:
         dice = self.dice
+        validated = dice.random() < 0.5
         return parse(
             {
                 "name": "t",
                 "run_dir": str(self.root),
                 "model": {"path": "m"},
-                "data": {"train": "d"},
+                "data": {"train": "d", "test": "d" if validated else ""},
                 "total_steps": 4,
                 "buffer": {
                     "groups_per_batch": 2,
@@ -104,7 +105,7 @@ class World:
                 "trainer": {"micro_batch_tokens": dice.choice([40, 100])},
                 "launch": {"lease": LEASE},
                 "rollout": {"workers": 2},
-                "validation": {"samples": 0},
+                "validation": {"samples": 2, "every": dice.choice([0, 2]) if validated else 0},
             }
         )
 

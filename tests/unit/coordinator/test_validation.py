@@ -14,7 +14,7 @@ from asyncrl.types import EpisodeResult, EpisodeStats, FailReason, Sample
 from asyncrl.weights import disk
 from asyncrl.wire.messages.shared import Loaded, LoadWeights
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
-from asyncrl.wire.messages.worker_control import Assign
+from asyncrl.wire.messages.worker_control import Assign, Heartbeat
 from tests.unit.coordinator.test_workers import SAMPLE, A, WorkerSetup
 from tests.unit.weights.test_delta import Training
 
@@ -135,6 +135,19 @@ def test_demonstrations_are_scored_once_and_their_loss_is_of_all_tokens(tmp_path
     assert not [name for name in metrics if "scored" in name]
     saved = (setup.state.run_dir / "transcripts/validation/step-1.jsonl").read_text()
     assert '"mode":"scored"' in saved and '"components":{"nll":1.0}' in saved
+
+
+def test_an_assignment_that_was_lost_is_issued_again_after_a_lease(tmp_path: Path) -> None:
+    """The last ones: no later one tells the worker that something is missing."""
+    setup, _, validation = validating(tmp_path)
+    validation.tick(0.0, exclusive=True)
+    lost = {message.attempt.uid for _, message in setup.sent.take(Assign)}
+    for now, again in ((1.0, set[str]()), (31.0, lost)):
+        setup.handler.heartbeat(A, Heartbeat(0, (), 0, 0, 0), now)
+        for _ in range(2):
+            validation.tick(now, exclusive=True)
+        sent = [message.attempt for _, message in setup.sent.take(Assign)]
+        assert {attempt.uid for attempt in sent} == again and all(attempt.attempt for attempt in sent)
 
 
 def test_who_fails_does_not_score_above_who_answers(tmp_path: Path) -> None:
