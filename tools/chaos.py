@@ -2,7 +2,7 @@
 
     python tools/chaos.py --faults 20 --steps 80 --kinds kill pause cut
     python tools/chaos.py --disk --each-once --steps 40 --lease 2         # a minute
-    python tools/chaos.py --experiment smollm2 --faults 30 --steps 320 --every 10
+    python tools/chaos.py --experiment smollm2 --faults 30 --steps 400 --every 10
 
 Each fault waits until the run has committed `--every` steps since the one before has passed. After each, and
 at the end: conservation, each trajectory once, the bound on staleness; at the end also learning, and that no
