@@ -27,12 +27,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
-from tools.bench.common import ROOT, rows, summary, table
-from tools.faults.audit import reward, running, troubles, troubles_at_end
-from tools.faults.kinds import FAULTS
-from tools.faults.target import Target
+from common import ROOT, rows, summary, table
+from faults.audit import reward, running, troubles, troubles_at_end
+from faults.kinds import FAULTS
+from faults.target import Target
 
 Together = list[tuple[str, str]]  # kinds and victims, at once
 DISK = ("full-disk", "read-only")

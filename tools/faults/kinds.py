@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.store.checkpoints import MANIFEST, Checkpoints
-from tools.faults.target import Target
+from faults.target import Target
 
 ROLES = ("rollout", "trainer", "coordinator")
 FLIPPED = 64  # bytes between two that are damaged

@@ -18,8 +18,8 @@ def dial_through(ports: dict[str, str]) -> None:
     """Let roles other than the coordinator be started with these ports in their endpoints."""
     command = LocalSpawner._command
 
-    def through(spawner: LocalSpawner, order: ProcessSpec) -> list[str]:
-        words = command(spawner, order)
+    def through(self: LocalSpawner, order: ProcessSpec) -> list[str]:
+        words = command(self, order)
         return words if order.place.role == COORDINATOR else [_changed(word, ports) for word in words]
 
     LocalSpawner._command = through

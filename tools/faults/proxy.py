@@ -36,7 +36,8 @@ class Proxy:
 
     def garble(self) -> None:
         """Both ends of all connections are sent bytes that make no sense."""
-        self._loop.call_soon_threadsafe(lambda: [writer.write(b"\xff" * 64) for writer in self._writers])
+        for writer in list(self._writers):
+            self._loop.call_soon_threadsafe(writer.write, b"\xff" * 64)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from common import ROOT, SINGLE_THREAD, roles, rows
 
 from asyncrl.weights.disk import weights_directory
-from tools.bench.common import ROOT, SINGLE_THREAD, roles, rows
-from tools.faults.proxy import Proxy
+from faults.proxy import Proxy
 
 LAUNCHER, HANGING = ROOT / "tools" / "faults" / "launcher.py", ROOT / "tools" / "faults" / "hanging.py"
 DEMO = (f"rollout.reward={HANGING}:hanging", "rollout.reward_timeout=4")
