@@ -110,9 +110,11 @@ def test_class_names_are_unique() -> None:
     assert not twice, twice
 
 
-# Readings of the wall clock, which may jump: dates, and the timeline's spans, which people read.
+# Readings of the wall clock, which may jump: dates, how old a status is, the timeline's spans, for people.
 WALL_CLOCK = {
+    "commands/status.py",
     "conversation/chat.py",
+    "coordinator/reporting.py",
     "gateway/completions.py",
     "gateway/responses.py",
     "observe/files.py",
