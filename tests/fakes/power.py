@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,8 @@ class DurableFiles:
                 self._note(path)
                 self._note(path.with_name(path.name.removesuffix("-wal")))
 
-        def compacting(store: RunStore) -> None:
-            compact(store)
+        def compacting(store: RunStore, *given: Any) -> None:
+            compact(store, *given)
             self._note(store._run_dir / DATABASE)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -112,7 +112,7 @@ class World:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """In place of clocks, sockets and data."""
-        clock = SimpleNamespace(monotonic=lambda: self.now)
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
         with pytest.MonkeyPatch.context() as patch:
             give(patch, rows(9))
             for module in (loop, state, reporting):
