@@ -54,7 +54,7 @@ from asyncrl.wire.messages.trainer import (
 )
 from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
-from asyncrl.wire.sockets import Endpoints, Hub, Poller, bound
+from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, bound
 
 TICK = 0.05
 DRAIN, DRAIN_SECONDS = 128, 0.01  # messages, and seconds, per socket and turn of the loop
@@ -90,9 +90,9 @@ class Coordinator:
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
-        host = config.launch.host
-        self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl)
-        self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk)
+        host, self._gate = config.launch.host, Gate(endpoints)
+        self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
+        self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
         self.state = load_state(config, self.run_dir, TransactionalOutbox(self.control, self.bulk))
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
@@ -395,3 +395,4 @@ class Coordinator:
         self.state.store.close()
         self.control.close()
         self.bulk.close()
+        self._gate.close()

@@ -77,7 +77,7 @@ class Keeper:
         """Until `Stop`."""
         loop = asyncio.get_running_loop()
         name = identity("engine", self.index, self.incarnation)
-        self._control = AsyncLink(self._endpoints.control, ToKeeper, name)
+        self._control = AsyncLink(self._endpoints.control, ToKeeper, name, self._endpoints.keys)
         launch = self.config.launch
         self._contact = Contact(launch.lease, launch.start_timeout, loop.time())
         self._ending: asyncio.Future[int] = loop.create_future()

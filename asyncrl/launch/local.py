@@ -6,7 +6,11 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import msgspec
 
 from asyncrl.isolation.child import wrapped
 from asyncrl.isolation.wrapper import KILL
@@ -29,6 +33,18 @@ class LocalProcess:
         self._process.send_signal(KILL)
 
 
+@contextmanager
+def full_pipe(content: bytes) -> Iterator[int]:
+    """The end of a pipe that a child reads this content from: less than a pipe holds (64 KiB)."""
+    end, ours = os.pipe()
+    try:
+        with os.fdopen(ours, "wb") as file:
+            file.write(content)
+        yield end
+    finally:
+        os.close(end)
+
+
 class LocalSpawner:
     """Starts roles as local processes."""
 
@@ -41,10 +57,11 @@ class LocalSpawner:
         of a job (Slurm's) workers leave, and the others wait for the launcher (`role.main`)."""
         path = log_path(self._run_dir, order.place.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as log:
+        given = self._endpoints.given_to(order.place.role)
+        with path.open("ab") as log, full_pipe(msgspec.msgpack.encode(given)) as told:
             process = subprocess.Popen(
                 wrapped(self._command(order), grace=math.inf),
-                stdin=subprocess.DEVNULL,
+                stdin=told,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment(order.place),
@@ -68,7 +85,5 @@ class LocalSpawner:
             *("--run-dir", str(self._run_dir)),
             *("--incarnation", order.incarnation),
             *("--rendezvous", order.rendezvous),
-            *("--control", self._endpoints.control),
-            *("--bulk", self._endpoints.bulk),
             *("--target", place.target),
         ]

@@ -103,7 +103,8 @@ class RaySpawner:
 
     def __call__(self, order: ProcessSpec) -> RayProcess:
         actor: Any = ray.remote(RoleActor).options(**self._options(order.place)).remote()  # type: ignore[attr-defined]
-        call = actor.run.remote(order, self._config, self._endpoints, os.getcwd())
+        given = self._endpoints.given_to(order.place.role)  # by Ray's own channel: runtime_env is logged
+        call = actor.run.remote(order, self._config, given, os.getcwd())
         return RayProcess(order.place.name, actor, call)
 
     def rendezvous(self, unit: Unit, incarnation: str) -> str:

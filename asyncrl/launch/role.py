@@ -1,6 +1,9 @@
 """The main program of a role's process: set up logging, run the role, end with an exit code.
 
-python -m asyncrl.launch.role rollout --index 0 --run-dir runs/demo --incarnation 3f… --control tcp://…
+python -m asyncrl.launch.role rollout --index 0 --run-dir runs/demo --incarnation 3f… <endpoints
+
+Where the coordinator is, and the role's key, come on standard input: arguments and variables are for every
+process of the machine, or of the user, to read.
 """
 
 from __future__ import annotations
@@ -34,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     ignore_endings()
     set_up_logging()
     config = read_config(Path(options.run_dir))
-    target = options.target or TARGETS[options.role]
-    endpoints = Endpoints(control=options.control, bulk=options.bulk)
+    target, endpoints = options.target or TARGETS[options.role], read_endpoints()
     return execute(
         target, options.role, config, endpoints, options.index, options.incarnation, options.rendezvous
     )
@@ -82,6 +84,15 @@ def read_config(run_dir: Path) -> RunConfig:
     return msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
 
 
+def read_endpoints() -> Endpoints:
+    """What the launcher wrote to standard input, which is empty from then on."""
+    with open(os.dup(0), "rb") as given:
+        endpoints = msgspec.msgpack.decode(given.read(), type=Endpoints)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return endpoints
+
+
 def set_up_logging() -> None:
     """To standard error, which the launcher directs to the role's log."""
     logging.basicConfig(
@@ -101,8 +112,6 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--incarnation", required=True)
     parser.add_argument("--rendezvous", default="")
-    parser.add_argument("--control", required=True)
-    parser.add_argument("--bulk", required=True)
     parser.add_argument("--target", default="", help="module:function to run instead of the role's own")
     return parser.parse_args(argv)
 

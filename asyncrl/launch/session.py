@@ -28,7 +28,7 @@ from asyncrl.runtime.signals import ENDING
 from asyncrl.wire.messages.channels import ToObserver
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Stop, Welcome
-from asyncrl.wire.sockets import Endpoints, Link, identity
+from asyncrl.wire.sockets import OBSERVER, Endpoints, Link, identity
 
 POLL = 0.1
 HELLO_EVERY = 1.0
@@ -61,7 +61,7 @@ class Session:
     ) -> None:
         self._config, self._run_dir = config, run_dir
         self._supervisor, self._view, self._on_step = supervisor, view, on_step
-        self._link = Link(endpoints.control, ToObserver, identity("observer", 0))
+        self._link = Link(endpoints.control, ToObserver, identity(OBSERVER, 0), endpoints.keys)
         self._heard_at: float | None = None  # the coordinator's last message; None before the first
         self._began_at = 0.0
         self._signals = 0

@@ -144,9 +144,9 @@ class RolloutWorker:
 
     async def serve(self) -> int:
         """Until `Stop`; raises DeadlineError when the coordinator does not come back."""
-        loop = asyncio.get_running_loop()
-        self._control = AsyncLink(self._endpoints.control, ToWorkerControl, self._name)
-        self._bulk = AsyncLink(self._endpoints.bulk, ToWorkerBulk, self._name)
+        loop, endpoints = asyncio.get_running_loop(), self._endpoints
+        self._control = AsyncLink(endpoints.control, ToWorkerControl, self._name, endpoints.keys)
+        self._bulk = AsyncLink(endpoints.bulk, ToWorkerBulk, self._name, endpoints.keys)
         self._ending: asyncio.Future[int] = loop.create_future()
         launch = self.config.launch
         self.contact = Contact(launch.lease, launch.start_timeout, loop.time())

@@ -133,7 +133,8 @@ class Publishing:
 
         def announce(ref: WeightsRef, snapshot_s: float, write_s: float) -> None:
             if not self._links:
-                self._links.append(Link(endpoints.control, ToTrainerControl, identity("publisher", 0)))
+                name = identity("trainer", 0)
+                self._links.append(Link(endpoints.control, ToTrainerControl, name, endpoints.keys))
             self.announced = Published(ref, snapshot_s, write_s)
             self._links[0].send(self.announced)
 

@@ -111,8 +111,8 @@ class TrainerRank:
         self.saving.resume()
         self.committed = self.learner.step  # acknowledged; the learner is ahead during a commit
         name = identity("trainer", self.rank, incarnation)
-        self.control = Link(endpoints.control, ToTrainerControl, name)
-        self.bulk = Link(endpoints.bulk, ToTrainerBulk, name)
+        self.control = Link(endpoints.control, ToTrainerControl, name, endpoints.keys)
+        self.bulk = Link(endpoints.bulk, ToTrainerBulk, name, endpoints.keys)
         self._poller = Poller(self.control, self.bulk)
         self.timeline = Timeline(self.run_dir / "timeline" / f"trainer-{self.rank}.jsonl")
         self.trainer_epoch = 0

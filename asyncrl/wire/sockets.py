@@ -5,9 +5,13 @@
 | Hub    | `send` returns False        | the peer (no ack)            | nobody    |
 | Link   | `send` raises DeadlineError | the coordinator (heartbeats) | the peer  |
 
+Every connection is encrypted and authenticated both ways (CURVE, RFC 26). The launcher makes one key pair for
+each role; a process gets its own role's, and nobody else's secret half. A Gate lets in only who has one of
+these keys (ZAP, RFC 27), and a Hub takes from a role only the messages that this role sends.
+
 Identities are `role/index/incarnation`: a restarted peer is a new peer, so ROUTER never delivers it a
 message for the old one. Messages are typed, and all frames of one together are bounded by MAX_BYTES. What is
-neither is never sent (ProtocolError); a Hub counts and drops it, as anybody can connect to it.
+neither is never sent (ProtocolError); a Hub counts and drops it.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+import zmq.utils.z85
 
 from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import WireMessage
@@ -34,6 +40,9 @@ MAX_REFUSALS = 256  # messages that a Hub drops before it lets its owner go on
 HIGH_WATER = 4096
 SEND_DEADLINE = 30.0
 EVERY_ADDRESS = "0.0.0.0"
+ENVELOPE = 1024  # bytes that encryption may add to a frame
+COORDINATOR, OBSERVER = "coordinator", "observer"
+ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
 LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
@@ -41,16 +50,37 @@ MORE = LAST | int(zmq.SNDMORE)  # zmq's enums take longer than the sending
 _encoder = msgspec.msgpack.Encoder()
 
 
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair, in Z85. Who holds only the `public` half cannot pass for its owner."""
+
+    public: str
+    secret: str = ""
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public!r})"  # the other half belongs in no log
+
+
+def new_key_pair() -> KeyPair:
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
 class Endpoints(msgspec.Struct, frozen=True):
-    """Where the coordinator is dialled."""
+    """Where the coordinator is dialled, and the key pair of every role, the coordinator's own too."""
 
     control: str
     bulk: str
+    keys: dict[str, KeyPair] = {}
+
+    def given_to(self, role: str) -> Endpoints:
+        """What a process of that role may know: the secret key of no other role."""
+        keys = {name: key if name == role else KeyPair(key.public) for name, key in self.keys.items()}
+        return Endpoints(self.control, self.bulk, keys)
 
 
 def choose_endpoints(host: str, port: int) -> Endpoints:
-    """Two ports on `host`: `port` and the next one, or free ones for 0. ConfigError if taken. Nobody can
-    dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
+    """Two ports on `host`, `port` and the next one, or free ones for 0, and new keys. ConfigError if taken.
+    Nobody can dial 0.0.0.0 from elsewhere: there they are named with this machine's own address."""
     with socket.socket() as first, socket.socket() as second:
         for sock, number in ((first, port), (second, port + 1 if port else 0)):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,7 +93,7 @@ def choose_endpoints(host: str, port: int) -> Endpoints:
                 ) from None
         dialled = own_address() if host == EVERY_ADDRESS else host
         control, bulk = (f"tcp://{dialled}:{sock.getsockname()[1]}" for sock in (first, second))
-        return Endpoints(control, bulk)
+        return Endpoints(control, bulk, {role: new_key_pair() for role in (COORDINATOR, *ROLES)})
 
 
 def own_address() -> str:
@@ -92,6 +122,11 @@ def identity(role: str, index: int, incarnation: str = "") -> bytes:
     return f"{role}/{index}/{incarnation or secrets.token_hex(6)}".encode()
 
 
+def role_of(name: bytes) -> str:
+    """The role that an identity names."""
+    return name.partition(b"/")[0].decode()
+
+
 def encode(message: WireMessage, frames: Sequence[bytes]) -> list[bytes]:
     """Header and opaque frames as one multipart message. ProtocolError when it is larger than MAX_BYTES."""
     parts = [_encoder.encode(message), *frames]
@@ -116,15 +151,68 @@ class Codec:
             raise ProtocolError(f"undecodable message: {error}") from None
 
 
-class Hub:
-    """The coordinator's end of one channel. Never blocks."""
+class Gate:
+    """Lets those in who have a key of the run: the ZAP handler of a coordinator's Hubs, in a thread.
 
-    def __init__(self, endpoint: str, union: Any, context: zmq.Context | None = None) -> None:
-        self.socket: zmq.Socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
+    `members`: public key -> role. One that is taken out is heard no more, on a connection that it has, too.
+    """
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.own = endpoints.keys[COORDINATOR]
+        self.members = {endpoints.keys[role].public: role for role in ROLES}
+        self.context = zmq.Context()
+        handler: zmq.Socket = self.context.socket(zmq.REP)
+        handler.bind("inproc://zeromq.zap.01")
+        threading.Thread(target=self._serve, args=(handler,), daemon=True, name="gate").start()
+
+    def _serve(self, handler: zmq.Socket) -> None:
+        refused = 0
+        with suppress(zmq.ContextTerminated):
+            while True:
+                version, request, _, address, _, _, *credentials = handler.recv_multipart()
+                key = zmq.utils.z85.encode(b"".join(credentials)).decode()
+                known = key in self.members
+                refused += not known
+                if not known and _is_power_of_two(refused):
+                    log.warning(
+                        "connection %d refused, from %s: its key is none of this launch; end a process that "
+                        "an earlier one left, or give a worker of another machine a new token",
+                        *(refused, address.decode(errors="replace")),
+                    )
+                answer = (b"200", b"OK", key.encode()) if known else (b"400", b"unknown key", b"")
+                handler.send_multipart([version, request, *answer, b""])
+        handler.close(linger=0)
+
+    def secure(self, sock: zmq.Socket) -> None:
+        """Before it is bound: from then on, nobody connects to it without a key of the run."""
+        sock.setsockopt(zmq.CURVE_SERVER, 1)
+        sock.setsockopt_string(zmq.CURVE_SECRETKEY, self.own.secret)
+        sock.setsockopt(zmq.ZAP_DOMAIN, b"run")
+        sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
+
+    def role(self, peer: bytes, key: str) -> str:
+        """Of the owner of the key, which `peer` must name. ProtocolError."""
+        role = self.members.get(key)
+        if role is None or role_of(peer) != role:
+            raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
+        return role
+
+    def close(self) -> None:
+        """After its Hubs: returns when they have sent their queues, or after LINGER, and the ports are free."""
+        self.context.term()
+
+
+class Hub:
+    """The coordinator's end of one channel. Never blocks. `unions`: what each role may send."""
+
+    def __init__(self, endpoint: str, unions: Mapping[str, Any], gate: Gate) -> None:
+        self.socket: zmq.Socket = gate.context.socket(zmq.ROUTER)
         _configure(self.socket)
+        gate.secure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.bind(endpoint)
-        self._codec = Codec(union)
+        self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}
+        self.key = ""  # of the sender of what `receive` gave last
         self.refused = 0  # messages that could not be read
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
@@ -142,17 +230,25 @@ class Hub:
         """The next message that can be read, or None when there is none now."""
         for _ in range(MAX_REFUSALS):
             try:
-                peer, *parts = self.socket.recv_multipart(flags=zmq.DONTWAIT)
+                first = self.socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return None
+            peer, parts = first.bytes, self.socket.recv_multipart(zmq.DONTWAIT)
             try:
                 peer.decode()  # our identities are text, handlers use it as a name
-                return peer, *self._codec.decode(parts)
+                self.key = str(first.get("User-Id"))
+                return peer, *self._codec(self._gate.role(peer, self.key)).decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused += 1
-                if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th, 8th …
+                if _is_power_of_two(self.refused):
                     log.warning("message %d dropped, from %r: %s", self.refused, peer, error)
         return None
+
+    def _codec(self, role: str) -> Codec:
+        try:
+            return self._codecs[role]
+        except KeyError:
+            raise ProtocolError(f"{role!r} sends nothing on this channel") from None
 
     def close(self) -> None:
         self.socket.close(linger=LINGER)
@@ -173,9 +269,10 @@ class Poller:
 class Link:
     """A peer's blocking end of one channel (trainer ranks, console)."""
 
-    def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
+    def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
-        _configure(self.socket, name)
+        _configure(self.socket)
+        introduce(self.socket, name, keys)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         self.socket.connect(endpoint)
         self._codec = Codec(union)
@@ -201,9 +298,10 @@ class Link:
 class AsyncLink:
     """A peer's asyncio end of one channel (rollout workers)."""
 
-    def __init__(self, endpoint: str, union: Any, name: bytes) -> None:
+    def __init__(self, endpoint: str, union: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _configure(self._socket, name)
+        _configure(self._socket)
+        introduce(self._socket, name, keys)
         self._socket.connect(endpoint)
         self._endpoint, self._codec = endpoint, Codec(union)
 
@@ -239,10 +337,22 @@ def _check_size(parts: Sequence[bytes]) -> None:
         raise ProtocolError(f"a message of {size} bytes in {len(parts)} frames; at most {MAX_BYTES} can go")
 
 
-def _configure(sock: Any, name: bytes | None = None) -> None:
-    if name is not None:
-        sock.setsockopt(zmq.IDENTITY, name)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+def _is_power_of_two(count: int) -> bool:
+    """A flood of the same trouble is logged at its 1st, 2nd, 4th, 8th … time."""
+    return count & (count - 1) == 0
+
+
+def introduce(sock: Any, name: bytes, keys: Mapping[str, KeyPair]) -> None:
+    """A peer's end, before it connects: its identity, its own role's key, and whom it expects there."""
+    own = keys[role_of(name)]
+    sock.setsockopt(zmq.IDENTITY, name)
+    sock.setsockopt_string(zmq.CURVE_SERVERKEY, keys[COORDINATOR].public)
+    sock.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
+    sock.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
+
+
+def _configure(sock: Any) -> None:
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES + ENVELOPE)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
     sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import zmq
-
 from asyncrl.types import Sample
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.shared import Attempt, Welcome, WireMessage
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Finished, Generated, Replied
 from asyncrl.wire.messages.worker_control import Assign, Heartbeat, WorkerHello
-from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
+from asyncrl.wire.sockets import Gate, Hub, Poller, choose_endpoints
 
 Record = Generated | Replied | Finished | Failed
 
@@ -37,9 +35,9 @@ class FakeCoordinator:
         self._open()
 
     def _open(self) -> None:
-        self._context = zmq.Context()
-        self.control = Hub(self.endpoints.control, ToCoordinatorControl, self._context)
-        self.bulk = Hub(self.endpoints.bulk, ToCoordinatorBulk, self._context)
+        self._gate = Gate(self.endpoints)
+        self.control = Hub(self.endpoints.control, ToCoordinatorControl, self._gate)
+        self.bulk = Hub(self.endpoints.bulk, ToCoordinatorBulk, self._gate)
         self.poller = Poller(self.control, self.bulk)
 
     def restart(self) -> None:
@@ -50,7 +48,9 @@ class FakeCoordinator:
 
     def close(self) -> None:
         """Returns when the ports are free again."""
-        self._context.destroy(linger=0)
+        self.control.close()
+        self.bulk.close()
+        self._gate.close()
 
     # -- sending -----------------------------------------------------------------------------------
 

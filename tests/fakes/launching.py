@@ -24,7 +24,7 @@ from asyncrl.launch.supervisor import Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
 from asyncrl.wire.messages.observer import ObserverHello, RunEnd, Status
 from asyncrl.wire.messages.shared import Stop, Welcome
-from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
+from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0
 
@@ -78,7 +78,8 @@ def _wait() -> int:
 
 
 def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey: bool) -> int:
-    hub = Hub(endpoints.control, ToCoordinatorControl)
+    gate = Gate(endpoints)
+    hub = Hub(endpoints.control, ToCoordinatorControl, gate)
     poller = Poller(hub)
     tell(config, "coordinator", 0, incarnation)
     while True:
@@ -96,6 +97,7 @@ def _coordinate(config: RunConfig, endpoints: Endpoints, incarnation: str, obey:
                 if obey:
                     hub.send(peer, RunEnd("stopped"))
                     hub.close()
+                    gate.close()
                     return 0
 
 

@@ -16,7 +16,7 @@ from asyncrl.launch import placement
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.run_directory import locked
 from asyncrl.launch.supervisor import RunOutcome, Supervisor
-from asyncrl.wire.sockets import Endpoints
+from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.launching import DEADLINE, Events, config, gone, only
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ class SupervisedRun:
         self.run_dir = tmp_path / settings.name
         self._lock = locked(settings)
         self._lock.__enter__()
-        self.spawner = LocalSpawner(self.run_dir, Endpoints("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"))
+        self.spawner = LocalSpawner(self.run_dir, choose_endpoints("127.0.0.1", 0))
         self.notes: list[str] = []
         self.supervisor = Supervisor(
             units, self.spawner, self.run_dir, restarts, self.spawner.rendezvous, self.notes.append

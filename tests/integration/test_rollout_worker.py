@@ -222,7 +222,7 @@ from asyncrl.runtime.signals import ignore_endings
 from asyncrl.wire.sockets import Endpoints
 ignore_endings()
 config = msgspec.json.decode(sys.argv[1], type=RunConfig)
-sys.exit(run(config, Endpoints(sys.argv[2], sys.argv[3]), 0, "process"))
+sys.exit(run(config, msgspec.json.decode(sys.argv[2], type=Endpoints), 0, "process"))
 """
 
 
@@ -230,7 +230,7 @@ sys.exit(run(config, Endpoints(sys.argv[2], sys.argv[3]), 0, "process"))
 def process(hub: FakeCoordinator, config: RunConfig) -> Iterator[subprocess.Popen]:
     """A joined worker process; killed afterwards if it still runs."""
     text = msgspec.json.encode(config).decode()
-    command = [sys.executable, "-c", CHILD, text, hub.endpoints.control, hub.endpoints.bulk]
+    command = [sys.executable, "-c", CHILD, text, msgspec.json.encode(hub.endpoints).decode()]
     child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         hub.join()

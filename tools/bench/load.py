@@ -42,6 +42,7 @@ from load_peers import TOKENS, Keeper, Observer, Peer, Trainer, Worker
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator.loop import Coordinator, run
 from asyncrl.data import Samples, samples_path
+from asyncrl.launch.local import full_pipe
 from asyncrl.observe.files import read_summary
 from asyncrl.types import Message, Sample, StopReason, Turn, VersionSpan
 from asyncrl.types import TurnReply as Replies
@@ -196,14 +197,14 @@ def start(run_dir: Path, endpoints: Endpoints, profile: str) -> subprocess.Popen
     """The coordinator's process."""
     command = [
         *(sys.executable, "-m", "asyncrl.launch.role", "coordinator", "--run-dir", str(run_dir)),
-        *("--incarnation", "load", "--control", endpoints.control, "--bulk", endpoints.bulk),
-        *("--target", "load:timed"),
+        *("--incarnation", "load", "--target", "load:timed"),
     ]
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     env = os.environ | SINGLE_THREAD | {"PYTHONPATH": paths}
     env |= {"LOAD_PROFILE": profile} if profile else {}
-    with (run_dir / "coordinator.log").open("wb") as out:
-        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
+    told = msgspec.msgpack.encode(endpoints.given_to("coordinator"))
+    with (run_dir / "coordinator.log").open("wb") as out, full_pipe(told) as given:
+        return subprocess.Popen(command, cwd=ROOT, stdin=given, stdout=out, stderr=out, env=env)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

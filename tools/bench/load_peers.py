@@ -37,7 +37,7 @@ from asyncrl.wire.messages.worker_control import (
     Heartbeat,
     WorkerHello,
 )
-from asyncrl.wire.sockets import Codec, encode, identity
+from asyncrl.wire.sockets import Codec, encode, identity, introduce
 
 if TYPE_CHECKING:
     from load import Bench
@@ -57,7 +57,7 @@ class Peer:
 
     def _open(self, name: bytes, endpoint: str, union: Any) -> zmq.Socket:
         socket: zmq.Socket = self.bench.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, name)
+        introduce(socket, name, self.bench.endpoints.keys)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(endpoint)

@@ -1,4 +1,4 @@
-"""Which messages a channel carries: one tagged union a direction, with one typed decoder each.
+"""Which messages a channel carries: one tagged union a direction and role, with one typed decoder each.
 
 A message is a header (one of these structs, msgpack) and zero or more opaque frames.
 """
@@ -24,11 +24,16 @@ from asyncrl.wire.messages.trainer import (
 from asyncrl.wire.messages.worker_bulk import Ack, Fenced, Record
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Engines, Heartbeat, WorkerHello
 
-ToCoordinatorControl = (
-    WorkerHello | Heartbeat | Loaded | KeeperHello | KeeperBeat | TrainerHello | Commit | Probed
-    | Published | Checkpointed | OutOfMemory | Spiked | TrainerBeat | ObserverHello | Stop
-)  # fmt: skip
-ToCoordinatorBulk = Record | PlanRequest | PlanReceived
+# By the role of the sender: the coordinator takes nothing else from it.
+ToCoordinatorControl = {
+    "rollout": WorkerHello | Heartbeat | Loaded,
+    "engine": KeeperHello | KeeperBeat | Loaded,
+    "trainer": (
+        TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked
+    ),
+    "observer": ObserverHello | Stop,
+}
+ToCoordinatorBulk = {"rollout": Record, "trainer": PlanRequest | PlanReceived}
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
 ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced

@@ -28,7 +28,7 @@ from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Loaded, Stop, Welcome, WireMessage
 from asyncrl.wire.messages.trainer import Commit, Committed, PlanRequest, Published, TrainerHello
 from asyncrl.wire.messages.worker_control import Heartbeat, WorkerHello
-from asyncrl.wire.sockets import choose_endpoints, encode
+from asyncrl.wire.sockets import choose_endpoints, encode, introduce
 from tests.fakes.data import give, rows
 from tests.unit.buffer.machine import land_group, turn_payload
 
@@ -61,7 +61,7 @@ class LoopSetup:
         """To the control socket; waits until it is there."""
         if peer not in self.peers:
             socket = self.peers[peer] = self.context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, peer)
+            introduce(socket, peer, self.endpoints.keys)
             socket.connect(self.endpoints.control)
         self.peers[peer].send_multipart(parts)
         assert self.coordinator.control.socket.poll(10_000), "nothing came"
@@ -94,7 +94,7 @@ def setup(tmp_path: Path) -> Iterator[LoopSetup]:
 
 
 def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
-    for peer, parts in ((b"scanner", b"GET / HTTP/1.1"), (b"\xff\xfe", encode(ObserverHello(), [])[0])):
+    for peer, parts in ((b"rollout/8/x", b"GET / HTTP/1.1"), (b"observer/\xff\xfe", encode(ObserverHello(), [])[0])):
         setup.send(peer, parts)
         setup.turn()
     assert setup.coordinator.lifecycle.phase is Phase.STARTING and not setup.coordinator.lifecycle.error

@@ -19,7 +19,7 @@ from asyncrl.launch.supervisor import RunOutcome, Supervisor
 from asyncrl.wire.messages.channels import ToCoordinatorControl
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
 from asyncrl.wire.messages.shared import Stop
-from asyncrl.wire.sockets import Hub, Poller, choose_endpoints
+from asyncrl.wire.sockets import Gate, Hub, Poller, choose_endpoints
 
 DEADLINE = 60.0
 
@@ -41,7 +41,7 @@ class Play:
 
     def __init__(self, run_dir: Path, *more: str, **launch: Any) -> None:
         self.endpoints = choose_endpoints("127.0.0.1", 0)
-        self.hub = Hub(self.endpoints.control, ToCoordinatorControl)
+        self.hub = Hub(self.endpoints.control, ToCoordinatorControl, Gate(self.endpoints))
         self.processes: dict[str, Process] = {}
         self.shown: list[tuple[Any, ...]] = []
         units = [Unit(role, (RolePlace(role, 0, 1, "t"),)) for role in ("coordinator", "rollout", *more)]

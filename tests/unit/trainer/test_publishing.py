@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import zmq
 
 from asyncrl.engines.sglang.receiver import Receiver
 from asyncrl.trainer.model import Policy, load_policy, score
@@ -24,7 +23,7 @@ from asyncrl.weights import disk
 from asyncrl.weights.manifest import Manifest, TensorEntry, WeightsError, WeightsRef
 from asyncrl.wire.messages.channels import ToCoordinatorControl
 from asyncrl.wire.messages.trainer import Published
-from asyncrl.wire.sockets import Endpoints, Hub, Poller, choose_endpoints
+from asyncrl.wire.sockets import Endpoints, Gate, Hub, Poller, choose_endpoints
 from tests.fakes.group_server import FakeServer, ServerRank, described
 from tests.fakes.ranks import run_ranks
 from tests.fakes.training import full_state, save_tiny_qwen, tiny_config
@@ -44,15 +43,14 @@ class Trainer:
         if world.rank == 0:
             save_tiny_qwen(folder / "model")
             endpoints = choose_endpoints("127.0.0.1", 0)
-            self.hub = Hub(endpoints.control, ToCoordinatorControl, zmq.Context())
+            self.hub = Hub(endpoints.control, ToCoordinatorControl, Gate(endpoints))
         self.world, self.step = world, 0
-        control = world.gather(endpoints.control if world.rank == 0 else "", str)[0]
+        endpoints = world.gather(endpoints if world.rank == 0 else Endpoints("", ""), Endpoints)[0]
         path = str(folder / "model")
         weights = {"directory": "run", "bucket_bytes": 2048} | weights
         engine = {"name": "sglang" if weights.get("transport") == "collective" else "torch"}
         config = tiny_config(path, weights=weights, engine=engine)
         self.policy = load_policy(config.model, world)
-        endpoints = Endpoints(control, control)
         self.publishing = Publishing(config, endpoints, folder / "run", world, self.policy)
 
     @torch.no_grad()

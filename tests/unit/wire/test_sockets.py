@@ -1,56 +1,91 @@
-"""A hub that anybody can connect to: what cannot be read is counted and dropped."""
+"""Who is let in, what a role may send, and that what cannot be read is counted and dropped."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import msgspec
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire import sockets
-from asyncrl.wire.messages.channels import (
-    ToCoordinatorBulk,
-    ToCoordinatorControl,
-    ToObserver,
-    ToWorkerBulk,
-)
+from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.observer import ObserverHello
-from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.trainer import PlanReceived
+from asyncrl.wire.messages.shared import Attempt, Stop
+from asyncrl.wire.messages.trainer import Commit, PlanReceived
 from asyncrl.wire.messages.worker_bulk import Replied
-from asyncrl.wire.sockets import AsyncLink, Hub, Link, bound, choose_endpoints, encode, own_address
+from asyncrl.wire.sockets import (
+    AsyncLink,
+    Gate,
+    Hub,
+    KeyPair,
+    Link,
+    bound,
+    choose_endpoints,
+    encode,
+    introduce,
+    new_key_pair,
+    own_address,
+    role_of,
+)
 from tools.faults.proxy import Proxy
 
 GOOD = encode(ObserverHello(), [])
 
 
 class Visitors:
-    """A hub of the control channel, and sockets of strangers."""
+    """A hub of the control channel, and sockets that send it what they like."""
 
-    def __init__(self, union: object = ToCoordinatorControl) -> None:
-        self.context = zmq.Context()
-        self.hub = Hub("inproc://hub", union, self.context)
+    def __init__(self, unions: Mapping[str, object] = ToCoordinatorControl) -> None:
+        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self.gate = Gate(self.endpoints)
+        self.hub = Hub(self.endpoints.control, unions, self.gate)
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket] = []  # one that nothing refers to is closed, with what it has to send
 
-    def send(self, *messages: list[bytes], identity: bytes = b"observer/0/x") -> None:
-        socket = self.context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.connect("inproc://hub")
+    def open(self, identity: bytes, key: KeyPair | None = None) -> zmq.Socket:
+        """A socket with a key of its own, or that of the role that the identity names."""
+        role = role_of(identity)
+        socket: zmq.Socket = self._context.socket(zmq.DEALER)
+        introduce(socket, identity, self.endpoints.keys | ({role: key} if key else {}))
+        self._sockets.append(socket)
+        return socket
+
+    def send(
+        self, *messages: list[bytes], identity: bytes = b"observer/0/x", key: KeyPair | None = None
+    ) -> None:
+        socket = self.open(identity, key)
+        socket.connect(self.endpoints.control)
         for parts in messages:
             socket.send_multipart(parts)
 
     def receive(self) -> object:
+        """The next message that the hub takes; None when one is refused, or a few."""
         assert self.hub.socket.poll(10_000), "nothing came"
         received = self.hub.receive()
         return received and received[1]
+
+    def expect(self, message: object, refused: int) -> None:
+        """It is taken, and that many messages are refused, in any order."""
+        found = []
+        while len(found) < 1 or self.hub.refused < refused:
+            found += filter(None, [self.receive()])
+        assert found == [message] and self.hub.refused == refused
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self.hub.close()
+        self.gate.close()
 
 
 @pytest.fixture
 def visitors() -> Iterator[Visitors]:
     made = Visitors()
     yield made
-    made.context.destroy(linger=0)
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -70,56 +105,133 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
     visitors: Visitors, garbage: list[bytes]
 ) -> None:
     visitors.send(garbage, GOOD)
-    assert visitors.receive() == ObserverHello()
-    assert visitors.hub.refused == 1
+    visitors.expect(ObserverHello(), refused=1)
 
 
 def test_an_identity_that_is_no_text_is_nobody(visitors: Visitors) -> None:
-    visitors.send(GOOD, identity=b"\xff\xfe")
+    visitors.send(GOOD, identity=b"observer/\xff\xfe")
+    visitors.send(GOOD)
+    visitors.expect(ObserverHello(), refused=1)
+
+
+# -- who belongs -------------------------------------------------------------------------------------
+
+
+def refusal(socket: zmq.Socket, endpoint: str) -> int:
+    """How a connection ends that is not let in: an event of the socket."""
+    monitor = socket.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+    )
+    socket.connect(endpoint)
+    socket.send_multipart(GOOD)
+    assert monitor.poll(10_000), "no end of the handshake"
+    event = int(recv_monitor_message(monitor)["event"])
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    return event
+
+
+def test_nobody_without_a_key_of_the_launch_is_let_in(
+    visitors: Visitors, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its key pair may be in order, and it may know the coordinator's public key: both are not enough."""
+    stranger = visitors.open(b"observer/0/x", new_key_pair())
+    assert refusal(stranger, visitors.endpoints.control) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    assert "refused" in caplog.text and "new token" in caplog.text
     visitors.send(GOOD)
     assert visitors.receive() == ObserverHello()
-    assert visitors.hub.refused or visitors.receive() is None
-    assert visitors.hub.refused == 1
+    assert visitors.hub.receive() is None and visitors.hub.refused == 0
+
+
+def test_nobody_without_encryption_is_let_in(visitors: Visitors) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.setsockopt(zmq.LINGER, 0)
+        assert refusal(plain, visitors.endpoints.control) == zmq.EVENT_DISCONNECTED
+    assert visitors.hub.receive() is None
+
+
+def test_a_coordinator_of_another_launch_is_not_talked_to(visitors: Visitors) -> None:
+    other = msgspec.structs.replace(visitors.endpoints, keys=choose_endpoints("127.0.0.1", 0).keys)
+    visitors.endpoints = msgspec.structs.replace(
+        other, keys=visitors.endpoints.keys | {"coordinator": other.keys["coordinator"]}
+    )
+    assert refusal(visitors.open(b"observer/0/x"), other.control) == zmq.EVENT_DISCONNECTED
+
+
+def test_a_role_sends_only_its_own_messages(visitors: Visitors) -> None:
+    """A worker that was taken over cannot commit, or stop the run, under its own name or another's."""
+    stop, commit = encode(Stop("mine now"), []), encode(Commit(1, 1, "", {}), [])
+    worker = visitors.endpoints.keys["rollout"]
+    visitors.send(stop, commit, identity=b"rollout/0/x")
+    visitors.send(stop, GOOD, identity=b"observer/0/y", key=worker)
+    visitors.send(commit, identity=b"trainer/0/y", key=worker)
+    visitors.send(GOOD)
+    visitors.expect(ObserverHello(), refused=5)
+
+
+def test_a_key_that_is_taken_back_is_heard_no_more(visitors: Visitors) -> None:
+    socket = visitors.open(b"observer/0/x")
+    socket.connect(visitors.endpoints.control)
+    socket.send_multipart(GOOD)
+    assert visitors.receive() == ObserverHello()
+    del visitors.gate.members[visitors.endpoints.keys["observer"].public]
+    socket.send_multipart(GOOD)
+    assert visitors.receive() is None and visitors.hub.refused == 1
+
+
+def test_a_role_is_given_no_other_secret() -> None:
+    endpoints = choose_endpoints("127.0.0.1", 0)
+    secrets = {role: key.secret for role, key in endpoints.keys.items()}
+    assert len(set(secrets.values())) == 5 and all(secrets.values())
+    for role in secrets:
+        given = msgspec.msgpack.encode(endpoints.given_to(role))
+        assert [name for name, secret in secrets.items() if secret.encode() in given] == [role]
+        assert all(key.public.encode() in given for key in endpoints.keys.values())
+    assert not any(secret in f"{endpoints!r} {endpoints}" for secret in secrets.values())
 
 
 def test_a_flood_of_garbage_lets_the_owner_go_on(visitors: Visitors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "MAX_REFUSALS", 3)
+    monkeypatch.setattr(sockets, "MAX_REFUSALS", 1)
     visitors.send(*[[b"\xc1"]] * 4, GOOD)
-    assert visitors.receive() is None and visitors.hub.refused == 3
+    for refused in range(1, 5):
+        assert visitors.receive() is None and visitors.hub.refused == refused
     assert visitors.receive() == ObserverHello()
 
 
 def test_all_frames_of_a_message_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "MAX_BYTES", 1000)
-    visitors = Visitors(ToCoordinatorBulk)
+    visitors = Visitors({"observer": Replied})
     reply = Replied(1, Attempt("0.0", 0), 0)
     with pytest.raises(ProtocolError, match="at most 1000"):
         encode(reply, [b"x" * 400] * 3)
     (header,) = encode(reply, [])
     visitors.send([header, *[b"x" * 400] * 3], [header, b"x" * 400])
-    assert visitors.receive() == reply and visitors.hub.refused == 1
-    visitors.context.destroy(linger=0)
+    visitors.expect(reply, refused=1)
+    visitors.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_what_peers_dial_is_an_address_of_this_machine(host: str) -> None:
     endpoints = choose_endpoints(host, 0)
     assert endpoints.control.startswith(f"tcp://{own_address() if host == '0.0.0.0' else host}:")
-    hub = Hub(bound(endpoints.control, host), ToCoordinatorControl)
-    link = Link(endpoints.control, ToObserver, b"observer/0/x")
+    gate = Gate(endpoints)
+    hub = Hub(bound(endpoints.control, host), ToCoordinatorControl, gate)
+    link = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
     link.send(ObserverHello())
     assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello(), [])
     assert (b"0.0.0.0" in hub.socket.getsockopt(zmq.LAST_ENDPOINT)) == (host == "0.0.0.0")
     link.close()
     hub.close()
+    gate.close()
 
 
 def test_a_connection_that_garbage_ended_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeroMQ gives it up for good. The worker's outbox sends for ever what is not acknowledged."""
     monkeypatch.setattr(sockets, "SEND_DEADLINE", 0.2)
-    endpoint = choose_endpoints("127.0.0.1", 0).bulk
-    hub = Hub(endpoint, ToCoordinatorBulk)
-    proxy = Proxy(int(endpoint.rpartition(":")[2]))
+    endpoints = choose_endpoints("127.0.0.1", 0)
+    gate = Gate(endpoints)
+    hub = Hub(endpoints.bulk, {"rollout": PlanReceived}, gate)
+    proxy = Proxy(int(endpoints.bulk.rpartition(":")[2]))
 
     async def until_received(link: AsyncLink) -> int:
         """Sends that found nobody before one arrived."""
@@ -134,7 +246,7 @@ def test_a_connection_that_garbage_ended_is_made_again(monkeypatch: pytest.Monke
         return refused
 
     async def play() -> None:
-        link = AsyncLink(f"tcp://127.0.0.1:{proxy.port}", ToWorkerBulk, b"rollout/0/x")
+        link = AsyncLink(f"tcp://127.0.0.1:{proxy.port}", ToWorkerBulk, b"rollout/0/x", endpoints.keys)
         assert await until_received(link) == 0
         proxy.garble()
         while hub.receive() is not None or hub.socket.poll(300):
@@ -144,4 +256,5 @@ def test_a_connection_that_garbage_ended_is_made_again(monkeypatch: pytest.Monke
 
     asyncio.run(play())
     hub.close()
+    gate.close()
     proxy.close()
