@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,11 @@ class Run:
         name: str = "run",
         experiment: str = "calculator",
         command: str = "train",
+        program: Sequence[str] = ("-m", "asyncrl.cli"),
     ) -> None:
         self.path = run_dir / name
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
-        asyncrl = [sys.executable, "-m", "asyncrl.cli", command, f"experiment={experiment}"]
+        asyncrl = [sys.executable, *program, command, f"experiment={experiment}"]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
                 [*asyncrl, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides],
@@ -130,3 +132,35 @@ class Run:
         assert flow["taken"] == flow["ready"] == flow["in_flight"] == 0
         assert "was left open" not in self.logs(), "a process waited for a socket that it had not closed"
         return summary
+
+
+# In place of `-m asyncrl.cli`: the launcher writes down the secret keys that it makes.
+TELLING = """
+import sys
+from pathlib import Path
+from asyncrl.wire import sockets
+make, place = sockets.new_key_pair, Path(sys.argv.pop(1))
+
+def told():
+    key = make()
+    with place.open("a") as file:
+        print(key.secret, file=file)
+    return key
+
+sockets.new_key_pair = told
+from asyncrl.cli import main
+sys.exit(main())
+"""
+
+
+def leaks(run: Run, secrets: Sequence[str]) -> Iterator[str]:
+    """Where one of these can be read: arguments and variables of the run's processes, and all its files."""
+    places = [run.out, *(path for path in run.path.rglob("*") if path.is_file())]
+    running = run.process.poll() is None
+    for process in psutil.Process(run.process.pid).children(recursive=True) if running else []:
+        places += [Path(f"/proc/{process.pid}/{name}") for name in ("cmdline", "environ")]
+    assert len(places) > 10
+    for place in places:
+        with suppress(OSError):  # of a process that has just ended
+            content = place.read_bytes()
+            yield from (str(place) for secret in secrets if secret.encode() in content)

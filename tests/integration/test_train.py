@@ -11,14 +11,19 @@ import pytest
 from asyncrl import cli
 from asyncrl.observe.timeline import overlap
 from asyncrl.weights.disk import weights_directory
-from tests.integration.runs import Run
+from tests.integration.runs import TELLING, Run, leaks
 
 
 def test_a_short_run_leaves_everything_it_promises(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Run(tmp_path, "total_steps=6") as run:
+    told = tmp_path / "secrets"
+    with Run(tmp_path, "total_steps=6", program=("-c", TELLING, str(told))) as run:
+        run.until_step(1)
+        secrets = told.read_text().split()
+        assert len(secrets) == 5 and not [*leaks(run, secrets)] and [*leaks(run, ["rollout"])]
         summary = run.completed(6)
+    assert not [*leaks(run, secrets)]
     flow = summary["flow"]
     assert flow["trained"] == 6 * 16
     assert flow["issued"] == sum(flow.values()) - flow["issued"]
