@@ -248,6 +248,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     observation: Observation | None = None
 
 
+MAX_VOCABULARY = 1 << 31  # token ids are int32
 MAX_REWARD = 1e6  # what is larger is an error: with it, gradients are not finite, and every step is skipped
 
 
@@ -326,6 +327,18 @@ class EpisodeResult(msgspec.Struct, frozen=True, gc=False):
         wrong = [f"{name} is {value:g}" for name, value in numbers.items() if not abs(value) <= MAX_REWARD]
         return f"{wrong[0]}; it must be within ±{MAX_REWARD:g}" if wrong else ""
 
+    def misfit(self, turns: int, tokens: int) -> str:
+        """Why it is no result of an episode of so many turns, and of no more than so many tokens; '' if it
+        may be one."""
+        lists = [len(self.turn_rewards), len(self.agents), len(self.turn_tokens)]
+        if any(length not in (0, turns) for length in lists):
+            return f"lists of {lists} entries for {turns} turns"
+        if not all(0 <= count <= tokens for count in (self.tokens, *self.turn_tokens)):
+            return f"{self.tokens} model tokens, {list(self.turn_tokens)} in its turns, of {tokens} at most"
+        if self.agents and not (self.turn_rewards and self.turn_tokens):
+            return "agents whose turns have no rewards or tokens"
+        return ""
+
 
 class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     """Size and duration of a finished episode. `tool_s`: seconds in tools and the environment.
@@ -345,3 +358,10 @@ class EpisodeStats(msgspec.Struct, frozen=True, gc=False):
     refused: int = 0
     hints: int = 0
     followed: int = 0
+
+    def misfit(self, tokens: int) -> str:
+        """Why these are no figures of an episode of no more than so many tokens; '' if they may be."""
+        named = msgspec.structs.asdict(self)
+        most = dict.fromkeys(named, 1 << 53) | {"longest_row": tokens, "prompt": tokens}
+        wrong = [f"{name} is {value:g}" for name, value in named.items() if not 0 <= value <= most[name]]
+        return wrong[0] if wrong else ""

@@ -6,6 +6,7 @@ sector may have taken some; and when they are taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -13,11 +14,11 @@ import msgspec
 from asyncrl.buffer.records import EpisodeRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.errors import UNDECODABLE, ProtocolError
-from asyncrl.types import DropReason, EpisodeResult, EpisodeStats, Turn, TurnReply
+from asyncrl.types import MAX_VOCABULARY, DropReason, EpisodeResult, EpisodeStats, Turn, TurnReply
 
 _turn = msgspec.msgpack.Decoder(Turn)
 _reply = msgspec.msgpack.Decoder(TurnReply)
-_MOST = 1 << 31  # token ids are int32
+MOST_LOGPROB = 0.01  # of one token: an engine may round
 
 
 def decode_turn(payload: bytes) -> Turn:
@@ -36,9 +37,9 @@ def check_reply(payload: bytes) -> None:
         raise ProtocolError(f"replies that cannot be decoded: {error}") from None
 
 
-def check_turn(uid: str, turn: Turn, rows: int) -> None:
-    """Every model token has a log-prob, a version and a token before it that predicts it; its row is one of
-    the `rows` before, or the next new one. ProtocolError when not."""
+def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY) -> None:
+    """Every token is of the vocabulary, and every model token has a log-prob, a version and a token before it
+    that predicts it; its row is one of the `rows` before, or the next new one. ProtocolError when not."""
     ends = [0, *(span.end for span in turn.spans)]
     starts = [span.start for span in turn.spans]
     whole = starts == ends[:-1] and ends == sorted(set(ends)) and ends[-1] == len(turn.ids)
@@ -48,8 +49,10 @@ def check_turn(uid: str, turn: Turn, rows: int) -> None:
             f"and spans {[(s.start, s.end) for s in turn.spans]}"
         )
     for ids in (turn.context, turn.ids):
-        if ids and not 0 <= min(ids) <= max(ids) < _MOST:
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ProtocolError(f"episode {uid} turn {turn.index}: {min(ids)} or {max(ids)} is no token")
+    if turn.logprobs and not (math.isfinite(math.fsum(turn.logprobs)) and max(turn.logprobs) <= MOST_LOGPROB):
+        raise ProtocolError(f"episode {uid} turn {turn.index}: log-probs that are no finite numbers up to 0")
     if (told := turn.routes) is not None and (
         min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):

@@ -17,7 +17,7 @@ from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.validation import Validation
 from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
-from asyncrl.types import FailReason
+from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
 
 
@@ -29,6 +29,7 @@ class RecordHandler:
     ) -> None:
         self.state, self.workers, self.validation, self.reporter = state, workers, validation, reporter
         self._acks: set[bytes] = set()
+        self._most_tokens = state.config.rollout.rows * state.config.rollout.max_tokens  # of an episode
 
     def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
         """One sequenced record: processed once, acknowledged after the commit."""
@@ -43,7 +44,7 @@ class RecordHandler:
             return
         worker.seq = message.seq
         (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
-        message = _checked(message)
+        message = _checked(message, self._most_tokens)
         if message.attempt.uid.startswith(EVAL):
             self.validation.record(worker, message)
             return
@@ -72,9 +73,10 @@ class RecordHandler:
                     )
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
             case Finished():
-                if message.stats.turns != episode.turns:
-                    known = f"{episode.turns} of its turns are durable"
-                    raise ProtocolError(f"episode {episode.uid}: ends after {message.stats.turns}, {known}")
+                end = (message.stats.turns, max(message.result.tokens, message.stats.longest_row))
+                if end[0] != episode.turns or end[1] > episode.tokens:
+                    known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
+                    raise ProtocolError(f"episode {episode.uid}: ends after {end[0]}, with {end[1]}: {known}")
                 del worker.running[episode.uid]
                 self._keep_text(episode, message)
                 state.buffer.finish(episode, message.result, message.stats, now)
@@ -127,10 +129,12 @@ class RecordHandler:
             self.workers.give_up(worker, episode, FailReason.ENGINE_LOST, trouble, now)
             return
         turn = decode_turn(frame := _single_frame(frames))
-        check_turn(episode.uid, turn, rows=turn.row)  # its place among the rows is checked when it is taken
-        tokens = len(turn.context) + len(turn.ids)
-        if (turn.index, tokens, len(turn.ids)) != (message.turn, message.tokens, message.model_tokens):
-            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} is not what its header says")
+        check_turn(episode.uid, turn, turn.row, self.state.vocabulary)  # its row is checked when it is taken
+        _check_header(message, turn)
+        if episode.tokens + message.tokens > self._most_tokens:
+            raise ProtocolError(
+                f"episode {episode.uid}: over {self._most_tokens} tokens (rollout.max_tokens)"
+            )
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         self.reporter.on_turn(message.model_tokens)
         self.state.buffer.meter.sampled(episode.uid, message.model_tokens, now)
@@ -147,14 +151,25 @@ class RecordHandler:
         self._acks = set()
 
 
-def _checked(message: Record) -> Record:
+def _checked(message: Record, most_tokens: int) -> Record:
     """The record, or a failure in its place where numbers of it cannot be trained, summed up or stored."""
     if not isinstance(message, Finished):
         return message
-    trouble = message.result.problem
-    if not trouble and not all(map(math.isfinite, (message.stats.seconds, message.stats.tool_s))):
-        trouble = "its seconds are no finite number"
-    return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble) if trouble else message
+    result, stats = message.result, message.stats
+    if trouble := result.problem:
+        return Failed(message.seq, message.attempt, FailReason.REWARD_ERROR, trouble)
+    if trouble := stats.misfit(most_tokens) or result.misfit(stats.turns, most_tokens):
+        return Failed(message.seq, message.attempt, FailReason.EPISODE_ERROR, f"impossible: {trouble}")
+    return message
+
+
+def _check_header(message: Generated, turn: Turn) -> None:
+    """ProtocolError when the header says something else than the turn: lags are bounded by the header's."""
+    versions = [span.version for span in turn.spans] or [message.oldest, message.newest]
+    found = (turn.index, len(turn.context) + len(turn.ids), len(turn.ids), min(versions), max(versions))
+    told = (message.turn, message.tokens, message.model_tokens, message.oldest, message.newest)
+    if found != told:
+        raise ProtocolError(f"episode {message.attempt.uid}: turn {message.turn} is not what its header says")
 
 
 def _single_frame(frames: list[bytes]) -> bytes:

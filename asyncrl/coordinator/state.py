@@ -27,7 +27,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.runtime.liveness import Liveness
 from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError
-from asyncrl.types import Sample, Turn
+from asyncrl.types import MAX_VOCABULARY, Sample, Turn
 from asyncrl.weights.manifest import WeightsRef
 from asyncrl.wire.incarnations import is_older, launch_of
 from asyncrl.wire.messages.shared import Stop, Welcome, WireMessage
@@ -88,6 +88,7 @@ class RunState:
     outbox: TransactionalOutbox
     coordinator_epoch: int
     trainer_epoch: int = 0
+    vocabulary: int = MAX_VOCABULARY  # token ids are below it, once the trainer has told
     launch: str = ""  # that this coordinator belongs to
     skipped: int = 0  # committed batches in a row without an optimizer step
     waits: list[str] = field(default_factory=list)

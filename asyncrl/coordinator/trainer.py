@@ -98,6 +98,7 @@ class TrainerHandler:
                 state.salvage()
             self._check_position(message.step)
             state.liveness.alive(now)  # a hello that is only repeated is no sign of life
+        state.vocabulary = message.vocabulary
         self.ranks.control[message.rank], self.ranks.heard[message.rank] = peer, now
         state.welcome(peer)
 

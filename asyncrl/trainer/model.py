@@ -54,6 +54,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.ranks = lm, ranks
         self.export_dtype = getattr(torch, config.dtype)
+        self.vocabulary: int = lm.config.get_text_config().vocab_size  # token ids are below it
         self.published = pieces(lm)
         self.packing: Packing = "padded"  # how rows must be laid out for it
         self.attention = lm.config._attn_implementation  # of padded rows

@@ -44,7 +44,7 @@ class Publishing:
         self.config, self.mesh, self.policy = config, mesh, policy
         self.announced: Published | None = None  # set by the publisher's thread
         self.noise_floor: float | None = None
-        self._probe_ids = probe_ids(policy.lm.config.vocab_size)
+        self._probe_ids = probe_ids(policy.vocabulary)
         self._host = HostShards(
             shards(policy), policy.published, policy.export_dtype, config.launch.stall_timeout
         )

@@ -194,7 +194,8 @@ class TrainerRank:
         return welcome
 
     def _greeting(self) -> TrainerHello:
-        return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed)
+        vocabulary = self.learner.policy.vocabulary
+        return TrainerHello(self.rank, self.mesh.size, self.incarnation, self.committed, vocabulary)
 
     def _take(self, micro: int) -> tuple[WorkPlan, list[bytes]]:
         """The next plan; with several ranks, only when all of them hold theirs."""

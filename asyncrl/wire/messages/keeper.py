@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.messages.shared import Count, WireMessage
 
 
 class KeeperHello(WireMessage, frozen=True):
     """First message of a keeper, repeated until welcomed, after silence and when its server is up.
     `url` is empty while the server starts; `engine` says what it is ("sglang 0.5.23")."""
 
-    index: int
+    index: Count
     incarnation: str
     url: str
-    pid: int
+    pid: Count
     engine: str = ""
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from asyncrl.weights.manifest import Probe, WeightsRef
+
+
+# What is outside of these ranges is not decoded: sums of such numbers stay finite, and the store can hold them.
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Finite = Annotated[
+    float, Meta(ge=-1e15, le=1e15)
+]  # seconds, too: a clock that is set back makes some negative
 
 
 class WireMessage(msgspec.Struct, frozen=True, tag=True):
@@ -45,10 +55,10 @@ class Loaded(WireMessage, frozen=True):
     ref: WeightsRef
     lane: str
     checksum: str
-    seconds: float
+    seconds: Finite
     error: str = ""
     probe_gap: float = 0.0
-    probe_tokens: int = 0
+    probe_tokens: Count = 0
     probe_noise: float = 0.0
     superseded: bool = False
     unproven: bool = False

@@ -8,18 +8,20 @@ import msgspec
 
 from asyncrl.buffer.batches import Baseline
 from asyncrl.buffer.records import EpisodeRecord
-from asyncrl.types import EpisodeResult, PolicyVersion
+from asyncrl.types import MAX_VOCABULARY, EpisodeResult, PolicyVersion
 from asyncrl.weights.manifest import Probe, WeightsRef
-from asyncrl.wire.messages.shared import WireMessage
+from asyncrl.wire.messages.shared import Count, Finite, WireMessage
 
 
 class TrainerHello(WireMessage, frozen=True):
-    """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation."""
+    """A rank reports in with the step of its checkpoint. Ranks of one start share the incarnation.
+    `vocabulary`: token ids of the model are below it."""
 
-    rank: int
-    ranks: int
+    rank: Count
+    ranks: Count
     incarnation: str
-    step: int
+    step: Count
+    vocabulary: Count = MAX_VOCABULARY
 
 
 class TrainerBeat(WireMessage, frozen=True):
@@ -27,19 +29,19 @@ class TrainerBeat(WireMessage, frozen=True):
     checkpoints, are totals since the start: a rank whose `work` stays the same is alive, but makes no
     progress."""
 
-    rank: int
-    busy_s: float
-    idle_s: float
+    rank: Count
+    busy_s: Finite
+    idle_s: Finite
     waiting: str = ""
-    work: int = 0
-    written: int = 0
+    work: Count = 0
+    written: Count = 0
 
 
 class Commit(WireMessage, frozen=True):
     """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes)."""
 
-    trainer_epoch: int
-    step: int
+    trainer_epoch: Count
+    step: Count
     plan_hash: str
     metrics: dict[str, float]
 
@@ -57,8 +59,8 @@ class Published(WireMessage, frozen=True):
     """Rank 0 wrote a version that engines may load."""
 
     ref: WeightsRef
-    snapshot_s: float  # what the trainer waited
-    write_s: float  # in the background; of a broadcast only the offer, keepers report each load
+    snapshot_s: Finite  # what the trainer waited
+    write_s: Finite  # in the background; of a broadcast only the offer, keepers report each load
 
 
 class Probed(WireMessage, frozen=True):
@@ -71,10 +73,10 @@ class Probed(WireMessage, frozen=True):
 class Checkpointed(WireMessage, frozen=True):
     """A verified checkpoint of `step` is in place; it counts `trained_total` trajectories."""
 
-    trainer_epoch: int
-    step: int
+    trainer_epoch: Count
+    step: Count
     path: str
-    trained_total: int
+    trained_total: Count
 
 
 class OutOfMemory(WireMessage, frozen=True):
@@ -82,10 +84,10 @@ class OutOfMemory(WireMessage, frozen=True):
     `episodes`, perhaps none; it ends, and the others with it. Answered by Stop, once what the next ranks may
     try is durable."""
 
-    trainer_epoch: int
-    rank: int
-    tokens: int
-    episodes: int
+    trainer_epoch: Count
+    rank: Count
+    tokens: Count
+    episodes: Count
     detail: str
 
 
@@ -93,8 +95,8 @@ class Spiked(WireMessage, frozen=True):
     """All ranks gave up batch `step` (1-based): its gradient norm is not finite, or over `limit`. They end
     when they are answered, by Stop, once what becomes of the batch is durable."""
 
-    trainer_epoch: int
-    step: int
+    trainer_epoch: Count
+    step: Count
     norm: float
     limit: float
 
@@ -102,10 +104,10 @@ class Spiked(WireMessage, frozen=True):
 class PlanRequest(WireMessage, frozen=True):
     """Rank asks for micro-batch `micro` of batch `step` (0-based: the step being trained)."""
 
-    trainer_epoch: int
-    step: int
-    micro: int
-    rank: int
+    trainer_epoch: Count
+    step: Count
+    micro: Count
+    rank: Count
 
 
 class PlannedTrajectory(msgspec.Struct, frozen=True):
@@ -168,10 +170,10 @@ class WorkPlan(WireMessage, frozen=True):
 class PlanReceived(WireMessage, frozen=True):
     """The rank holds the payloads of a plan."""
 
-    trainer_epoch: int
-    step: int
-    micro: int
-    rank: int
+    trainer_epoch: Count
+    step: Count
+    micro: Count
+    rank: Count
 
 
 class StartPlan(WireMessage, frozen=True):

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import msgspec
 
 from asyncrl.types import PolicyVersion, Sample
-from asyncrl.wire.messages.shared import Attempt, WireMessage
+from asyncrl.wire.messages.shared import Attempt, Count, Finite, WireMessage
 
 
 class WorkerHello(WireMessage, frozen=True):
     """First message of a worker process, repeated until welcomed, and after silence. `acked` is its highest
     acknowledged bulk record: the next one to be sent follows it."""
 
-    index: int
+    index: Count
     incarnation: str
-    slots: int
-    pid: int
-    acked: int = 0
+    slots: Count
+    pid: Count
+    acked: Count = 0
 
 
 class EngineUse(msgspec.Struct, array_like=True, gc=False):
@@ -28,14 +28,14 @@ class EngineUse(msgspec.Struct, array_like=True, gc=False):
     KV memory, for want of it."""
 
     name: str
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    busy: int = 0
-    lost: int = 0
-    moved: int = 0
-    retracted: int = 0
+    requests: Count = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    tokens: Count = 0
+    busy: Count = 0
+    lost: Count = 0
+    moved: Count = 0
+    retracted: Count = 0
 
 
 class Heartbeat(WireMessage, frozen=True):
@@ -45,11 +45,11 @@ class Heartbeat(WireMessage, frozen=True):
     a reward), which is not over. `engines`: in the order in which the worker met them. `acked` as in
     WorkerHello: a hello that was long under way names fewer."""
 
-    assigned: int
+    assigned: Count
     held: tuple[Attempt, ...]
-    busy_s: float
-    idle_s: float
-    tokens: int
+    busy_s: Finite
+    idle_s: Finite
+    tokens: Count
     waiting: str = ""  # the named wait the worker is in, if any
     in_time: bool = False
     engines: tuple[EngineUse, ...] = ()

@@ -94,7 +94,10 @@ def setup(tmp_path: Path) -> Iterator[LoopSetup]:
 
 
 def test_what_a_stranger_sends_does_not_end_the_run(setup: LoopSetup) -> None:
-    for peer, parts in ((b"rollout/8/x", b"GET / HTTP/1.1"), (b"observer/\xff\xfe", encode(ObserverHello(), [])[0])):
+    for peer, parts in (
+        (b"rollout/8/x", b"GET / HTTP/1.1"),
+        (b"observer/\xff\xfe", encode(ObserverHello(), [])[0]),
+    ):
         setup.send(peer, parts)
         setup.turn()
     assert setup.coordinator.lifecycle.phase is Phase.STARTING and not setup.coordinator.lifecycle.error

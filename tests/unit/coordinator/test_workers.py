@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -258,22 +259,21 @@ def test_an_ending_that_does_not_fit_its_turns_is_not_trained(setup: WorkerSetup
 
 
 @pytest.mark.parametrize(
-    ("result", "seconds", "why"),
+    ("result", "why"),
     [
-        (EpisodeResult(math.nan), 1.0, "the reward is nan"),
-        (EpisodeResult(1e300), 1.0, "the reward is 1e+300; it must be within ±1e+06"),
-        (EpisodeResult(0.0, 1, (-1e7, 1e7)), 1.0, "the reward of turn 0 is -1e+07"),
-        (EpisodeResult(0.0, components={"a": math.inf}), 1.0, "component 'a' of the reward is inf"),
-        (EpisodeResult(1.0), math.nan, "its seconds are no finite number"),
+        (EpisodeResult(math.nan), "the reward is nan"),
+        (EpisodeResult(1e300), "the reward is 1e+300; it must be within ±1e+06"),
+        (EpisodeResult(0.0, 1, (-1e7, 1e7)), "the reward of turn 0 is -1e+07"),
+        (EpisodeResult(0.0, components={"a": math.inf}), "component 'a' of the reward is inf"),
     ],
 )
 def test_numbers_that_cannot_be_trained_fail_the_episode_and_nothing_else(
-    setup: WorkerSetup, caplog: pytest.LogCaptureFixture, result: EpisodeResult, seconds: float, why: str
+    setup: WorkerSetup, caplog: pytest.LogCaptureFixture, result: EpisodeResult, why: str
 ) -> None:
     (_, first), (_, second) = setup.tick()
     setup.turn(A, 1, first)
     with caplog.at_level("INFO"):
-        setup.records.record(A, Finished(2, first, result, EpisodeStats(1, seconds=seconds)), [], 0.0)
+        setup.records.record(A, Finished(2, first, result, EpisodeStats(1)), [], 0.0)
     assert f"reward_error ({why}" in caplog.text
     setup.turn(A, 3, second)
     setup.finish(A, 4, second)
@@ -302,6 +302,12 @@ def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> Non
         (turn_payload(routes=Routes(0, 0, b"1234")), "routes of 0 tokens from position 0 in"),
         (turn_payload(context=(1,) * 9), "not what its header says"),
         (turn_payload(index=1), "not what its header says"),
+        (turn_payload(version=1), "not what its header says"),
+        (turn_payload(ids=(1,) * 9 + (100,)), "is no token"),
+        (turn_payload(context=(100,) * 10), "is no token"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "no finite numbers up to 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "no finite numbers up to 0"),
+        (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "no finite numbers up to 0"),
     ],
 )
 def test_a_turn_that_cannot_be_trained_is_never_taken_in(
@@ -309,6 +315,7 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
 ) -> None:
     """It would end the trainer at every start, as its plan is repeated."""
     (_, first), _ = setup.tick()
+    setup.state.vocabulary = 100
     setup.records.record(A, Generated(1, first, 0, 20, 10, 0, 0), [payload], 0.0)
     assert error in caplog.text
     assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
@@ -325,6 +332,45 @@ def test_replies_that_fit_no_turn_are_never_taken_in(setup: WorkerSetup, turn: i
     setup.records.record(A, Replied(2, first, turn), [payload], 0.0)
     setup.state.persist()
     assert setup.state_of(first.uid) == (State.PENDING, 1)
+
+
+def test_an_episode_is_no_longer_than_its_limits(setup: WorkerSetup) -> None:
+    """Its memory is reserved by them."""
+    limit = setup.state.config.rollout.max_tokens
+    (_, first), _ = setup.tick()
+    setup.state.buffer.episodes[first.uid].tokens = limit - 19
+    setup.turn(A, 1, first)
+    assert setup.state_of(first.uid) == (State.PENDING, 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "stats"),
+    [
+        (EpisodeResult(1.0, tokens=-1), {}),
+        (EpisodeResult(1.0, tokens=21), {}),
+        (EpisodeResult(1.0, turn_rewards=(1.0, 0.0)), {}),
+        (EpisodeResult(1.0, turn_rewards=(1.0,), agents=("a",)), {}),
+        (EpisodeResult(1.0, turn_rewards=(1.0,), agents=("a",), turn_tokens=(-1,)), {}),
+        (EpisodeResult(1.0), {"seconds": math.nan}),
+        (EpisodeResult(1.0), {"tool_s": -1.0}),
+        (EpisodeResult(1.0), {"tool_calls": -1}),
+        (EpisodeResult(1.0), {"followed": 1 << 63}),
+        (EpisodeResult(1.0), {"longest_row": 21}),
+    ],
+)
+def test_an_end_with_impossible_figures_fails_the_episode(
+    setup: WorkerSetup, result: EpisodeResult, stats: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (_, first), (_, second) = setup.tick()
+    setup.turn(A, 1, first)
+    with caplog.at_level("INFO"):
+        setup.records.record(A, Finished(2, first, result, EpisodeStats(1, **stats)), [], 0.0)
+    assert "impossible" in caplog.text or "are durable" in caplog.text
+    assert setup.state_of(first.uid) == (State.PENDING, 1)
+    setup.turn(A, 3, second)
+    setup.finish(A, 4, second)
+    setup.state.persist()
+    assert [episode.uid for episode in setup.landed] == [second.uid]
 
 
 def test_a_version_that_was_never_pushed_quarantines_the_worker(setup: WorkerSetup) -> None:

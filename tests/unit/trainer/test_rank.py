@@ -43,7 +43,8 @@ class FakeLearner:
     """Calls `pulse` after every micro-batch, as the real one does."""
 
     def __init__(self, config: Any, mesh: Any) -> None:
-        self.step, self.watch, self.policy, self.world = 0, Stopwatch(), None, mesh
+        self.step, self.watch, self.world = 0, Stopwatch(), mesh
+        self.policy = SimpleNamespace(vocabulary=10)
         self.pulse = lambda: None
 
     def work(self, micros: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -14,11 +15,13 @@ from asyncrl.errors import DeadlineError, ProtocolError
 from asyncrl.wire import sockets
 from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver, ToWorkerBulk
 from asyncrl.wire.messages.observer import ObserverHello
-from asyncrl.wire.messages.shared import Attempt, Stop
-from asyncrl.wire.messages.trainer import Commit, PlanReceived
+from asyncrl.wire.messages.shared import Attempt, Stop, WireMessage
+from asyncrl.wire.messages.trainer import Checkpointed, Commit, PlanReceived, TrainerHello
 from asyncrl.wire.messages.worker_bulk import Replied
+from asyncrl.wire.messages.worker_control import EngineUse, Heartbeat, WorkerHello
 from asyncrl.wire.sockets import (
     AsyncLink,
+    Codec,
     Gate,
     Hub,
     KeyPair,
@@ -106,6 +109,24 @@ def test_what_cannot_be_read_is_counted_and_the_next_message_comes(
 ) -> None:
     visitors.send(garbage, GOOD)
     visitors.expect(ObserverHello(), refused=1)
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ("rollout", Heartbeat(-1, (), 0.0, 0.0, 0)),
+        ("rollout", Heartbeat(0, (), math.nan, 0.0, 0)),
+        ("rollout", Heartbeat(0, (), 0.0, math.inf, 0)),
+        ("rollout", Heartbeat(0, (), 0.0, 0.0, 1 << 63)),
+        ("rollout", Heartbeat(0, (), 0.0, 0.0, 0, engines=(EngineUse("e", tokens=-1),))),
+        ("rollout", WorkerHello(0, "a", -4, 1)),
+        ("trainer", TrainerHello(0, -2, "a", 0)),
+        ("trainer", Checkpointed(1, 1 << 63, "", 0)),
+    ],
+)
+def test_a_number_that_cannot_be_is_not_taken_in(role: str, message: WireMessage) -> None:
+    with pytest.raises(ProtocolError, match="undecodable"):
+        Codec(ToCoordinatorControl[role]).decode(encode(message, []))
 
 
 def test_an_identity_that_is_no_text_is_nobody(visitors: Visitors) -> None:
