@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from asyncrl.weights.manifest import Probe, WeightsRef
 
-
 # What is outside of these ranges is not decoded: sums of such numbers stay finite, and the store can hold them.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[
