@@ -23,6 +23,7 @@ from typing import Any
 from asyncrl.buffer.freshness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
+from asyncrl.coordinator.enrolment import EnrolmentHandler
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
@@ -39,7 +40,7 @@ from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Loaded, Stop, WireMessage
+from asyncrl.wire.messages.shared import Enrol, Invite, Loaded, Stop, WireMessage
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -126,6 +127,7 @@ class Coordinator:
             self.workers.reissue_orphans(time.monotonic())
             state.versions.ref = None  # its files may have been damaged by a power cut
             state.store.put_meta("launch", incarnation)
+        self.enrolment = EnrolmentHandler(state, self._gate)
         state.first_attempts.landed = state.store.read.meta("landed") == incarnation
         self._orphans_at: float | None = time.monotonic() + self.config.launch.lease
 
@@ -233,6 +235,10 @@ class Coordinator:
             case ObserverHello():
                 self.observers.add(peer)
                 self.state.welcome(peer)
+            case Invite():
+                self.enrolment.invite(message, now)
+            case Enrol():
+                self.enrolment.enrol(peer, message)
             case Stop() if peer in self.observers:
                 self.lifecycle.stop(message.reason, now, message.save)
             case Stop():
@@ -261,6 +267,7 @@ class Coordinator:
     def _tick(self, now: float) -> None:
         state = self.state
         self.lifecycle.advance(now)
+        self.enrolment.tick(now)
         if self._orphans_at is not None and now > self._orphans_at:
             self._orphans_at = None
             self.workers.reissue_orphans(now)

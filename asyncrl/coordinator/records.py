@@ -132,9 +132,8 @@ class RecordHandler:
         check_turn(episode.uid, turn, turn.row, self.state.vocabulary)  # its row is checked when it is taken
         _check_header(message, turn)
         if episode.tokens + message.tokens > self._most_tokens:
-            raise ProtocolError(
-                f"episode {episode.uid}: over {self._most_tokens} tokens (rollout.max_tokens)"
-            )
+            limit = f"{self._most_tokens} tokens (rollout.max_tokens)"
+            raise ProtocolError(f"episode {episode.uid}: turn {message.turn} makes it longer than {limit}")
         self.state.store.put_frame(episode.uid, message.turn, "generated", frame)
         self.reporter.on_turn(message.model_tokens)
         self.state.buffer.meter.sampled(episode.uid, message.model_tokens, now)

@@ -10,7 +10,6 @@ when the episode is over or the worker has died.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.gateway.agents import MAX_RESULT, agents
 from asyncrl.gateway.server import Endpoint
 from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.environment import inherited
 from asyncrl.isolation.wrapper import KILL, KILL_SECONDS
 from asyncrl.types import Sample
 
@@ -46,15 +46,13 @@ class Command:
     """Runs `line`, a command with its arguments (no shell; `sh -c '...'` is one), in `directory` (default:
     where the run was started). Its first word `python` is the run's own interpreter, with the packages that
     the run has. Of the sample's `extra_info`, which may hold the answer, the program gets the entries named
-    here, with commas.
+    here, with commas; of the environment variables those that say where things are (PATH, HOME, LANG, …), and
+    those named in `env`, with commas.
     ConfigError for a line or a directory that cannot be used."""
 
-    def __init__(self, *, line: Line, directory: str = "", extra_info: str = "") -> None:
-        self._words, self._directory, self._extra_info = (
-            _split(line),
-            directory or None,
-            extra_info.split(","),
-        )
+    def __init__(self, *, line: Line, directory: str = "", extra_info: str = "", env: str = "") -> None:
+        self._words, self._directory = _split(line), directory or None
+        self._extra_info, self._env = _names(extra_info), _names(env)
         if directory and not Path(directory).is_dir():
             raise ConfigError(f"directory {directory!r}: no such directory")
         program = self._words[0]
@@ -73,7 +71,7 @@ class Command:
                 stdout=pipe,
                 stderr=pipe,
                 cwd=self._directory,
-                env=_environment(os.environ, endpoint),
+                env=_environment(inherited(self._env), endpoint),
                 start_new_session=True,
             )
         except OSError as error:
@@ -131,9 +129,13 @@ def _written(sample: Sample, names: Sequence[str]) -> bytes:
             "data_source": sample.data_source,
             "ability": sample.ability,
             "prompt": sample.prompt,
-            "extra_info": {name: extra[name] for name in map(str.strip, names) if name in extra},
+            "extra_info": {name: extra[name] for name in names if name in extra},
         }
     )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def _split(line: str) -> list[str]:
@@ -145,7 +147,7 @@ def _split(line: str) -> list[str]:
 
 
 def _environment(own: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
-    """This process's variables and the endpoint, which is not reached through a proxy."""
+    """Its own variables and the endpoint, which is not reached through a proxy."""
     no_proxy = ",".join(filter(None, (own.get("NO_PROXY") or own.get("no_proxy"), "127.0.0.1")))
     return {
         **own,

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -106,11 +106,14 @@ class Child(Generic[S, Q, A]):
         self._killed = False
 
     @classmethod
-    async def start(cls, service: Service[S, Q, A], name: str, largest: int) -> Child[S, Q, A]:
-        """A fresh interpreter with our import path. `largest`: bytes that it may answer at once."""
+    async def start(
+        cls, service: Service[S, Q, A], name: str, largest: int, env: Mapping[str, str] | None = None
+    ) -> Child[S, Q, A]:
+        """A fresh interpreter with our import path. `largest`: bytes that it may answer at once. `env`: its
+        environment variables; None: ours."""
         ours, theirs = socket.socketpair()
         try:  # beside the loop: starting a process takes a while, more so on a busy machine
-            process = await in_thread(partial(_spawn, theirs, service.name, largest), "child")
+            process = await in_thread(partial(_spawn, theirs, service.name, largest, env), "child")
         except BaseException:
             ours.close()  # a child that was started nevertheless ends then
             raise
@@ -188,13 +191,16 @@ class Child(Generic[S, Q, A]):
         return "closed its pipe"
 
 
-def _spawn(end: socket.socket, service: str, largest: int) -> subprocess.Popen[bytes]:
+def _spawn(
+    end: socket.socket, service: str, largest: int, env: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
     code = f"import sys; sys.path[:] = sys.argv[3:]; from {__name__} import serve; serve()"
     with end:
         return subprocess.Popen(
             wrapped([sys.executable, "-c", code, service, str(largest), *sys.path]),
             stdin=end.fileno(),
             stdout=end.fileno(),
+            env=env,
             start_new_session=True,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 from asyncrl.isolation.calls import CallTimeout
@@ -21,7 +22,8 @@ A = TypeVar("A")
 
 class ProcessPool(Generic[S, Q, A]):
     """Up to `size` children of a service, each begun with `first` within `start_seconds`. `name` is what
-    errors call a child, `largest` how many bytes it may answer at once. It belongs to one event loop.
+    errors call a child, `largest` how many bytes it may answer at once, `env` its environment variables
+    (None: ours). It belongs to one event loop.
 
     A start that its call stops waiting for goes on, for the next call.
     """
@@ -35,8 +37,10 @@ class ProcessPool(Generic[S, Q, A]):
         size: int,
         largest: int,
         start_seconds: float,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._service, self._first, self._name, self._largest = service, first, name, largest
+        self._env = env
         self._start_seconds = start_seconds
         self._places = asyncio.Semaphore(size)
         self._warming = asyncio.Lock()
@@ -121,7 +125,7 @@ class ProcessPool(Generic[S, Q, A]):
     async def _start(self) -> Child[S, Q, A]:
         if self._closed:
             raise self._closed_error()
-        child = await Child.start(self._service, self._name, self._largest)
+        child = await Child.start(self._service, self._name, self._largest, self._env)
         self.children = {child} | {other for other in self.children if not other.ended}
         try:
             await child.open(self._first, self._start_seconds)

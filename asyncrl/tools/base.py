@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     replay: Replay
     blocking: bool
     process: bool
+    env: tuple[str, ...]
     end: Callable[[], Awaitable[None]]
 
 
@@ -74,6 +75,8 @@ class Tool:
     """Run a sync function in a thread, which the deadline can abandon; others run inline: keep them quick."""
     process: bool = False
     """Run a sync function in a process of a pool, where the deadline kills it."""
+    env: tuple[str, ...] = ()
+    """With `process`: environment variables that it sees beside the usual ones (isolation/environment.py)."""
     remake: Callable[..., Tool] | None = None
     """The factory that made it, for samples that bring constructor arguments."""
     end: Callable[[], Awaitable[None]] | None = None

@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError, one_line
 from asyncrl.isolation.child import wrapped
+from asyncrl.isolation.environment import inherited
 from asyncrl.remote import bearer
 from asyncrl.tools import mcp_relay
 from asyncrl.types import Sample
@@ -269,8 +270,8 @@ def _started(server: McpServer, stderr: Any) -> Any:
     program, *arguments = shlex.split(server.command)
     command = [sys.executable if program == "python" else program, *arguments]
     run, *args = wrapped([sys.executable, "-I", "-S", mcp_relay.__file__, *command])
-    passed = {name: os.environ[name] for name in server.env if name in os.environ}
-    return stdio_client(StdioServerParameters(command=run, args=args, env=passed), errlog=stderr)
+    parameters = StdioServerParameters(command=run, args=args, env=inherited(server.env))
+    return stdio_client(parameters, errlog=stderr)
 
 
 def _adds(server: McpServer) -> Callable[[Any], Awaitable[None]]:

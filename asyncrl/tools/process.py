@@ -15,6 +15,7 @@ import msgspec
 
 from asyncrl.errors import ConfigError
 from asyncrl.isolation.child import Service
+from asyncrl.isolation.environment import inherited
 from asyncrl.isolation.pool import ProcessPool
 from asyncrl.registry import load_object
 from asyncrl.tools.base import Tool, ToolError
@@ -63,6 +64,7 @@ class ToolPool:
             size=size,
             largest=MAX_ANSWER,
             start_seconds=START_SECONDS,
+            env=inherited(tool.env),
         )
 
     async def call(self, arguments: str) -> tuple[str, float]:

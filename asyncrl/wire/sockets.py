@@ -41,7 +41,7 @@ HIGH_WATER = 4096
 SEND_DEADLINE = 30.0
 EVERY_ADDRESS = "0.0.0.0"
 ENVELOPE = 1024  # bytes that encryption may add to a frame
-COORDINATOR, OBSERVER = "coordinator", "observer"
+COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
 ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
@@ -191,14 +191,14 @@ class Gate:
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the handler nobody comes in
 
     def role(self, peer: bytes, key: str) -> str:
-        """Of the owner of the key, which `peer` must name. ProtocolError."""
+        """Of the owner of the key, which `peer` must name; of a token the key, too. ProtocolError."""
         role = self.members.get(key)
-        if role is None or role_of(peer) != role:
+        if role is None or role_of(peer) != role or (role == TOKEN and peer != identity(TOKEN, 0, key)):
             raise ProtocolError(f"its key is that of {'no' if role is None else role!r} role")
         return role
 
     def close(self) -> None:
-        """After its Hubs: returns when they have sent their queues, or after LINGER, and the ports are free."""
+        """After its Hubs: returns when they have sent their queues (LINGER at most) and ports are free."""
         self.context.term()
 
 
@@ -212,7 +212,6 @@ class Hub:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.bind(endpoint)
         self._gate, self._codecs = gate, {role: Codec(union) for role, union in unions.items()}
-        self.key = ""  # of the sender of what `receive` gave last
         self.refused = 0  # messages that could not be read
 
     def send(self, peer: bytes, message: WireMessage, frames: Sequence[bytes] = ()) -> bool:
@@ -236,8 +235,8 @@ class Hub:
             peer, parts = first.bytes, self.socket.recv_multipart(zmq.DONTWAIT)
             try:
                 peer.decode()  # our identities are text, handlers use it as a name
-                self.key = str(first.get("User-Id"))
-                return peer, *self._codec(self._gate.role(peer, self.key)).decode(parts)
+                role = self._gate.role(peer, str(first.get("User-Id")))
+                return peer, *self._codec(role).decode(parts)
             except (ProtocolError, UnicodeDecodeError) as error:
                 self.refused += 1
                 if _is_power_of_two(self.refused):
@@ -273,6 +272,7 @@ class Link:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self.socket)
         introduce(self.socket, name, keys)
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         self.socket.connect(endpoint)
         self._codec = Codec(union)
@@ -291,7 +291,14 @@ class Link:
             return None
         return self._codec.decode(self.socket.recv_multipart())
 
+    @property
+    def refused(self) -> bool:
+        """Whether the coordinator has refused the key of this end. It is tried again all the time."""
+        return bool(self._monitor.poll(0))
+
     def close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
         self.socket.close(linger=LINGER)
 
 

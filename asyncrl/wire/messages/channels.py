@@ -5,7 +5,7 @@ A message is a header (one of these structs, msgpack) and zero or more opaque fr
 
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd, Status, StepReport
-from asyncrl.wire.messages.shared import Loaded, LoadWeights, Stop, Welcome
+from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite, Loaded, LoadWeights, Stop, Welcome
 from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
@@ -31,7 +31,8 @@ ToCoordinatorControl = {
     "trainer": (
         TrainerHello | TrainerBeat | Commit | Probed | Published | Checkpointed | OutOfMemory | Spiked
     ),
-    "observer": ObserverHello | Stop,
+    "observer": ObserverHello | Invite | Stop,
+    "token": Enrol,
 }
 ToCoordinatorBulk = {"rollout": Record, "trainer": PlanRequest | PlanReceived}
 ToWorkerControl = Welcome | Assign | Cancel | LoadWeights | Engines | Clock | Stop
@@ -39,4 +40,5 @@ ToKeeper = Welcome | LoadWeights | Stop
 ToWorkerBulk = Ack | Fenced
 ToTrainerControl = Welcome | Committed | Stop
 ToTrainerBulk = WorkPlan | StartPlan
+ToToken = Enrolled
 ToObserver = Welcome | Status | StepReport | Replace | RunEnd | Stop

@@ -9,15 +9,34 @@ from msgspec import Meta
 
 from asyncrl.weights.manifest import Probe, WeightsRef
 
-# What is outside of these ranges is not decoded: sums of such numbers stay finite, and the store can hold them.
+# What is not within these is not decoded: sums of such numbers stay finite, and the store can hold them.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Finite = Annotated[
-    float, Meta(ge=-1e15, le=1e15)
-]  # seconds, too: a clock that is set back makes some negative
+Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a clock that is set back makes seconds negative
 
 
 class WireMessage(msgspec.Struct, frozen=True, tag=True):
     """Base: the class name is the tag on the wire."""
+
+
+class Invite(WireMessage, frozen=True):
+    """The launcher to the coordinator: who has the key `token` (public half) may enrol one key for `role`,
+    once, within so many seconds."""
+
+    token: str
+    role: str
+    seconds: Finite
+
+
+class Enrol(WireMessage, frozen=True):
+    """Who has a token: from now on this key (public half) is of the token's role, and the token of nobody."""
+
+    key: str
+
+
+class Enrolled(WireMessage, frozen=True):
+    """Answer to Enrol."""
+
+    role: str
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True):

@@ -44,6 +44,14 @@ def test_a_program_gets_the_sample_and_the_endpoint(tmp_path: Path) -> None:
     assert found["sample"] == {"row": 3, "prompt": prompt, **rest}
 
 
+def test_a_program_does_not_get_the_launchers_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hidden")
+    monkeypatch.setenv("SEARCH_KEY", "named")
+    line = f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    assert "hidden" not in json.dumps(found := run(line)) and found["PATH"] and "SEARCH_KEY" not in found
+    assert run(line, env="SEARCH_KEY, NOT_SET")["SEARCH_KEY"] == "named"
+
+
 def test_a_program_does_not_get_the_answer() -> None:
     """Whatever a program can read, the model that leads it may read. Of extra_info it gets what is named."""
     assert run("cat", extra_info="y, z")["extra_info"] == {"y": 1}

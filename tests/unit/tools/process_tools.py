@@ -15,7 +15,7 @@ if "PROCESS_TOOLS_GATE" in os.environ:
         gate.read(1)
 
 
-@tool(process=True, timeout=20, concurrency=2)
+@tool(process=True, timeout=20, concurrency=2, env=("PROCESS_TOOLS_GATE", "SEARCH_KEY"))
 def work(what: str) -> Rewarded:
     """Do what is said, some of it bad."""
     print("tools may print")
@@ -28,6 +28,8 @@ def work(what: str) -> Rewarded:
             sys.exit(3)
         case "child":
             return Rewarded(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, 0.0)
+        case "variables":
+            return Rewarded(" ".join(os.environ), 0.0)
         case "large":
             return Rewarded("x" * 10_000_000, 0.0)
         case "garbage":

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -94,6 +93,14 @@ def test_what_runs_past_its_deadline_is_killed_with_its_children() -> None:
     with_deadlines(play)
 
 
+def test_a_process_sees_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model leads what a tool does: keys of the launcher are not for it to read."""
+    monkeypatch.setenv("SEARCH_KEY", "for the tool")
+    monkeypatch.setenv("WANDB_API_KEY", "for the trainer")
+    [[reply]] = play(["variables"])
+    assert {"PATH", "SEARCH_KEY"} <= {*reply.content.split()} and "WANDB_API_KEY" not in reply.content
+
+
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Processes of the tool are ready when something was written to it."""
@@ -104,7 +111,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     os.close(end)
 
 
-Spawn = Callable[[socket.socket, str, int], "subprocess.Popen[bytes]"]
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
@@ -113,8 +120,8 @@ def spawned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pids: list[int] = []
     spawn: Spawn = child._spawn
 
-    def counted(end: socket.socket, service: str, largest: int) -> subprocess.Popen[bytes]:
-        pids.append((made := spawn(end, service, largest)).pid)
+    def counted(*about: Any) -> subprocess.Popen[bytes]:
+        pids.append((made := spawn(*about)).pid)
         return made
 
     monkeypatch.setattr(child, "_spawn", counted)
@@ -155,9 +162,9 @@ def test_a_process_that_comes_after_the_end_ends_too(
 ) -> None:
     held, spawn = threading.Event(), child._spawn
 
-    def late(end: socket.socket, service: str, largest: int) -> subprocess.Popen[bytes]:
+    def late(*about: Any) -> subprocess.Popen[bytes]:
         held.wait(20)
-        return spawn(end, service, largest)
+        return spawn(*about)
 
     monkeypatch.setattr(child, "_spawn", late)
 

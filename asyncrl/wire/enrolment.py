@@ -1,0 +1,57 @@
+"""How a process that the launcher did not start comes to belong: a token for one key of one role, once.
+
+    launcher ──Invite(public half of the token)──► coordinator      who has the token is let in, to enrol
+        └── a person passes on the token ──► the process ──Enrol(public half of its own key)──► coordinator
+
+A token is a key pair of its own, with the coordinator's address and public key: one that was read on its way
+is of no use once it was used, and the secret key of the process never leaves it.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+
+import msgspec
+
+from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.wire.messages.channels import ToToken
+from asyncrl.wire.messages.shared import Enrol, Invite
+from asyncrl.wire.sockets import COORDINATOR, TOKEN, Endpoints, Link, identity, new_key_pair
+
+TRY_SECONDS = 0.1
+
+
+def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite, str]:
+    """What the coordinator must be sent by the launcher, and the token: a line of text, which is secret."""
+    key = new_key_pair()
+    keys = {COORDINATOR: msgspec.structs.replace(endpoints.keys[COORDINATOR], secret=""), TOKEN: key}
+    content = msgspec.msgpack.encode(Endpoints(endpoints.control, endpoints.bulk, keys))
+    return Invite(key.public, role, seconds), base64.urlsafe_b64encode(content).decode()
+
+
+def enrol(token: str, seconds: float = 30.0) -> Endpoints:
+    """Make a key pair for this process, let the coordinator know its public half, and return where it is
+    dialled, with that pair. ConfigError: the token is none, or is refused, or nobody answers in time."""
+    try:
+        given = msgspec.msgpack.decode(base64.urlsafe_b64decode(token.strip()), type=Endpoints)
+        name = identity(TOKEN, 0, given.keys[TOKEN].public)
+        link = Link(given.control, ToToken, name, given.keys)
+    except (*UNDECODABLE, ValueError, KeyError):
+        raise ConfigError("this is no token of a run; copy all of it") from None
+    key, until, answer = new_key_pair(), time.monotonic() + seconds, None
+    try:
+        link.send(Enrol(key.public))
+        while answer is None and not link.refused:
+            if time.monotonic() > until:
+                raise ConfigError(f"nobody answers at {given.control} within {seconds:g} s: is the run up?")
+            answer = link.receive(TRY_SECONDS)
+    finally:
+        link.close()
+    if answer is None:
+        raise ConfigError(
+            f"the coordinator at {given.control} refuses this token: it was used, is over, or is of another "
+            "launch; get a new one"
+        )
+    keys = {COORDINATOR: given.keys[COORDINATOR], answer[0].role: key}
+    return Endpoints(given.control, given.bulk, keys)

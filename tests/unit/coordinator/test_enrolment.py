@@ -1,0 +1,152 @@
+"""Tokens, over a real socket and a real coordinator: one key for one role, once, for a while."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.config import parse
+from asyncrl.coordinator.loop import Coordinator
+from asyncrl.errors import ConfigError
+from asyncrl.wire.enrolment import enrol, invitation
+from asyncrl.wire.messages.channels import ToObserver, ToWorkerControl
+from asyncrl.wire.messages.observer import ObserverHello
+from asyncrl.wire.messages.shared import Stop, Welcome
+from asyncrl.wire.messages.worker_control import WorkerHello
+from asyncrl.wire.sockets import Endpoints, Link, Poller, choose_endpoints
+from tests.fakes.data import give, rows
+
+DEADLINE = 30.0
+
+
+@pytest.fixture(autouse=True)
+def samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, rows(5))
+
+
+class Joining:
+    """A coordinator, and the launcher's link to it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        base = {"name": "t", "run_dir": str(run_dir), "model": {"path": "m"}, "data": {"train": "d"}}
+        self._config = parse(base)
+        self.endpoints = choose_endpoints("127.0.0.1", 0)
+        self.observer = Link(self.endpoints.control, ToObserver, b"observer/0/x", self.endpoints.keys)
+        self.start("launch")
+
+    def start(self, launch: str) -> None:
+        self.coordinator = Coordinator(self._config, self.endpoints.given_to("coordinator"), launch)
+
+    def during(self, act: Callable[[], Any]) -> Any:
+        """What a function gives that runs in a thread, while the coordinator turns."""
+        with ThreadPoolExecutor(1) as pool:
+            acting = pool.submit(act)
+            while not acting.done():
+                Poller(self.coordinator.control).wait(0.01)
+                self.coordinator.turn(self.coordinator._turned_at + 0.05)
+            return acting.result()
+
+    def token(self, role: str = "rollout", seconds: float = 1e6) -> str:
+        """One that the coordinator knows of: its answer to a later message has come."""
+        invite, token = invitation(self.endpoints, role, seconds)
+        self.observer.send(invite)
+        self.observer.send(ObserverHello())
+        while not isinstance(self.received(self.observer), Welcome):
+            pass
+        return token
+
+    @property
+    def refused(self) -> int:
+        """Messages."""
+        return self.coordinator.control.refused
+
+    def enrol(self) -> Endpoints:
+        token = self.token()
+        given: Endpoints = self.during(lambda: enrol(token, DEADLINE))
+        return given
+
+    def received(self, link: Link) -> Any:
+        found = self.during(lambda: link.receive(DEADLINE))
+        assert found is not None, "nothing came"
+        return found[0]
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Iterator[Joining]:
+    made = Joining(tmp_path)
+    yield made
+    made.coordinator.close()
+    made.observer.close()
+
+
+def worker(endpoints: Endpoints) -> Link:
+    link = Link(endpoints.control, ToWorkerControl, b"rollout/7/x", endpoints.keys)
+    link.send(WorkerHello(7, "x", slots=4, pid=1))
+    return link
+
+
+def test_a_token_lets_one_key_in_for_its_role_and_no_other(joining: Joining) -> None:
+    given = joining.enrol()
+    assert given.keys.keys() == {"coordinator", "rollout"} and not given.keys["coordinator"].secret
+    assert given.keys["rollout"].secret and given.keys["rollout"] != joining.endpoints.keys["rollout"]
+    link = worker(given)
+    assert isinstance(joining.received(link), Welcome)
+    usurper = Link(
+        given.control, ToObserver, b"observer/0/y", {**given.keys, "observer": given.keys["rollout"]}
+    )
+    usurper.send(Stop("mine now"))
+    joining.during(lambda: [0 for _ in range(1000) if not joining.refused and usurper.receive(0.03)])
+    assert joining.refused == 1 and not joining.coordinator.lifecycle.ending
+    joining.coordinator.close()
+    assert joining.coordinator.lifecycle.ending is False
+    joining.start("launch")  # a coordinator that was restarted still knows whom it has enrolled
+    again = worker(given)
+    assert isinstance(joining.received(again), Welcome)
+    for one in (link, again, usurper):
+        one.close()
+
+
+def test_a_token_is_of_use_once(joining: Joining) -> None:
+    token = joining.token()
+    joining.during(lambda: enrol(token))
+    with pytest.raises(ConfigError, match="refuses this token: it was used"):
+        joining.during(lambda: enrol(token, DEADLINE))
+
+
+@pytest.mark.parametrize(("role", "seconds"), [("trainer", 1e6), ("observer", 1e6), ("rollout", -1.0)])
+def test_a_token_for_another_role_or_one_that_is_over_lets_nobody_in(
+    joining: Joining, role: str, seconds: float
+) -> None:
+    token = joining.token(role, seconds)
+    joining.token()  # a turn later
+    with pytest.raises(ConfigError, match="get a new one"):
+        joining.during(lambda: enrol(token, DEADLINE))
+
+
+def test_keys_of_an_earlier_launch_are_forgotten(joining: Joining) -> None:
+    given = joining.enrol()
+    assert given.keys["rollout"].public in joining.coordinator._gate.members
+    joining.coordinator.close()
+    joining.start("the next")
+    assert given.keys["rollout"].public not in joining.coordinator._gate.members
+
+
+def test_what_is_no_token_is_said_to_be_none() -> None:
+    _, token = invitation(choose_endpoints("127.0.0.1", 0), "rollout", 1.0)
+    for wrong in ("", "x", token[:-8], "ä"):
+        with pytest.raises(ConfigError, match="no token"):
+            enrol(wrong)
+
+
+def test_a_token_holds_no_key_of_the_run() -> None:
+    endpoints = choose_endpoints("127.0.0.1", 0)
+    invite, token = invitation(endpoints, "rollout", 1.0)
+    content = base64.urlsafe_b64decode(token)
+    assert not any(key.secret.encode() in content for key in endpoints.keys.values())
+    assert msgspec.msgpack.decode(content, type=Endpoints).keys["token"].secret not in repr(invite)
