@@ -47,6 +47,7 @@ long: $(VENV)/dev smollm2  ## what is too long for every change, hours: learning
 	$(PYTEST) tests -m long $(ARGS)
 	$(BIN)/python tools/chaos.py --disk --faults 200 --steps 1500 --every 2
 	$(BIN)/python tools/chaos.py --experiment smollm2 --faults 30 --steps 400 --every 10 --lease 15 --deadline 900
+	$(BIN)/python tools/fuzz.py --inputs 1000000
 	$(BIN)/python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
 	$(BIN)/python tools/bench/soak.py --minutes 30
 

@@ -25,7 +25,7 @@ from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError, one_line, reason
+from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line, reason
 from asyncrl.isolation import wrapper
 from asyncrl.isolation.calls import CallTimeout, in_thread
 from asyncrl.registry import load_object
@@ -174,7 +174,7 @@ class Child(Generic[S, Q, A]):
             if length > self._largest:
                 raise ChildError(f"{self._name} sent {length} bytes at once")
             reply: ChildReply[A] = self._reply(await self._reader.readexactly(length))
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ChildError(f"{self._name} sent an unreadable answer ({one_line(error)})") from error
         except (OSError, asyncio.IncompleteReadError):
             raise ChildError(f"{self._name} {await self._ending()}") from None

@@ -20,6 +20,7 @@ from asyncrl.wire.messages.shared import Enrol, Invite
 from asyncrl.wire.sockets import COORDINATOR, TOKEN, Endpoints, Link, identity, new_key_pair
 
 TRY_SECONDS = 0.1
+Z85_BYTES = 40  # of a key, as text
 
 
 def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite, str]:
@@ -30,15 +31,25 @@ def invitation(endpoints: Endpoints, role: str, seconds: float) -> tuple[Invite,
     return Invite(key.public, role, seconds), base64.urlsafe_b64encode(content).decode()
 
 
+def read_token(token: str | bytes) -> Endpoints:
+    """ConfigError when it is none."""
+    try:
+        given = msgspec.msgpack.decode(base64.urlsafe_b64decode(token.strip()), type=Endpoints)
+        keys = (given.keys[COORDINATOR].public, given.keys[TOKEN].public, given.keys[TOKEN].secret)
+        if not given.control.startswith("tcp://") or {len(key.encode("ascii")) for key in keys} != {
+            Z85_BYTES
+        }:
+            raise ValueError
+    except (*UNDECODABLE, ValueError, KeyError):
+        raise ConfigError("this is no token of a run; copy all of it") from None
+    return given
+
+
 def enrol(token: str, seconds: float = 30.0) -> Endpoints:
     """Make a key pair for this process, let the coordinator know its public half, and return where it is
     dialled, with that pair. ConfigError: the token is none, or is refused, or nobody answers in time."""
-    try:
-        given = msgspec.msgpack.decode(base64.urlsafe_b64decode(token.strip()), type=Endpoints)
-        name = identity(TOKEN, 0, given.keys[TOKEN].public)
-        link = Link(given.control, ToToken, name, given.keys)
-    except (*UNDECODABLE, ValueError, KeyError):
-        raise ConfigError("this is no token of a run; copy all of it") from None
+    given = read_token(token)
+    link = Link(given.control, ToToken, identity(TOKEN, 0, given.keys[TOKEN].public), given.keys)
     key, until, answer = new_key_pair(), time.monotonic() + seconds, None
     try:
         link.send(Enrol(key.public))

@@ -1,0 +1,331 @@
+"""Garbage for every decoder that reads from a socket, a child or a server, and for the coordinator itself.
+
+    python tools/fuzz.py --inputs 1000000 --seed 1
+
+An input is a valid message, of any of its types, in which values were replaced by awkward ones (bounds of
+integers, NaN, empty, long and nested values), and bytes flipped, cut out or repeated. A decoder may raise the
+error that it documents, and nothing else. The coordinator, which hears what decodes as a worker's or a keeper's,
+must go on: no error, and every episode still counted.
+
+Prints how many inputs each target took; ends at the first failure, with its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import logging
+import math
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
+from asyncrl.config import parse
+from asyncrl.coordinator.loop import Coordinator
+from asyncrl.data import Samples, samples_path
+from asyncrl.engines.sglang.stream import StreamEvent
+from asyncrl.engines.sglang.stream import decode as read_event
+from asyncrl.engines.sglang.transport import error_text
+from asyncrl.errors import ConfigError, EngineError, ProtocolError
+from asyncrl.gateway import completions, responses
+from asyncrl.gateway.wire import ApiError
+from asyncrl.rollout.context import turns_of
+from asyncrl.tools.mcp_relay import is_message
+from asyncrl.types import Message, Sample, Turn, TurnReply
+from asyncrl.weights import collective_messages
+from asyncrl.wire.enrolment import read_token
+from asyncrl.wire.incarnations import incarnation_of
+from asyncrl.wire.messages import channels
+from asyncrl.wire.messages.keeper import KeeperHello
+from asyncrl.wire.messages.worker_control import WorkerHello
+from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
+
+INTEGERS = (0, 1, 2, 3, -1, 127, 1 << 31, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
+NUMBERS = (0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e308, 5e-324)
+TEXTS = ("", "0.0", "0.1", "0.2", "1.0", "val0/sampled/0", "val", "train", "a/b", "\0", "é" * 50, "x" * 5000)
+Encode = Callable[[Any], bytes]
+
+
+def plain(kind: inspect.Type, rng: random.Random) -> Any:
+    """A valid value of a type, as built-in types."""
+    match kind:
+        case inspect.StructType(array_like=True, fields=fields):
+            return [plain(field.type, rng) for field in fields]
+        case inspect.StructType(fields=fields, tag_field=tag_field, tag=tag):
+            return ({tag_field: tag} if tag_field else {}) | {
+                f.encode_name: plain(f.type, rng) for f in fields
+            }
+        case inspect.NamedTupleType(fields=fields):
+            return [plain(field.type, rng) for field in fields]
+        case inspect.UnionType(types=types):
+            return plain(rng.choice(types), rng)
+        case inspect.VarTupleType(item_type=item) | inspect.ListType(item_type=item):
+            return [plain(item, rng) for _ in range(rng.randrange(3))]
+        case inspect.TupleType(item_types=items):
+            return [plain(item, rng) for item in items]
+        case inspect.DictType(key_type=key, value_type=value):
+            return {plain(key, rng): plain(value, rng) for _ in range(rng.randrange(2))}
+        case inspect.LiteralType(values=values):
+            return rng.choice(values)
+        case inspect.EnumType(cls=cls):
+            return rng.choice([*cls]).value
+        case inspect.IntType():
+            return rng.randrange(3)
+        case inspect.FloatType():
+            return rng.random()
+        case inspect.BoolType():
+            return rng.random() < 0.5
+        case inspect.BytesType():
+            return rng.randbytes(8)
+        case inspect.NoneType():
+            return None
+    return rng.choice(TEXTS[:5])
+
+
+def awkward(rng: random.Random) -> Any:
+    deep: Any = rng.choice(TEXTS)
+    for _ in range(rng.choice((1, 3, 2000))):
+        deep = [deep]
+    return rng.choice(
+        (rng.choice(INTEGERS), rng.choice(NUMBERS), rng.choice(TEXTS), None, True, [], {}, deep)
+    )
+
+
+def spoilt(value: Any, rng: random.Random, share: float) -> Any:
+    """The value, with a share of its parts replaced, left out or repeated."""
+    if rng.random() < share:
+        return awkward(rng)
+    if isinstance(value, dict):
+        return {key: spoilt(one, rng, share) for key, one in value.items() if rng.random() > share / 4}
+    if isinstance(value, list):
+        return [spoilt(one, rng, share) for one in value for _ in range(1 + (rng.random() < share / 4))]
+    return value
+
+
+def bent(data: bytes, rng: random.Random) -> bytes:
+    """The bytes, with a few of them flipped, cut out, put in or repeated."""
+    made = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(made) + 1)
+        match rng.randrange(4):
+            case 0 if at < len(made):
+                made[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del made[at : at + rng.randrange(1, 9)]
+            case 2:
+                made[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case _:
+                made[at:at] = made[at : at + 16]
+    return bytes(made)
+
+
+def inputs(kind: Any, encode: Encode, rng: random.Random) -> Iterator[bytes]:
+    """For ever: garbage that is near to a message of a type."""
+    known = inspect.type_info(kind)
+    while True:
+        try:
+            data = encode(spoilt(plain(known, rng), rng, rng.choice((0.0, 0.05, 0.3))))
+        except (msgspec.EncodeError, OverflowError, ValueError, RecursionError):
+            continue  # an integer of no format
+        yield bent(data, rng) if rng.random() < 0.5 else data
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder. `kind`: what it reads."""
+
+    name: str
+    read: Callable[[bytes], Any]
+    error: type[Exception]
+    kind: Any
+    encode: Encode = msgspec.msgpack.encode
+
+
+def targets() -> list[Target]:
+    """Every decoder of what another process sends."""
+    wire = {f"control of {role}": union for role, union in channels.ToCoordinatorControl.items()}
+    wire |= {f"bulk of {role}": union for role, union in channels.ToCoordinatorBulk.items()}
+    wire |= {
+        name: getattr(channels, name)
+        for name in (
+            "ToWorkerControl",
+            "ToWorkerBulk",
+            "ToKeeper",
+            "ToTrainerControl",
+            "ToTrainerBulk",
+            "ToObserver",
+        )
+    }
+    json, found = msgspec.json.encode, []
+    for name, union in wire.items():
+        codec = Codec(union)
+        found.append(Target(name, lambda data, codec=codec: codec.decode([data]), ProtocolError, union))
+    return [
+        *found,
+        Target("turn", lambda data: check_turn("0.0", decode_turn(data), 1, 100), ProtocolError, Turn),
+        Target("replies", check_reply, ProtocolError, TurnReply),
+        Target("recorded turns", lambda data: turns_of([data, b""]), ProtocolError, Turn),
+        Target("recorded replies", lambda data: turns_of([TURN, data]), ProtocolError, TurnReply),
+        Target("token", read_token, ConfigError, Endpoints, token_text),
+        *(
+            Target(
+                name,
+                lambda data, decoder=decoder: collective_messages._decoded(data, decoder),
+                ProtocolError,
+                kind,
+            )
+            for name, kind, decoder in (
+                ("question of a keeper", collective_messages.Question, collective_messages._question),
+                ("answer about weights", collective_messages.Answer, collective_messages._answer),
+            )
+        ),
+        Target("event of a server", read_event, EngineError, StreamEvent, json),
+        Target("error of a server", error_text, EngineError, dict[str, dict[str, str]], json),
+        Target("chat completions", completions.read, ApiError, completions.ChatRequest, json),
+        Target("responses", responses.read, ApiError, responses.ResponsesRequest, json),
+        Target("line of an MCP server", is_message, ValueError, dict[str, str], json),
+    ]
+
+
+TURN = msgspec.msgpack.encode(Turn(0, (1,), (), (), (), "stop"))  # type: ignore[arg-type]
+
+
+def token_text(content: Any) -> bytes:
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(content))
+
+
+class Stopped(Exception):
+    """A target failed: which, at what input."""
+
+
+def feed(target: Target, count: int, rng: random.Random) -> int:
+    """How many of so many inputs it took. Stopped at an error that it does not document."""
+    taken, made = 0, inputs(target.kind, target.encode, rng)
+    for _ in range(count):
+        data = next(made)
+        try:
+            target.read(data)
+            taken += 1
+        except target.error:
+            continue
+        except BaseException as error:
+            raise Stopped(f"{target.name}: {type(error).__name__}: {error}; input: {data!r}") from error
+    return taken
+
+
+class Endured:
+    """A coordinator in the midst of a run, which hears what decodes as a worker's or a keeper's."""
+
+    PEERS = {"rollout": b"rollout/0/load.1", "engine": b"engine/0/load.2"}
+
+    def __init__(self, run_dir: Path, remote: bool) -> None:
+        engine = {"engine": {"name": "sglang", "servers": 1}} if remote else {}
+        base = {"name": "fuzz", "run_dir": str(run_dir), "model": {"path": "m"}, "data": {"train": "d"}}
+        config = parse(base | engine | {"checkpoint": {"every": 0}})
+        path = samples_path(run_dir / "fuzz", "train")
+        path.parent.mkdir(parents=True)
+        with path.open("w+b") as file:
+            Samples.write(file, [[Sample(row, "s", (Message("user", "?"),), "1") for row in range(100)]])
+        self.coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "load")
+        self.now = self.coordinator._turned_at
+        self.taken = self.turns = 0
+
+    def hear(self, rng: random.Random, count: int) -> None:
+        """So many messages, a turn for each few. Stopped at an error, or when the run ends."""
+        made = {
+            (role, bulk): inputs(union, msgspec.msgpack.encode, rng)
+            for bulk, unions in enumerate((channels.ToCoordinatorControl, channels.ToCoordinatorBulk))
+            for role, union in unions.items()
+            if role in self.PEERS
+        }
+        codecs = {
+            place: Codec(
+                (channels.ToCoordinatorBulk if place[1] else channels.ToCoordinatorControl)[place[0]]
+            )
+            for place in made
+        }
+        frames = inputs(Turn | None, msgspec.msgpack.encode, rng)
+        for number in range(count):
+            if number % 16 == 0:
+                self._turn()
+            place = rng.choice([*made])
+            data = next(made[place])
+            try:
+                message, _ = codecs[place].decode([data])
+            except ProtocolError:
+                continue
+            self._tell(place, message, [next(frames)] if place[1] else [])
+
+    def _tell(self, place: tuple[str, int], message: Any, frames: list[bytes]) -> None:
+        one, peer = self.coordinator, self.PEERS[place[0]]
+        if place[1] and (worker := one.workers.workers.get(peer)) is not None:
+            message = msgspec.structs.replace(message, seq=worker.seq + 1)  # or it waits for those before
+        try:
+            (one._on_bulk if place[1] else one._on_control)(peer, message, frames, self.now)
+            self.taken += 1
+        except BaseException as error:
+            raise Stopped(f"coordinator: {type(error).__name__}: {error}; at: {message} {frames}") from error
+
+    def _turn(self) -> None:
+        one, self.now = self.coordinator, self.now + 0.05
+        one._on_control(self.PEERS["rollout"], WorkerHello(0, incarnation_of("load", 1), 8, 1), [], self.now)
+        if one.engines.remote:
+            hello = KeeperHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1)
+            one._on_control(self.PEERS["engine"], hello, [], self.now)
+        one.turn(self.now)
+        self.turns += 1
+        if one.lifecycle.error or not one.state.buffer.flow().conserved:
+            raise Stopped(
+                f"coordinator: {one.lifecycle.error or one.state.buffer.flow()}, after {self.taken} messages"
+            )
+
+
+def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
+    """So many inputs in all; how many of them each target took. Stopped at the first failure."""
+    every, took = targets(), Counter[str]()
+    told = int(count * coordinator_share)
+    for target in every:
+        rng = random.Random(f"{seed}/{target.name}")
+        took[target.name] = feed(target, (count - told) // len(every) + 1, rng)
+    with tempfile.TemporaryDirectory() as folder:
+        for remote in (False, True):
+            endured = Endured(Path(folder) / str(remote), remote)
+            with closing(endured.coordinator):
+                endured.hear(random.Random(f"{seed}/{remote}"), told // 2)
+            took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.taken
+    return took
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    logging.disable(logging.ERROR)
+    began = time.process_time()
+    try:
+        took = fuzz(options.inputs, options.seed)
+    except Stopped as failure:
+        print(failure)
+        return 1
+    for name, taken in took.items():
+        print(f"{name:<36} took {taken:>8,}")
+    spent = time.process_time() - began
+    print(f"{options.inputs:,} inputs, seed {options.seed}: no undocumented error; {spent:.0f} CPU s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
