@@ -4,7 +4,7 @@
 
 An input is a valid message, of any of its types, in which values were replaced by awkward ones (bounds of
 integers, NaN, empty, long and nested values), and bytes flipped, cut out or repeated. A decoder may raise the
-error that it documents, and nothing else. The coordinator, which hears what decodes as a worker's or a keeper's,
+error that it documents, and nothing else. The coordinator hears what decodes as a worker's or a keeper's, and
 must go on: no error, and every episode still counted.
 
 Prints how many inputs each target took; ends at the first failure, with its input.

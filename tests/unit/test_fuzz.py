@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import random
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_nothing_but_the_documented_errors() -> None:
 
 def test_what_is_not_documented_is_found() -> None:
     fragile = Target("fragile", lambda data: 1 / (data[0] & 1), ValueError, dict[str, int])
-    with pytest.raises(Stopped, match="fragile: ZeroDivisionError: .*; input: b"):
+    with pytest.raises(Stopped, match=r"fragile: ZeroDivisionError: .*; input: b"):
         feed(fragile, 1000, random.Random(0))
 
 
@@ -41,10 +42,8 @@ def test_what_is_not_documented_is_found() -> None:
 )
 @given(st.sampled_from(TARGETS), st.binary(max_size=64) | st.text(max_size=64).map(str.encode))
 def test_any_bytes(target: Target, data: bytes) -> None:
-    try:
+    with suppress(target.error):
         target.read(data)
-    except target.error:
-        pass
 
 
 def test_what_is_no_zmq_at_all_on_a_socket_harms_nobody() -> None:
