@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ from asyncrl.wire.enrolment import read_token
 from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages import channels
 from asyncrl.wire.messages.keeper import KeeperHello
+from asyncrl.wire.messages.shared import Attempt
+from asyncrl.wire.messages.trainer import TrainerHello
 from asyncrl.wire.messages.worker_control import WorkerHello
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
 
@@ -226,68 +228,76 @@ def feed(target: Target, count: int, rng: random.Random) -> int:
 class Endured:
     """A coordinator in the midst of a run, which hears what decodes as a worker's or a keeper's."""
 
-    PEERS = {"rollout": b"rollout/0/load.1", "engine": b"engine/0/load.2"}
+    WORKER, KEEPER, RANK = b"rollout/0/load.1", b"engine/0/load.2", b"trainer/0/load.3"
 
-    def __init__(self, run_dir: Path, remote: bool) -> None:
-        engine = {"engine": {"name": "sglang", "servers": 1}} if remote else {}
-        base = {"name": "fuzz", "run_dir": str(run_dir), "model": {"path": "m"}, "data": {"train": "d"}}
-        config = parse(base | engine | {"checkpoint": {"every": 0}})
+    def __init__(self, run_dir: Path, remote: bool, rng: random.Random) -> None:
+        config = parse({
+            "name": "fuzz", "run_dir": str(run_dir), "model": {"path": "m"}, "data": {"train": "d"},
+            "engine": {"name": "sglang", "servers": 1} if remote else {},
+            "buffer": {"groups_per_batch": 1000, "episodes_per_group": 4},  # so many may fail in a row
+            "launch": {"lease": 1e6, "start_timeout": 1e6, "stall_timeout": 1e6},  # nobody is lost by silence
+        })  # fmt: skip
         path = samples_path(run_dir / "fuzz", "train")
         path.parent.mkdir(parents=True)
         with path.open("w+b") as file:
             Samples.write(file, [[Sample(row, "s", (Message("user", "?"),), "1") for row in range(100)]])
         self.coordinator = Coordinator(config, choose_endpoints("127.0.0.1", 0), "load")
-        self.now = self.coordinator._turned_at
-        self.taken = self.turns = 0
+        self.now, self.rng, self.taken = self.coordinator._turned_at, rng, 0
 
-    def hear(self, rng: random.Random, count: int) -> None:
-        """So many messages, a turn for each few. Stopped at an error, or when the run ends."""
-        made = {
-            (role, bulk): inputs(union, msgspec.msgpack.encode, rng)
-            for bulk, unions in enumerate((channels.ToCoordinatorControl, channels.ToCoordinatorBulk))
-            for role, union in unions.items()
-            if role in self.PEERS
-        }
-        codecs = {
-            place: Codec(
-                (channels.ToCoordinatorBulk if place[1] else channels.ToCoordinatorControl)[place[0]]
-            )
-            for place in made
-        }
-        frames = inputs(Turn | None, msgspec.msgpack.encode, rng)
+    def hear(self, count: int) -> None:
+        """So many inputs, a turn for each few. Stopped at an error, or when the run ends."""
+        control, bulk = channels.ToCoordinatorControl, channels.ToCoordinatorBulk
+        sources = [
+            (self.WORKER, control["rollout"]),
+            (self.WORKER, bulk["rollout"]),
+            (self.KEEPER, control["engine"]),
+        ]
+        made = [
+            (peer, union is bulk["rollout"], Codec(union), inputs(union, msgspec.msgpack.encode, self.rng))
+            for peer, union in sources
+        ]
+        frames = inputs(Turn | TurnReply, msgspec.msgpack.encode, self.rng)
         for number in range(count):
             if number % 16 == 0:
                 self._turn()
-            place = rng.choice([*made])
-            data = next(made[place])
-            try:
-                message, _ = codecs[place].decode([data])
-            except ProtocolError:
-                continue
-            self._tell(place, message, [next(frames)] if place[1] else [])
+            peer, sequenced, codec, source = self.rng.choice(made)
+            with suppress(ProtocolError):
+                message, _ = codec.decode([next(source)])
+                self._tell(peer, self._current(message) if sequenced else message, [next(frames)] * sequenced)
 
-    def _tell(self, place: tuple[str, int], message: Any, frames: list[bytes]) -> None:
-        one, peer = self.coordinator, self.PEERS[place[0]]
-        if place[1] and (worker := one.workers.workers.get(peer)) is not None:
-            message = msgspec.structs.replace(message, seq=worker.seq + 1)  # or it waits for those before
+    def _current(self, record: Any) -> Any:
+        """The record as the next one of the worker, mostly of an episode that it has: others are fenced."""
+        worker = self.coordinator.workers.workers.get(self.WORKER)
+        if worker is None:
+            return record
+        attempt = record.attempt
+        if worker.running and self.rng.random() < 0.9:
+            uid = self.rng.choice([*worker.running])
+            attempt = Attempt(uid, self.coordinator.state.buffer.episodes[uid].attempt)
+        return msgspec.structs.replace(record, seq=worker.seq + 1, attempt=attempt)
+
+    def _tell(self, peer: bytes, message: Any, frames: list[bytes]) -> None:
+        one = self.coordinator
         try:
-            (one._on_bulk if place[1] else one._on_control)(peer, message, frames, self.now)
+            (one._on_bulk if frames else one._on_control)(peer, message, frames, self.now)
             self.taken += 1
         except BaseException as error:
             raise Stopped(f"coordinator: {type(error).__name__}: {error}; at: {message} {frames}") from error
 
     def _turn(self) -> None:
         one, self.now = self.coordinator, self.now + 0.05
-        one._on_control(self.PEERS["rollout"], WorkerHello(0, incarnation_of("load", 1), 8, 1), [], self.now)
-        if one.engines.remote:
-            hello = KeeperHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1)
-            one._on_control(self.PEERS["engine"], hello, [], self.now)
+        hellos = {
+            self.RANK: TrainerHello(0, 1, incarnation_of("load", 3), 0, vocabulary=100),
+            self.WORKER: WorkerHello(0, incarnation_of("load", 1), 8, 1),
+            self.KEEPER: KeeperHello(0, incarnation_of("load", 2), "http://127.0.0.1:1", 1),
+        }
+        for peer, hello in hellos.items():
+            if peer != self.KEEPER or one.engines.remote:
+                one._on_control(peer, hello, [], self.now)
         one.turn(self.now)
-        self.turns += 1
-        if one.lifecycle.error or not one.state.buffer.flow().conserved:
-            raise Stopped(
-                f"coordinator: {one.lifecycle.error or one.state.buffer.flow()}, after {self.taken} messages"
-            )
+        flow = one.state.buffer.flow()
+        if one.lifecycle.error or not flow.conserved:
+            raise Stopped(f"coordinator: {one.lifecycle.error or flow}, after {self.taken} messages")
 
 
 def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
@@ -299,9 +309,9 @@ def fuzz(count: int, seed: int, coordinator_share: float = 0.1) -> Counter[str]:
         took[target.name] = feed(target, (count - told) // len(every) + 1, rng)
     with tempfile.TemporaryDirectory() as folder:
         for remote in (False, True):
-            endured = Endured(Path(folder) / str(remote), remote)
+            endured = Endured(Path(folder) / str(remote), remote, random.Random(f"{seed}/{remote}"))
             with closing(endured.coordinator):
-                endured.hear(random.Random(f"{seed}/{remote}"), told // 2)
+                endured.hear(told // 2)
             took[f"coordinator, {'servers' if remote else 'embedded engines'}"] = endured.taken
     return took
 

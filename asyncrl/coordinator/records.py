@@ -74,7 +74,7 @@ class RecordHandler:
                 state.store.put_frame(episode.uid, message.turn, "replied", frame)
             case Finished():
                 end = (message.stats.turns, max(message.result.tokens, message.stats.longest_row))
-                if end[0] != episode.turns or end[1] > episode.tokens:
+                if not 0 < end[0] == episode.turns or end[1] > episode.tokens:
                     known = f"{episode.turns} turns of {episode.tokens} tokens are durable"
                     raise ProtocolError(f"episode {episode.uid}: ends after {end[0]}, with {end[1]}: {known}")
                 del worker.running[episode.uid]
