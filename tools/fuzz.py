@@ -256,14 +256,18 @@ class Endured:
             (peer, union is bulk["rollout"], Codec(union), inputs(union, msgspec.msgpack.encode, self.rng))
             for peer, union in sources
         ]
-        frames = inputs(Turn | TurnReply, msgspec.msgpack.encode, self.rng)
+        frames = [inputs(kind, msgspec.msgpack.encode, self.rng) for kind in (Turn, TurnReply)]
         for number in range(count):
             if number % 16 == 0:
                 self._turn()
             peer, sequenced, codec, source = self.rng.choice(made)
             with suppress(ProtocolError):
                 message, _ = codec.decode([next(source)])
-                self._tell(peer, self._current(message) if sequenced else message, [next(frames)] * sequenced)
+                self._tell(
+                    peer,
+                    self._current(message) if sequenced else message,
+                    [next(self.rng.choice(frames))] * sequenced,
+                )
 
     def _current(self, record: Any) -> Any:
         """The record as the next one of the worker, mostly of an episode that it has: others are fenced."""

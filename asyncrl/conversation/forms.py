@@ -13,6 +13,7 @@ import msgspec
 
 from asyncrl.conversation.parsers import Parser, hermes
 from asyncrl.conversation.parsers.base import THINK
+from asyncrl.errors import UNDECODABLE
 from asyncrl.types import Message
 
 
@@ -65,7 +66,7 @@ def followed(form: AnswerForm, message: Message) -> bool:
 def _fits(content: str, schema: str) -> bool:
     try:
         value, wanted = msgspec.json.decode(content), msgspec.json.decode(schema, type=JsonSchema)
-    except (msgspec.DecodeError, RecursionError):
+    except UNDECODABLE:
         return False
     return wanted.type != "object" or (isinstance(value, dict) and value.keys() >= set(wanted.required))
 

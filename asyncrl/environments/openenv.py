@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.environments.base import Environment, environments, extra_info, text_observation
-from asyncrl.errors import AsyncrlError, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, one_line
 from asyncrl.remote import check_url
 from asyncrl.types import Message, Observation, Sample
 
@@ -133,7 +133,7 @@ class OpenEnv(Environment):
             return _trouble(answer.data) if answer.type == "error" else _result(answer.data)
         except TimeoutError:
             raise OpenEnvError(f"{self._url}: no answer to {kind} within {self._timeout:g} s") from None
-        except (aiohttp.ClientError, ConnectionError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, ConnectionError, *UNDECODABLE) as error:
             raise OpenEnvError(f"{self._url}: {kind} failed ({one_line(error)})") from error
 
     def _observed(self, found: _StepResult) -> Observation:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from asyncrl.conversation.branches import AgentRequest, Refusal
 from asyncrl.conversation.forms import AnswerForm
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import UNDECODABLE, AsyncrlError
 from asyncrl.types import EpisodeEnd, Message, ToolCall, Turn
 
 T = TypeVar("T")
@@ -145,7 +145,7 @@ def read_body(body: bytes, kind: type[T], refused: Mapping[str, str]) -> T:
     instead."""
     try:
         request = msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ApiError(400, f"the request cannot be read: {error}") from error
     for name, instead in refused.items():
         if getattr(request, name):

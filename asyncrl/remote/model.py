@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.remote.http import RemoteError, check_url, post
 from asyncrl.types import Message
 
@@ -65,7 +65,7 @@ class RemoteModel:
         )
         try:
             return _completion(answer).choices[0].message.content or ""
-        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+        except (*UNDECODABLE, IndexError) as error:
             raise RemoteError(f"{url}: the answer is no chat completion ({one_line(error)})") from error
 
 

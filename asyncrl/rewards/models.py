@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from asyncrl.conversation.tokenizer import load_tokenizer
-from asyncrl.errors import ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, ConfigError, one_line
 from asyncrl.remote import RemoteError, bearer, check_url, post
 from asyncrl.rewards.base import RewardInput, rewards, runs
 from asyncrl.types import Message
@@ -73,7 +73,7 @@ class RewardModel:
         )
         try:
             values = _classified(answer).embedding
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise RemoteError(f"{self._url}: no answer of a reward model ({one_line(error)})") from error
         return normalised_output(values, self._label, self._normalise)
 

@@ -17,7 +17,7 @@ import msgspec
 from asyncrl.conversation.commands import Done, Fail, Rules
 from asyncrl.conversation.turns import rows_of
 from asyncrl.engines.base import EngineRefused, Request, Sampling, Watch
-from asyncrl.errors import ProtocolError, one_line
+from asyncrl.errors import UNDECODABLE, ProtocolError, one_line
 from asyncrl.rewards import RewardInput, ShapingInput
 from asyncrl.rollout.scoring import Scorer
 from asyncrl.runtime.waits import Waits
@@ -290,7 +290,7 @@ def turns_of(frames: Sequence[bytes]) -> list[Turn]:
     try:
         pairs = zip(frames[::2], frames[1::2], strict=True)
         read = [(_decode_turn(turn), _decode_reply(reply) if reply else TurnReply()) for turn, reply in pairs]
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*UNDECODABLE, ValueError) as error:
         raise ProtocolError(f"recorded turns cannot be read: {error}") from error
     replace = msgspec.structs.replace
     return [replace(turn, replies=reply.replies, observation=reply.observation) for turn, reply in read]

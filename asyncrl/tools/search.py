@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import AsyncrlError, ConfigError, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, one_line
 from asyncrl.remote import check_url, post
 from asyncrl.tools.base import Tool, tool, tools
 from asyncrl.tools.corpus import Passage, open_corpus, passage
@@ -108,7 +108,7 @@ def _passages(answer: bytes) -> list[Passage]:
     try:
         (hits,) = msgspec.json.decode(answer, type=_SearchAnswer).result
         return [passage(hit.document) for hit in hits]
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (*UNDECODABLE, ValueError) as error:
         raise SearchError(f"the retrieval server's answer is not Search-R1's: {one_line(error)}") from error
 
 

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from asyncrl.errors import UNDECODABLE
 from asyncrl.weights.manifest import WeightsError
 
 BLOCK = 1 << 22  # numbers; memory in use beside the tensors is a few times this
@@ -56,7 +57,7 @@ def apply(target: np.ndarray, piece: bytes, item: int) -> None:
         found = _decoder.decode(piece)
         for words, block in zip(_blocks(target, item), found, strict=True):
             _apply(words, block)
-    except (msgspec.DecodeError, zstandard.ZstdError, ValueError, IndexError) as error:
+    except (*UNDECODABLE, zstandard.ZstdError, ValueError, IndexError) as error:
         raise WeightsError(f"a damaged delta ({error})") from error
 
 

@@ -272,7 +272,7 @@ class Link:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self.socket)
         introduce(self.socket, name, keys)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        self._monitor: zmq.Socket = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
         self.socket.connect(endpoint)
         self._codec = Codec(union)

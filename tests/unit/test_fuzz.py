@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from asyncrl.wire.messages.channels import ToCoordinatorControl
+from asyncrl.wire.messages.channels import ToCoordinatorControl, ToObserver
 from asyncrl.wire.messages.observer import ObserverHello
 from asyncrl.wire.sockets import Gate, Hub, Link, choose_endpoints
 from tools.fuzz import Stopped, Target, feed, fuzz, targets
@@ -23,7 +23,8 @@ TARGETS = targets()
 
 def test_nothing_but_the_documented_errors() -> None:
     took = fuzz(18_000, seed=20260101)
-    assert len(took) == len(TARGETS) + 2 and all(took.values()), took  # some inputs of each are valid
+    assert len(took) == len(TARGETS) + 2
+    assert sum(count > 50 for count in took.values()) > 15, took  # many inputs get past the decoder
 
 
 def test_what_is_not_documented_is_found() -> None:
@@ -56,7 +57,7 @@ def test_what_is_no_zmq_at_all_on_a_socket_harms_nobody() -> None:
     for number in range(200):
         opened.append(stranger := socket.create_connection(("127.0.0.1", port), 10.0))
         stranger.sendall((greeting if number % 2 else b"") + rng.randbytes(rng.randrange(1, 2000)))
-    link = Link(endpoints.control, ObserverHello, b"observer/0/x", endpoints.keys)
+    link = Link(endpoints.control, ToObserver, b"observer/0/x", endpoints.keys)
     link.send(ObserverHello())
     assert hub.socket.poll(10_000) and hub.receive() == (b"observer/0/x", ObserverHello(), [])
     assert hub.receive() is None and hub.refused == 0

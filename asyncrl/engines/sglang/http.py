@@ -25,7 +25,7 @@ import msgspec
 
 from asyncrl.engines.sglang.stream import decode
 from asyncrl.engines.sglang.transport import HttpTransport, KeyRejected, ServerGone, error_text
-from asyncrl.errors import EngineError
+from asyncrl.errors import UNDECODABLE, EngineError
 from asyncrl.weights.manifest import WeightsError
 
 __all__ = ["KeyRejected", "ServerApi", "ServerGone"]
@@ -246,7 +246,7 @@ class ServerApi:
         content = await self._http.call("GET", path, seconds)
         try:
             return msgspec.json.decode(content, type=kind)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             what = f"server {self.url}: {path} answered what is not understood"
             raise EngineError(f"{what}: {error}") from error
 

@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl.engines.base import EngineBusy, EngineRefused, Request
 from asyncrl.engines.continuation import ending
 from asyncrl.engines.sglang.transport import error_text
-from asyncrl.errors import EngineError
+from asyncrl.errors import UNDECODABLE, EngineError
 from asyncrl.types import Generation, PolicyVersion, Routes, StopReason, VersionSpan
 from asyncrl.weights.manifest import version_of
 
@@ -92,10 +92,10 @@ def decode(payload: bytes) -> StreamEvent:
     whose logits are not finite numbers sends null for a log-prob, which is not an event.)"""
     try:
         event = _decode(payload)
-    except msgspec.MsgspecError as error:
+        told = msgspec.json.decode(event.error) if event.error else None
+    except UNDECODABLE as error:
         raise EngineError(f"a server's answer is not understood: {error}") from error
     if event.error:
-        told = msgspec.json.decode(event.error)
         raise _failure(told.get("code") if isinstance(told, dict) else None, error_text(payload))
     return event
 

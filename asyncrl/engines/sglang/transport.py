@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from asyncrl.engines.base import EngineBusy, EngineRefused
-from asyncrl.errors import AsyncrlError, ConfigError, EngineError, one_line
+from asyncrl.errors import UNDECODABLE, AsyncrlError, ConfigError, EngineError, one_line
 
 CONNECT_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 4.0  # the server drops idle connections after 5: never reuse one it is about to drop
@@ -154,7 +154,7 @@ def error_text(content: bytes) -> str:
     `{"message"}`, `{"detail"}` or plain text."""
     try:
         answer = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         return " ".join(content.decode(errors="replace").split())[:300]
     for key in ("error", "message", "detail"):
         if isinstance(answer, dict) and key in answer:
