@@ -118,7 +118,8 @@ class World:
             for module in (loop, state, reporting):
                 patch.setattr(module, "time", clock)
             patch.setattr(schema, "OPEN_DEADLINE", 0.0)
-            patch.setattr(loop, "Hub", lambda endpoint, union: PlayedHub(self, endpoint == "bulk"))
+            patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
+            patch.setattr(loop, "Gate", lambda endpoints: SimpleNamespace(close=lambda: None, members={}))
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
             patch.setattr(segments.SegmentWriter, "append", self._around(segments.SegmentWriter.append))
             for module in (runstore, segments):

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import sys
 
+from msgspec.structs import replace
+
 from asyncrl import cli
-from asyncrl.launch.local import LocalSpawner
-from asyncrl.launch.placement import COORDINATOR
-from asyncrl.launch.process import ProcessSpec
+from asyncrl.wire.sockets import COORDINATOR, Endpoints
 
 
 def dial_through(ports: dict[str, str]) -> None:
     """Let roles other than the coordinator be started with these ports in their endpoints."""
-    command = LocalSpawner._command
+    given_to = Endpoints.given_to
 
-    def through(self: LocalSpawner, order: ProcessSpec) -> list[str]:
-        words = command(self, order)
-        return words if order.place.role == COORDINATOR else [_changed(word, ports) for word in words]
+    def through(self: Endpoints, role: str) -> Endpoints:
+        given = given_to(self, role)
+        if role == COORDINATOR:
+            return given
+        return replace(given, control=_changed(given.control, ports), bulk=_changed(given.bulk, ports))
 
-    LocalSpawner._command = through
+    Endpoints.given_to = through
 
 
-def _changed(word: str, ports: dict[str, str]) -> str:
-    host, _, port = word.rpartition(":")
-    return f"{host}:{ports[port]}" if host.startswith("tcp://") and port in ports else word
+def _changed(endpoint: str, ports: dict[str, str]) -> str:
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{ports[port]}"
 
 
 if __name__ == "__main__":
