@@ -314,16 +314,19 @@ class Batches:
         self.buffer.trained([self.taken[uid] for uid in self.batches[step - 1].uids])
         self.buffer.committed, self.buffer.refills = step, 0
 
-    def leave_out(self, reason: DropReason) -> list[str]:
-        """Drop what the batch under way has taken; the step gets another one. Returns the uids."""
+    def leave_out(self, reason: DropReason) -> list[EpisodeRecord]:
+        """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
+        other; the step gets another batch. Returns what was running."""
         step = self.committed
         for uid in self.batches[step].uids:
             self.buffer.drop(self.taken[uid], reason)
-        gone = self._forget([step])
+        groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
+        running = [episode for group in groups for episode in self.buffer.drop_group(group, reason)]
+        self._forget([step])
         self.batches[step] = Batch(step)  # written over the plan in the store
         self._dirty.add(step)
         self.buffer.closed = step - 1
-        return gone
+        return running
 
     def lose(self, step: int, uid: str) -> None:
         """The payload of a planned trajectory cannot be read: the plan goes on without it."""

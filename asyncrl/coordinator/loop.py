@@ -225,7 +225,7 @@ class Coordinator:
             case OutOfMemory():
                 self.trainer.out_of_memory(peer, message)
             case Spiked():
-                self.trainer.spiked(peer, message)
+                self.workers.cancel(self.trainer.spiked(peer, message))
             case Probed():
                 self.trainer.probed(message, now)
             case Published():

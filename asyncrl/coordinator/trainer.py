@@ -14,6 +14,7 @@ from functools import partial
 
 import msgspec
 
+from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.coordinator.lost_tail import recover
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.errors import ProtocolError
@@ -185,10 +186,10 @@ class TrainerHandler:
             peer, Stop(f"to be started with micro-batches of {state.micro_budget.tokens} tokens")
         )
 
-    def spiked(self, peer: bytes, message: Spiked) -> None:
+    def spiked(self, peer: bytes, message: Spiked) -> list[EpisodeRecord]:
         """The ranks gave a batch up. It is left out, and their successors go back to the newest checkpoint;
-        or the run ends: ProtocolError. Sent again, it changes nothing."""
-        state, step = self.state, message.step
+        or the run ends: ProtocolError. Sent again, it changes nothing. Returns what was running of it."""
+        state, step, running = self.state, message.step, list[EpisodeRecord]()
         batch = state.batches.batches.get(step - 1)
         if message.trainer_epoch == state.trainer_epoch and batch is not None and batch.closed:
             self._spikes = self._spikes + 1 if self._spiked == step else 1
@@ -200,9 +201,12 @@ class TrainerHandler:
                     "plan is kept; resume=auto repeats it, from the newest checkpoint: set a smaller "
                     "trainer.lr or another loss, or leave it out by trainer.on_spike=rollback"
                 )
-            uids = state.batches.leave_out(DropReason.SPIKE)
-            log.warning("step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(uids))
+            log.warning(
+                "step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(batch.uids)
+            )
+            running = state.batches.leave_out(DropReason.SPIKE)
         state.outbox.to_control(peer, Stop(f"step {step} is left out, back to the newest checkpoint"))
+        return running
 
     def publish(self, message: Published, now: float) -> None:
         state = self.state

@@ -107,6 +107,7 @@ def test_a_batch_that_spiked_is_left_out_and_the_steps_before_it_are_repeated(tm
     """No restart is allowed: this one does not count."""
     (tmp_path / "spiking.py").write_text(SPIKING)
     more = (f"algorithm.loss={tmp_path}/spiking.py:spiking", "trainer.on_spike=rollback", "launch.restarts=0")
+    more += ("buffer.group_policy=complete",)  # every batch is of 16 episodes
     with Run(tmp_path, "total_steps=6", "data.test=''", "checkpoint.every=2", *more) as run:
         summary = run.completed(6)
         assert "spiked: its gradient norm is nan" in run.text()

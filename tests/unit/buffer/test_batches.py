@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.types import DropReason, EpisodeStats
-from tests.unit.buffer.machine import admit, land, make, run, train
+from tests.unit.buffer.machine import admit, count_again, land, land_group, make, run, train
 
 
 def test_a_batch_streams_in_micro_batches_and_closes() -> None:
@@ -245,3 +245,26 @@ def test_reserved_rows_stay_reserved(ranks: int) -> None:
     plan = batches.plan(0, 0, ranks)
     assert plan is not None
     assert all(buffer.episodes[uid].state is State.TAKEN for uid in plan)
+
+
+def test_a_batch_that_is_left_out_leaves_nothing_of_its_groups() -> None:
+    """A late member would hold its group's place among the live ones, and be a part of no batch."""
+    buffer, batches = make(
+        total_groups=2, episodes_per_group=3, group_policy="partial", group_deadline=1.0, groups_per_batch=2
+    )
+    admit(buffer, 2)
+    for group in (0, 1):
+        land_group(buffer, group, 0.0, 1.0)
+        run(buffer, f"{group}.2")
+    buffer.tick(2.0)
+    assert not buffer.has_room
+    taken = batches.plan(0, 0, 1)
+    assert taken == ["0.0", "0.1", "1.0", "1.1"] and batches.plan(0, 1, 1) == []
+    assert [episode.uid for episode in batches.leave_out(DropReason.SPIKE)] == ["0.2", "1.2"]
+    assert buffer.reasons == {"dropped/spike": 6} and not buffer.live and buffer.flow().conserved
+    assert batches.batches[0].uids == [] and buffer.has_room
+    count_again(buffer)
+    admit(buffer, 2)
+    for group in (2, 3):
+        land_group(buffer, group, 0.0, 1.0, 0.0)
+    assert len(train(batches, 0)) == 6
