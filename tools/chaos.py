@@ -37,6 +37,7 @@ from faults.target import Target
 Together = list[tuple[str, str]]  # kinds and victims, at once
 DISK = ("full-disk", "read-only")
 DISK_MB = 512
+UNDER_WAY = 0.5  # seconds in which a commit that was sent before a fault is written
 ONLY_DEMO = ("hang",)
 EACH_ONCE: list[Together] = [
     [("pause", "rollout"), ("pause", "trainer"), ("pause", "coordinator"), ("locked-store", "")],
@@ -79,9 +80,10 @@ def do(target: Target, together: Together) -> Happened:
     with ExitStack() as stack:
         for kind, victim in together:
             stack.enter_context(FAULTS[kind].happen(target, victim))
-        step = target.step
         happened = Happened(name, time.monotonic(), in_flight=len(before))
-        time.sleep(max(FAULTS[kind].leases for kind, _ in together) * target.lease)
+        time.sleep(UNDER_WAY)
+        step = target.step
+        time.sleep(max(0.0, max(FAULTS[kind].leases for kind, _ in together) * target.lease - UNDER_WAY))
     happened.healed = time.monotonic()
     target.until(lambda: target.step > step, f"step after {name}")
     happened.recovered = time.monotonic()
