@@ -171,7 +171,8 @@ def test_the_loop_does_not_wait_while_there_is_work_left(
     """A group of two per turn, of the six that there is room for."""
     for module in ("loop", "workers"):
         monkeypatch.setattr(f"asyncrl.coordinator.{module}.MOST_ASSIGNED", 2)
-    setup = LoopSetup(tmp_path, buffer={"groups_per_batch": 3, "episodes_per_group": 2})
+    sizes = {"groups_per_batch": 3, "episodes_per_group": 2, "target_staleness": 1}
+    setup = LoopSetup(tmp_path, buffer=sizes)
     coordinator = setup.coordinator
     setup.say(WORKER, WorkerHello(0, incarnation_of("launch", 2), slots=64, pid=1))
     running, more = [], []
