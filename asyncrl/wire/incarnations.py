@@ -15,6 +15,8 @@ def launch_of(incarnation: str) -> str:
 
 
 def is_older(one: str, other: str) -> bool:
-    """Whether `one` was started before `other` in the same launch."""
+    """Whether `one` was started before `other` in the same launch. Any text may come: int() would raise for
+    thousands of digits."""
     (launch, _, start), (its, _, later) = one.rpartition("."), other.rpartition(".")
-    return launch == its and start.isdecimal() and later.isdecimal() and int(start) < int(later)
+    numbers = start.isdecimal() and later.isdecimal()
+    return launch == its and numbers and (len(start), start) < (len(later), later)

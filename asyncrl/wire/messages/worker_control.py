@@ -53,7 +53,7 @@ class Heartbeat(WireMessage, frozen=True):
     waiting: str = ""  # the named wait the worker is in, if any
     in_time: bool = False
     engines: tuple[EngineUse, ...] = ()
-    acked: int = 0
+    acked: Count = 0
 
 
 class Assign(WireMessage, frozen=True):

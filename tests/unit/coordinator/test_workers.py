@@ -322,6 +322,16 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
 
 
+def test_a_worker_may_call_itself_as_it_likes(setup: WorkerSetup) -> None:
+    """More digits than Python reads as a number end nothing; an earlier start is told to end all the same."""
+    setup.state.launch = "launch"
+    names = [f"launch.{start}" for start in ("10", "9" * 5000, "11", "2")]
+    for name in names:
+        setup.join(f"rollout/7/{name}".encode(), index=7)
+    assert [worker.hello.incarnation for worker in setup.handler.workers.values()][-1] == names[1]
+    assert [peer for peer, _ in setup.sent.take(Stop)] == [f"rollout/7/{name}".encode() for name in names[2:]]
+
+
 REPLY = msgspec.msgpack.encode(TurnReply())
 
 
