@@ -175,8 +175,8 @@ class Gate:
                 refused += not known
                 if not known and _is_power_of_two(refused):
                     log.warning(
-                        "connection %d refused, from %s: its key is none of this launch; end a process that "
-                        "an earlier one left, or give a worker of another machine a new token",
+                        "connection %d refused, from %s: its key is none of this launch; give a worker of "
+                        "another machine a new token",
                         *(refused, address.decode(errors="replace")),
                     )
                 answer = (b"200", b"OK", key.encode()) if known else (b"400", b"unknown key", b"")
@@ -293,7 +293,7 @@ class Link:
 
     @property
     def refused(self) -> bool:
-        """Whether the coordinator has refused the key of this end. It is tried again all the time."""
+        """Whether the coordinator has refused the key of this end; ZeroMQ does not dial again then."""
         return bool(self._monitor.poll(0))
 
     def close(self) -> None:
