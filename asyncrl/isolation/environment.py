@@ -8,6 +8,7 @@ from collections.abc import Iterable
 NAMES = frozenset({
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME"),
     *("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM", "NO_PROXY", "no_proxy"),
 })  # fmt: skip
 PREFIXES = ("LC_", "XDG_", "PYTHON", "OMP_", "MKL_", "CONDA_", "CUDA_")

@@ -97,8 +97,11 @@ def test_a_process_sees_the_variables_that_it_names(monkeypatch: pytest.MonkeyPa
     """The model leads what a tool does: keys of the launcher are not for it to read."""
     monkeypatch.setenv("SEARCH_KEY", "for the tool")
     monkeypatch.setenv("WANDB_API_KEY", "for the trainer")
+    monkeypatch.setenv("HF_TOKEN", "for the launcher")
+    monkeypatch.setenv("HF_HOME", "/where/models/are")
     [[reply]] = play(["variables"])
-    assert {"PATH", "SEARCH_KEY"} <= {*reply.content.split()} and "WANDB_API_KEY" not in reply.content
+    names = {*reply.content.split()}
+    assert {"PATH", "SEARCH_KEY", "HF_HOME"} <= names and not {"WANDB_API_KEY", "HF_TOKEN"} & names
 
 
 @pytest.fixture
