@@ -129,7 +129,7 @@ async def _regraded(config: RunConfig, run_dir: Path, steps: tuple[int, int]) ->
             rows += _rows(config, recipe, group, members, again, turns)
     finally:
         reader.close()
-        await scorer.close()
+        await asyncio.gather(toolbox.close(), scorer.close())
     return rows, problems
 
 

@@ -106,7 +106,7 @@ class RunReader:
 
     def plan(self, step: int) -> Batch:
         """Of one of these."""
-        return self._records(Batch, "SELECT record FROM plans WHERE step=?", step)[0]
+        return self._one(Batch, "plan of batch", "SELECT record FROM plans WHERE step=?", step)
 
     def plans(self) -> list[Batch]:
         """Those that no retained checkpoint covers, oldest first."""
@@ -118,11 +118,11 @@ class RunReader:
         return int(self.meta("covered", "0")) + sum(len(batch.uids) for batch in self.committed_plans())
 
     def episode(self, uid: str) -> EpisodeRecord:
-        return self._records(EpisodeRecord, "SELECT record FROM episodes WHERE uid=?", uid)[0]
+        return self._one(EpisodeRecord, "episode", "SELECT record FROM episodes WHERE uid=?", uid)
 
     def baseline(self, group: int) -> Baseline:
         """The baseline of a settled group, from the records of its members."""
-        (record,) = self._records(GroupRecord, "SELECT record FROM groups WHERE id=?", group)
+        record = self._one(GroupRecord, "group", "SELECT record FROM groups WHERE id=?", group)
         return Baseline.of(record, {episode.uid: episode for episode in self.members(group)})
 
     def groups(self) -> list[GroupRecord]:
@@ -157,6 +157,12 @@ class RunReader:
             baselines={group: self.baseline(group) for group in {episode.group for episode in taken}},
             committed=committed,
         )
+
+    def _one(self, kind: type[T], what: str, query: str, value: object) -> T:
+        """The coordinator may have forgotten it since it was named."""
+        if found := self._records(kind, query, value):
+            return found[0]
+        raise StoreError(f"{DATABASE}: has no {what} {value} any more: set a larger store.keep_bytes")
 
     def _records(self, kind: type[T], query: str, *values: object) -> list[T]:
         return [msgspec.msgpack.decode(record, type=kind) for (record,) in self._rows(query, *values)]

@@ -17,6 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
+from asyncrl.store.schema import StoreError
 from asyncrl.trainer import checkpoint, world
 from asyncrl.trainer.batch import example, with_turns
 from asyncrl.trainer.credit import credit
@@ -98,4 +99,6 @@ def _micro_batch(config: RunConfig, reader: RunReader, uids: list[str]) -> Work:
         for e in ordered
     ]
     frames = [frame for e in ordered for frame in list(reader.frames(e.uid, e.turns))[::2]]
+    if not all(frames):
+        raise StoreError("turns of the batch were deleted meanwhile: set a larger store.keep_bytes")
     return with_turns(planned, frames)

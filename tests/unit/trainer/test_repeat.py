@@ -8,10 +8,12 @@ from random import Random
 
 import pytest
 
+from asyncrl.config import parse
 from asyncrl.errors import ConfigError
 from asyncrl.store.checkpoints import Checkpoints
 from asyncrl.store.reader import RunReader
-from asyncrl.trainer.repeat import start_of
+from asyncrl.store.schema import StoreError
+from asyncrl.trainer.repeat import recorded, start_of
 from tests.unit.store.test_retention import Coordinator
 
 
@@ -33,3 +35,16 @@ def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_byte
         for step in (0, last + 1):
             with pytest.raises(ConfigError, match=f"step {step} cannot be replayed: {said}"):
                 start_of(reader, place, step)
+
+
+@pytest.mark.parametrize("table", ["plans", "groups", "frames"])
+def test_what_the_run_forgets_meanwhile_is_said(tmp_path: Path, table: str) -> None:
+    run = Coordinator(tmp_path, 1 << 30, Random(1))
+    while not run.buffer.committed:
+        run.play()
+    config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 1})
+    with closing(RunReader.open(tmp_path)) as reader:
+        run.store._db.execute(f"DELETE FROM {table}")
+        with pytest.raises(StoreError, match=r"store\.keep_bytes"):
+            next(recorded(config, reader, 0))
+    run.store.close()
