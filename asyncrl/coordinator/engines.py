@@ -23,7 +23,7 @@ from asyncrl.wire.messages.shared import Loaded, Stop
 from asyncrl.wire.messages.worker_control import EngineEntry, Engines, EngineUse
 
 LOAD_RETRY = 1.0  # seconds before an engine that refused a version is sent the latest again
-REFUSALS = 5  # of the newest version, while no engine holds it, after which its files count as damaged
+REFUSALS = 5  # of the newest version by one engine, while none holds it: then its files count as damaged
 TABLES_PER_SECOND = 2000  # messages to all workers together, at most: four a second to each of 512
 COUNTS = [field for field in EngineUse.__struct_fields__ if field != "name"]
 NO_USE = EngineUse("")
@@ -59,7 +59,8 @@ class EngineHandler:
         self.keepers: dict[bytes, KeeperRecord] = {}
         self.probe_gap, self.probe_tokens = 0.0, 0  # engines against the trainer, over all publishes
         self.quarantined: set[str] = set()  # engines whose weights are not what they should be
-        self.refused, self.refusal = 0, ""  # since an engine loaded a version: how often, and why the last
+        self.refused: Counter[tuple[str, PolicyVersion]] = Counter()  # since an engine loaded any version
+        self.refusal = ""  # why the last was
         self._eval_servers: set[str] = set()  # set aside for validation
         self._table: dict[str, EngineEntry] = {}  # by name: what workers were sent last
         self._informed: set[bytes] = set()  # workers that have it
@@ -91,7 +92,8 @@ class EngineHandler:
         if message.error:
             log.warning("%s could not load v%d: %s", name, version.step, message.error)
             versions.resend(engine, now + LOAD_RETRY)
-            self.refused, self.refusal = self.refused + 1, message.error
+            self.refused[engine, version] += 1
+            self.refusal = message.error
             return
         if not versions.same_weights(version, message.checksum):
             log.error("%s loaded other weights as v%d: sent again", name, version.step)
@@ -103,17 +105,18 @@ class EngineHandler:
             versions.resend(engine, now)
             return
         self.quarantined.discard(engine)
-        self.refused = 0
+        self.refused.clear()
         if versions.ack(engine, version):
             self.state.liveness.alive(now)
 
     def take_damage(self) -> str:
         """Why the newest version cannot be loaded, once for REFUSALS of it; '' where an engine holds it."""
-        held = self.state.versions.engines.values()
-        if self.refused < REFUSALS or any(engine.acked >= self.state.versions.newest for engine in held):
+        held, newest = self.state.versions.engines, self.state.versions.newest
+        often = any(count >= REFUSALS for (_, version), count in self.refused.items() if version == newest)
+        if not often or any(engine.acked >= newest for engine in held.values()):
             return ""
-        self.refused = 0
-        return f"no engine can load v{self.state.versions.newest.step}: {self.refusal}"
+        self.refused.clear()
+        return f"no engine can load v{newest.step}: {self.refusal}"
 
     def record_probe(self, message: Loaded) -> None:
         """Keep the largest difference between an engine's log-probs and the trainer's."""

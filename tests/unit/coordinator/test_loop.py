@@ -249,6 +249,20 @@ def test_a_version_that_no_engine_can_load_is_published_anew(setup: LoopSetup) -
     assert setup.received(OBSERVER, Replace) == 0, "it has loaded it"
 
 
+def test_many_engines_that_miss_a_version_once_are_no_damage(setup: LoopSetup) -> None:
+    """It was deleted while they loaded it, as there is a newer one, which they are sent next."""
+    coordinator, ref = setup.coordinator, WeightsRef(PolicyVersion(1, 0), str(setup.run_dir))
+    setup.say(OBSERVER, ObserverHello())
+    setup.say(TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0))
+    setup.say(TRAINER, Published(ref, 0.0, 0.0))
+    coordinator.trainer.plan_requested(TRAINER, PlanRequest(1, 0, 0, 0))
+    for engine in map(str, range(REFUSALS)):
+        coordinator.engines.join(engine)
+        coordinator.engines.loaded(engine, engine, Loaded(ref, "train", "", 0.0, error="gone"), 0.0)
+    setup.turn(), setup.turn()
+    assert setup.received(OBSERVER, Replace) == 0
+
+
 def planned(coordinator: Coordinator) -> Commit:
     """A batch that a trainer has: the commit that it will send."""
     state = coordinator.state
