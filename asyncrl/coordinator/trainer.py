@@ -196,10 +196,13 @@ class TrainerHandler:
             self._spiked = step
             if state.config.trainer.on_spike == "stop" or self._spikes > MOST_SPIKES:
                 over = f", over {message.limit:g}" if math.isfinite(message.norm) else ""
+                more = ", or leave it out by trainer.on_spike=rollback"
+                if self._spikes > MOST_SPIKES:
+                    more = f"; {MOST_SPIKES} other batches were left out of this step before it"
                 raise ProtocolError(
                     f"step {step} spiked: gradient norm {message.norm:g}{over}; it is not trained, and its "
                     "plan is kept; resume=auto repeats it, from the newest checkpoint: set a smaller "
-                    "trainer.lr or another loss, or leave it out by trainer.on_spike=rollback"
+                    f"trainer.lr or another loss{more}"
                 )
             log.warning(
                 "step %d spiked, gradient norm %g: left out: %s", step, message.norm, " ".join(batch.uids)
