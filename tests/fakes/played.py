@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from asyncrl.wire.messages.trainer import (
     Committed,
     PlanRequest,
     Published,
+    Spiked,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -195,7 +197,7 @@ class PlayedTrainer:
         self.batch: list[str] = []
         self.unsaved: list[str] = []
         self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
-        self.repeating = self.ended = False
+        self.repeating = self.ended = self.spikes = False
         self.saved: Checkpointed | None = None
         self.published: Published | None = None
         self.resend_at = self.tick_at = self.beat_at = 0.0
@@ -251,6 +253,8 @@ class PlayedTrainer:
                 pass
             case Stop():
                 self.ended = True
+                if isinstance(asked, Spiked):
+                    self.world.start_trainer()
             case Welcome():
                 if isinstance(asked, TrainerHello):
                     self.epoch = message.trainer_epoch
@@ -278,6 +282,8 @@ class PlayedTrainer:
                 self.batch += [planned.uid for planned in plan.trajectories]
                 self.micro, self.work = self.micro + 1, self.work + 1
                 self._request()
+            case "step" if self.spikes and not self.repeating:
+                self._ask(Spiked(self.epoch, self.step + 1, math.nan, math.inf), bulk=False)
             case "step":
                 self.trained = self.trained + self.batch
                 self.unsaved += self.batch

@@ -76,7 +76,7 @@ class World:
         self.crash_in: int | None = None  # calls of `point` until the coordinator ends
         self.full_until = 0.0  # the disk is full, or the store is locked
         self.arriving: tuple[Mail, Mail] = defaultdict(deque), defaultdict(deque)  # control, bulk
-        self.launches = self.starts = 0
+        self.launches = self.starts = self.spikes = 0
         self.asleep_until = 0.0  # the coordinator, stopped
         self.power_goes = False  # with the coordinator's end
         self.zombie: Coordinator | None = None  # stopped, replaced, and to go on
@@ -102,10 +102,11 @@ class World:
                     "max_staleness": dice.choice([0, 1, 4]),
                 },
                 "checkpoint": {"every": dice.choice([1, 2]), "keep": 2},
-                "trainer": {"micro_batch_tokens": dice.choice([40, 100])},
+                "trainer": {"micro_batch_tokens": dice.choice([40, 100]), "on_spike": "rollback"},
                 "launch": {"lease": LEASE},
                 "rollout": {"workers": 2},
                 "validation": {"samples": 2, "every": dice.choice([0, 2]) if validated else 0},
+                "store": {"keep_bytes": dice.choice([0, 1000, 1 << 30])},
             }
         )
 

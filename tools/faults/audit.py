@@ -16,6 +16,9 @@ from asyncrl.observe.files import read_rows, read_summary
 from asyncrl.store.checkpoints import CheckpointError, CheckpointManifest, Checkpoints
 from asyncrl.store.reader import RunReader
 
+ISSUED = """SELECT (SELECT max(id) + 1 FROM groups),
+    (SELECT count(*) FROM episodes) + (SELECT coalesce(sum(count), 0) FROM pruned)"""
+
 
 def manifests(run: Path) -> list[CheckpointManifest]:
     """Of all checkpoints that are complete, oldest first; one may be about to be."""
@@ -48,9 +51,7 @@ def troubles(run: Path) -> list[str]:
     size, bound = buffer.episodes_per_group, buffer.max_staleness
     if twice := [uid for uid, times in trained_uids(run).items() if times > 1]:
         found.append(f"in two batches: {twice}")
-    ((groups, episodes),) = _read(
-        run, "SELECT (SELECT max(id) + 1 FROM groups), (SELECT count(*) FROM episodes)"
-    )
+    ((groups, episodes),) = _read(run, ISSUED)
     if groups * size != episodes:
         found.append(f"{groups} groups of {size} were issued, and the store has {episodes} episodes")
     for manifest in manifests(run):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.coordinator.trainer import MOST_SPIKES
 from asyncrl.store.checkpoints import Checkpoints
 from tests.fakes.world import LEASE, World
 
@@ -66,6 +67,12 @@ def kill_trainer(world: World) -> None:
     world.start_trainer()
 
 
+def spike(world: World) -> None:
+    """The next batch that is not a repeat is left out; too many of one step would end the run."""
+    world.spikes += 1
+    world.trainer.spikes = world.spikes <= MOST_SPIKES
+
+
 def fill_disk(world: World) -> None:
     """Or lock the store: it cannot be written."""
     world.full_until = world.now + world.dice.uniform(0.1, 2) * LEASE
@@ -107,7 +114,7 @@ FAULTS = {
     for fault in (
         *(crash, kill_worker, kill_trainer, replace_coordinator),
         *(stop_worker, stop_trainer, stop_coordinator, hang, cut, hold),
-        *(fill_disk, refuse_weights, damage_segment, damage_checkpoint, cut_power),
+        *(spike, fill_disk, refuse_weights, damage_segment, damage_checkpoint, cut_power),
     )
 }
 RUNNING_ON = [name for name in FAULTS if name != "cut_power"]  # the machine stays up
@@ -161,7 +168,7 @@ def test_faults_at_many_sampled_moments(root: Path) -> None:
 def test_power_cuts_at_sampled_moments(root: Path) -> None:
     """Of each file any of what was not yet fsynced is left."""
     for seed in range(45):
-        play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer"], most=4)
+        play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer", "spike"], most=4)
 
 
 @pytest.mark.long
