@@ -16,6 +16,7 @@ BUDGET = 0.01  # share of model tokens that may be over the bound
 AIM = 0.8 * BUDGET  # the share that the correction aims at: less, as masked tokens come in bursts
 CAUTION = 1.15  # the correction c at the beginning: what waits add to the ages in runs with slow tools
 GAIN = 0.015  # how fast the correction moves, per batch: slowly, as one late group masks many tokens at once
+MOST_CROSSED = 1.0  # batches' worth that the correction counts at once: a batch may be a single trajectory
 DOUBT = 1.0  # DOUBT / sqrt(groups settled so far): relative amount by which the true tail may be longer
 BUSY = 0.02  # a trainer that idles less than this gains nothing from more live groups
 WAITING = 0.75  # batches' worth of groups that have settled and are not committed, where the budget decides
@@ -77,6 +78,6 @@ class FlowControl:
         """Move the correction by the tokens that went over the bound in this step, whether a batch had them
         or not yet: the measured ages leave out the waits for the trainer and for the weights. `decides`: the
         budget limits the live groups, not the need of the trainer."""
-        over = crossed / AIM - 1
+        over = min(max(crossed, -MOST_CROSSED), MOST_CROSSED) / AIM - 1
         if decides or over > 0:
             self.caution = min(max(self.caution * math.exp(GAIN * over), 0.5), 4.0)

@@ -51,8 +51,6 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
     for ids in (turn.context, turn.ids):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             raise ProtocolError(f"episode {uid} turn {turn.index}: {min(ids)} or {max(ids)} is no token")
-    if turn.logprobs and not (math.isfinite(math.fsum(turn.logprobs)) and max(turn.logprobs) <= MOST_LOGPROB):
-        raise ProtocolError(f"episode {uid} turn {turn.index}: log-probs that are no finite numbers up to 0")
     if (told := turn.routes) is not None and (
         min(told.start, told.tokens - 1) < 0 or not told.data or len(told.data) % (2 * told.tokens)
     ):
@@ -64,6 +62,13 @@ def check_turn(uid: str, turn: Turn, rows: int, vocabulary: int = MAX_VOCABULARY
         raise ProtocolError(f"episode {uid} turn {turn.index}: row {turn.row} follows {rows} rows")
     if turn.row == rows and turn.ids and not turn.context:
         raise ProtocolError(f"episode {uid}: row {turn.row} starts with a model token: nothing predicts it")
+
+
+def check_logprobs(uid: str, turn: Turn) -> None:
+    """They are finite, and of probabilities up to 1. ProtocolError when not. (The trainer does not ask: it
+    leaves tokens out whose ratio is not finite.)"""
+    if turn.logprobs and not (math.isfinite(sum(turn.logprobs)) and max(turn.logprobs) <= MOST_LOGPROB):
+        raise ProtocolError(f"episode {uid} turn {turn.index}: log-probs that are no finite numbers up to 0")
 
 
 def sound_turns(uid: str, frames: Iterable[bytes]) -> Iterable[tuple[Turn, bytes, bytes]]:

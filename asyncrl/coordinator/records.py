@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.buffer.payloads import check_reply, check_turn, decode_turn
+from asyncrl.buffer.payloads import check_logprobs, check_reply, check_turn, decode_turn
 from asyncrl.buffer.records import EpisodeRecord
 from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.reporting import Reporter
@@ -29,7 +29,9 @@ class RecordHandler:
     ) -> None:
         self.state, self.workers, self.validation, self.reporter = state, workers, validation, reporter
         self._acks: set[bytes] = set()
-        self._most_tokens = state.config.rollout.rows * state.config.rollout.max_tokens  # of an episode
+        began = (episode.tokens for episode in state.buffer.episodes.values())  # under another configuration?
+        limit = state.config.rollout.rows * state.config.rollout.max_tokens
+        self._most_tokens = max([limit, *began])  # of an episode
 
     def record(self, peer: bytes, message: Record, frames: list[bytes], now: float) -> None:
         """One sequenced record: processed once, acknowledged after the commit."""
@@ -130,6 +132,7 @@ class RecordHandler:
             return
         turn = decode_turn(frame := _single_frame(frames))
         check_turn(episode.uid, turn, turn.row, self.state.vocabulary)  # its row is checked when it is taken
+        check_logprobs(episode.uid, turn)
         _check_header(message, turn)
         if episode.tokens + message.tokens > self._most_tokens:
             limit = f"{self._most_tokens} tokens (rollout.max_tokens)"

@@ -93,6 +93,8 @@ class RunStore:
 
     def _add(self, statement: str, *rows: Row) -> None:
         """Those that follow each other with the same statement are executed together."""
+        if not rows:
+            return
         if not self._statements or self._statements[-1][0] != statement:
             self._statements.append((statement, []))
         self._statements[-1][1].extend(rows)

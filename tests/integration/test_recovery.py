@@ -20,6 +20,8 @@ from tools.faults.audit import manifests, trained_uids
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
+@pytest.mark.timeout(700)
 def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     """tools/chaos.py says what is done, and what must hold: some at once, one round after another."""
     command = [sys.executable, str(ROOT / "tools" / "chaos.py"), "--each-once", "--disk", "--lease", "2"]
@@ -28,7 +30,6 @@ def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
 
 
-@pytest.mark.long
 def test_kill_9(tmp_path: Path) -> None:
     """A process of each role, one after another in one run; a lost rank ends the other one, too. At last the
     coordinator in the last validation, which is repeated."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from asyncrl import cli
 from asyncrl.observe.timeline import overlap
 from asyncrl.weights.disk import weights_directory
-from tests.integration.runs import TELLING, Run, leaks
+from tests.integration.runs import ROOT, TELLING, Run, leaks
 
 
 def test_a_short_run_leaves_everything_it_promises(
@@ -47,21 +49,44 @@ def test_a_short_run_leaves_everything_it_promises(
     trained = [row for step in range(1, 7) for row in transcripts(run, f"training/step-{step}.jsonl")]
     assert trained and all("<|im_start|>" in row["text"] for row in trained)
     assert overlap(run.path)
-    replayed_to_the_last_bit(run, capsys)
+    replayed_to_the_last_bit(run)
     regraded(run, tmp_path, capsys)
     assert cli.main(["status", str(run.path)]) == 0
     assert capsys.readouterr().out.startswith(f"{run.path}: completed\nstep 6 of 6 after 0:0")
     assert "issued" in run.text() and not run.children()
 
 
-def replayed_to_the_last_bit(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+REPLAYS = """
+import contextlib, io, json, sys
+from asyncrl import cli
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = cli.main(["replay", *arguments])
+    found.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def replays(*calls: tuple[str, ...]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each: in one process of its own, as a replay makes a process group."""
+    command = [sys.executable, "-c", REPLAYS, json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, cwd=ROOT)
+    return [tuple(one) for one in json.loads(done.stdout)]
+
+
+def replayed_to_the_last_bit(run: Run) -> None:
     """From the initial policy and from a checkpoint; another learning rate changes what follows. Nothing of
     the run changes."""
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     rows = {int(row["training/step"]): row for row in run.rows() if "timing_s/step" in row}
-    for last, first, overrides in ((2, 1, ()), (6, 4, ()), (5, 4, ("trainer.lr=0.5",))):
-        assert cli.main(["replay", str(run.path), "--step", str(last), *overrides]) == 0
-        lines = capsys.readouterr().out.splitlines()
+    wanted: list[tuple[int, int, tuple[str, ...]]] = [(2, 1, ()), (6, 4, ()), (5, 4, ("trainer.lr=0.5",))]
+    calls = [(str(run.path), "--step", str(last), *overrides) for last, _, overrides in wanted]
+    *done, refused = replays(*calls, (str(run.path), "--step", "7"))
+    for (last, first, overrides), (code, out, err) in zip(wanted, done, strict=True):
+        assert code == 0, err
+        lines = out.splitlines()
         found = {int(line.split()[0]): line.split()[1:] for line in lines[1 : 2 + last - first]}
         assert list(found) == list(range(first, last + 1))
         for step, (loss, again, norm, norm_again) in found.items():
@@ -71,8 +96,7 @@ def replayed_to_the_last_bit(run: Run, capsys: pytest.CaptureFixture[str]) -> No
             assert ((loss, norm) == (again, norm_again)) is same
     kept = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     assert before.items() <= kept.items()
-    assert cli.main(["replay", str(run.path), "--step", "7"]) == 2
-    assert "no such step was committed; these can: 1 to 6 (" in capsys.readouterr().err
+    assert refused[0] == 2 and "no such step was committed; these can: 1 to 6 (" in refused[2]
 
 
 LENGTHS = """

@@ -105,6 +105,10 @@ def test_masked_tokens_over_the_budget_shrink_the_limit() -> None:
     assert control.caution == 4 and 8 * (0.75 + 3 / 8.4) <= control.level <= 8 * (0.75 + 3 / 8.4) + 1
 
 
+def test_the_correction_stays_within_its_limits_whatever_is_measured() -> None:
+    assert moved(masked=0.0, overdue=400.0).caution == 4
+
+
 def test_tokens_count_when_they_cross_the_bound_not_when_they_are_trained() -> None:
     """An eighth of a batch crosses it while its episodes run; a later batch has it, masked."""
     early, late = FlowControl(8, 4, limit=16), FlowControl(8, 4, limit=16)

@@ -62,6 +62,9 @@ class WorkerSetup:
         self.landed: list[EpisodeRecord] = []
         self.engines = EngineHandler(self.state, 0.0)
         self.handler = WorkerHandler(self.state, self.engines, lambda _: False)
+        self.resume()
+
+    def resume(self) -> None:
         reports = SimpleNamespace(on_turn=lambda tokens: None, on_landed=self.landed.append)
         self.records = RecordHandler(self.state, self.handler, SimpleNamespace(), reports)  # type: ignore[arg-type]
 
@@ -308,6 +311,8 @@ def test_a_turn_of_impossible_versions_is_not_trained(setup: WorkerSetup) -> Non
         (turn_payload(logprobs=(-0.5,) * 9 + (math.nan,)), "no finite numbers up to 0"),
         (turn_payload(logprobs=(-0.5,) * 9 + (-math.inf,)), "no finite numbers up to 0"),
         (turn_payload(logprobs=(-0.5,) * 9 + (2.0,)), "no finite numbers up to 0"),
+        (turn_payload(logprobs=(-1e308,) * 10), "no finite numbers up to 0"),
+        (turn_payload(logprobs=(-math.inf, math.inf) * 5), "no finite numbers up to 0"),
     ],
 )
 def test_a_turn_that_cannot_be_trained_is_never_taken_in(
@@ -320,6 +325,18 @@ def test_a_turn_that_cannot_be_trained_is_never_taken_in(
     assert error in caplog.text
     assert setup.state.buffer.episodes[first.uid].turns == 0 and setup.state_of(first.uid)[1] == 1
     assert [message.attempt for _, message in setup.sent.take(Fenced)] == [first]
+
+
+def test_an_episode_may_end_that_began_with_a_larger_limit(setup: WorkerSetup) -> None:
+    """After a resume with a smaller rollout.max_tokens it is over at once, with the tokens that it has."""
+    (_, first), _ = setup.tick()
+    setup.turn(A, 1, first)
+    rollout = msgspec.structs.replace(setup.state.config.rollout, max_tokens=16)
+    setup.state.config = msgspec.structs.replace(setup.state.config, rollout=rollout)
+    setup.resume()
+    end = Finished(2, first, EpisodeResult(1.0, tokens=10), EpisodeStats(1, longest_row=20, prompt=10))
+    setup.records.record(A, end, [], 0.0)
+    assert setup.state_of(first.uid) == (State.LANDED, 0)
 
 
 def test_a_worker_may_call_itself_as_it_likes(setup: WorkerSetup) -> None:
