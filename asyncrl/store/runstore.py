@@ -30,6 +30,9 @@ PUT_EPISODE = """INSERT INTO episodes VALUES(?,?,?,?,?,?,?) ON CONFLICT(uid) DO 
     state=excluded.state, reason=excluded.reason, step=excluded.step, reward=excluded.reward,
     record=excluded.record"""
 
+COVER = """INSERT INTO meta VALUES(?,?) ON CONFLICT(key) DO UPDATE SET
+    value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"""
+
 
 class RunStore:
     """Owner of `run.db` and `segments/` in a run directory. What is put becomes durable at the next commit();
@@ -118,8 +121,8 @@ class RunStore:
 
     def cover(self, step: int, rows: int) -> None:
         """The oldest retained checkpoint covers the batches before `step`, `rows` trajectories more than the
-        one before."""
-        self.put_meta(COVERED_TO, str(step))
+        one before. What was covered stays so, also where more checkpoints are kept from now on."""
+        self._add(COVER, (COVERED_TO, step))
         self._count_covered(rows)
 
     def _count_covered(self, rows: int) -> None:
