@@ -53,8 +53,22 @@ from asyncrl.wire.messages.worker_control import WorkerHello
 from asyncrl.wire.sockets import Codec, Endpoints, choose_endpoints
 
 INTEGERS = (0, 1, 2, 3, -1, 127, 1 << 31, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
-NUMBERS = (0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e308, 5e-324)
-TEXTS = ("", "0.0", "0.1", "0.2", "1.0", "val0/sampled/0", "val", "train", "a/b", "\0", "é" * 50, "x" * 5000)
+NUMBERS = (0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e308, -1e308, 1e15, -1e15, 5e-324)
+TEXTS = (
+    "9" * 5000,
+    "",
+    "0.0",
+    "0.1",
+    "0.2",
+    "1.0",
+    "val0/sampled/0",
+    "val",
+    "train",
+    "a/b",
+    "\0",
+    "é" * 50,
+    "x" * 5000,
+)
 Encode = Callable[[Any], bytes]
 
 
@@ -91,7 +105,7 @@ def plain(kind: inspect.Type, rng: random.Random) -> Any:
             return rng.randbytes(8)
         case inspect.NoneType():
             return None
-    return rng.choice(TEXTS[:5])
+    return rng.choice(TEXTS[1:6])
 
 
 def awkward(rng: random.Random) -> Any:

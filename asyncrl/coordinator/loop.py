@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.enrolment import EnrolmentHandler
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
+from asyncrl.coordinator.presence import Presence
 from asyncrl.coordinator.records import RecordHandler
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import TransactionalOutbox, load_state, log
@@ -77,14 +76,6 @@ def run(config: RunConfig, endpoints: Endpoints, incarnation: str) -> int:
     return 1 if coordinator.lifecycle.error else 0
 
 
-@dataclass
-class Presence:
-    """Of a planned worker or keeper."""
-
-    incarnation: str = ""  # of the process that was heard last
-    silent_since: float = 0.0
-
-
 class Coordinator:
     """Owner of the sockets, the phase and the loop; the handlers do the rest."""
 
@@ -114,7 +105,7 @@ class Coordinator:
         self._more = False  # the last turn left what the next one can do at once
         self.writer = TurnWriter(self.state, self._keep_contact)
         self._silent: list[str] = []  # waits for processes that are not heard of
-        self._presence: dict[tuple[str, int], Presence] = defaultdict(Presence)  # of workers and keepers
+        self.presence = Presence(config)
         self._unread: list[tuple[bytes, Any, list[bytes]]] = []  # that came while the store was not writable
         self._resume(incarnation)
 
@@ -261,8 +252,7 @@ class Coordinator:
             log.warning("the coordinator did not run for %.1f s: all leases are extended", gap)
             self.workers.extend_leases(now)
             self.engines.extend_leases(now)
-            for presence in self._presence.values():
-                presence.silent_since += gap
+            self.presence.extend(gap)
 
     def _tick(self, now: float) -> None:
         state = self.state
@@ -356,26 +346,12 @@ class Coordinator:
             self.state.outbox.to_control(peer, message)
 
     def _absent(self, now: float) -> list[str]:
-        """A worker or a keeper that is silent, or starts, is named. One that was heard of hangs: it is
-        replaced in the end. How long a start may take is not known here."""
         workers = [worker.hello for worker in self.workers.workers.values()]
         keepers = [keeper.hello for keeper in self.engines.keepers.values()]
-        here = {("rollout", hello.index): hello.incarnation for hello in workers}
-        here |= {("engine", hello.index): hello.incarnation for hello in keepers}
-        planned = [("engine", index) for index in range(self.config.engine.keepers)]
-        planned += [("rollout", index) for index in range(self.config.rollout.workers)]
-        limit, silent = self.state.liveness.start, []
-        for role, index in planned:
-            presence = self._presence[role, index]
-            if (role, index) in here:
-                presence.incarnation, presence.silent_since = here[role, index], now
-                continue
-            silent.append(f"{role}-{index} is silent, or starts: it is not used")
-            if presence.incarnation and now - presence.silent_since > limit:
-                why = f"{role}-{index} has been silent for {limit:g} s"
-                self._replace(Replace(role, why, presence.incarnation))
-                presence.silent_since = now
-        return silent
+        waits, hanging = self.presence.absent(workers, keepers, self.state.liveness.start, now)
+        for message in hanging:
+            self._replace(message)
+        return waits
 
     def _replace(self, message: Replace) -> None:
         log.error("%s: replaced", message.reason)

@@ -119,7 +119,7 @@ class ServerApi:
             answer = await self._get("/v1/loads?include=core", Loads, LOAD_SECONDS)
         except EngineError:
             return None
-        return max((load.token_usage for load in answer.loads), default=None)
+        return max((min(1.0, max(0.0, load.token_usage)) for load in answer.loads), default=None)
 
     async def try_admin_key(self) -> None:
         """KeyRejected unless it opens what changes the server. Nothing is changed: no request is named."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.wire.messages.shared import Count, WireMessage
+from asyncrl.wire.messages.shared import Count, Share, WireMessage
 
 
 class KeeperHello(WireMessage, frozen=True):
@@ -23,4 +23,4 @@ class KeeperBeat(WireMessage, frozen=True):
     healthy: bool
     starting: bool
     waiting: str = ""
-    kv_use: float | None = None
+    kv_use: Share | None = None

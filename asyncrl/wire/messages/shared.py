@@ -12,6 +12,8 @@ from asyncrl.weights.manifest import Probe, WeightsRef
 # What is not within these is not decoded: sums of such numbers stay finite, and the store can hold them.
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]  # a clock that is set back makes seconds negative
+Share = Annotated[float, Meta(ge=0, le=1)]
+Gap = Annotated[float, Meta(ge=0)]  # infinite where one of both is no number
 
 
 class WireMessage(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +45,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
     """One try at one episode. Records of a try that is not current are fenced."""
 
     uid: str
-    attempt: int
+    attempt: Count
 
 
 class Welcome(WireMessage, frozen=True):
@@ -75,9 +77,9 @@ class Loaded(WireMessage, frozen=True):
     checksum: str
     seconds: Finite
     error: str = ""
-    probe_gap: float = 0.0
+    probe_gap: Gap = 0.0
     probe_tokens: Count = 0
-    probe_noise: float = 0.0
+    probe_noise: Gap = 0.0
     superseded: bool = False
     unproven: bool = False
 

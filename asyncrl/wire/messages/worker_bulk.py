@@ -7,34 +7,34 @@ came; the trainer decodes them.
 from __future__ import annotations
 
 from asyncrl.types import EpisodeResult, EpisodeStats, FailReason
-from asyncrl.wire.messages.shared import Attempt, WireMessage
+from asyncrl.wire.messages.shared import Attempt, Count, Finite, WireMessage
 
 
 class Generated(WireMessage, frozen=True):
     """A model turn, durable before its tools run. Frame: the Turn without replies."""
 
-    seq: int
+    seq: Count
     attempt: Attempt
-    turn: int
-    tokens: int  # context + model tokens of this turn
-    model_tokens: int
-    oldest: int  # lowest version of a span
-    newest: int
-    seconds: float = 0.0  # that the episode has taken up to here, earlier attempts included
+    turn: Count
+    tokens: Count  # context + model tokens of this turn
+    model_tokens: Count
+    oldest: Count  # lowest version of a span
+    newest: Count
+    seconds: Finite = 0.0  # that the episode has taken up to here, earlier attempts included
 
 
 class Replied(WireMessage, frozen=True):
     """The replies of tools and the environment to a turn. Frame: TurnReply."""
 
-    seq: int
+    seq: Count
     attempt: Attempt
-    turn: int
+    turn: Count
 
 
 class Finished(WireMessage, frozen=True):
     """The episode is over and has a reward. Its tokens are the turns sent before."""
 
-    seq: int
+    seq: Count
     attempt: Attempt
     result: EpisodeResult
     stats: EpisodeStats
@@ -45,7 +45,7 @@ class Finished(WireMessage, frozen=True):
 class Failed(WireMessage, frozen=True):
     """The episode has no trajectory; the policy is not the cause."""
 
-    seq: int
+    seq: Count
     attempt: Attempt
     reason: FailReason
     detail: str
@@ -57,7 +57,7 @@ Record = Generated | Replied | Finished | Failed
 class Ack(WireMessage, frozen=True):
     """Every bulk message up to `seq` of this incarnation is durable."""
 
-    seq: int
+    seq: Count
 
 
 class Fenced(WireMessage, frozen=True):

@@ -14,6 +14,7 @@ from asyncrl.buffer.prompts import Prompts
 from asyncrl.config import parse
 from asyncrl.coordinator.lifecycle import Phase
 from asyncrl.coordinator.loop import Coordinator
+from asyncrl.coordinator.presence import Presence
 from asyncrl.data import samples_path
 from asyncrl.errors import ConfigError
 from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
@@ -181,6 +182,7 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
 def test_a_silent_worker_is_named_and_then_replaced(coordinator: Coordinator, silent: int) -> None:
     """Blocked for ever by somebody's code, say: its lease is over. The next one may take time to start."""
     coordinator.config = parse(msgspec.to_builtins(coordinator.config) | {"rollout": {"workers": 2}})
+    coordinator.presence = Presence(coordinator.config)
     for index in (0, 1):
         peer = f"rollout/{index}/launch.{index}".encode()
         coordinator._on_control(peer, WorkerHello(index, f"launch.{index}", 4, 1), [], 0.0)
