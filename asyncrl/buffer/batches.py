@@ -348,6 +348,6 @@ class Batches:
         self._dirty -= set(gone)
         for uid in (uid for batch in batches for uid in batch.planned):
             self.taken.pop(uid, None)
-        used = {episode.group for episode in self.taken.values()}
-        self.baselines = {group: self.baselines[group] for group in used}
+        for group in self.baselines.keys() - {episode.group for episode in self.taken.values()}:
+            del self.baselines[group]
         return [uid for batch in batches for uid in batch.uids]

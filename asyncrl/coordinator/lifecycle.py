@@ -127,10 +127,12 @@ class Lifecycle:
         return batches.committed >= self.state.config.total_steps or batches.over
 
     def _drained(self, now: float) -> bool:
-        """The last checkpoint is in place, and the last version acked by all, or its time is up."""
+        """The last checkpoint is in place, what it covers is forgotten, and the last version acked by all, or
+        its time is up."""
         committed, versions = self.state.batches.committed, self.state.versions
         pushed = versions.newest.step >= committed and versions.all_acked
-        return self.trainer.checkpoint_step >= committed and (pushed or now > self._deadline)
+        saved = self.trainer.checkpoint_step >= committed and not self.trainer.forgetting
+        return saved and (pushed or now > self._deadline)
 
     def _missing(self) -> str:
         waits = [] if self.workers.workers else ["no rollout worker has reported in"]

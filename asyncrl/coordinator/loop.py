@@ -276,6 +276,7 @@ class Coordinator:
             self._silent = self._absent(now) if now >= self._status_at else self._silent
             state.waits += self._silent
         self.trainer.serve()
+        self.trainer.forget_covered()
         self._report_validations()
         self._watch(now)
         self.observers -= state.outbox.unreachable  # one that was only away says hello again

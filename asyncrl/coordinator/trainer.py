@@ -67,6 +67,7 @@ class TrainerHandler:
         epoch, step, micro = map(int, state.store.read.meta("last_started", "0 0 0").split())
         self.last_started = (epoch, step, micro)  # newest (trainer epoch, step, micro) that all ranks may run
         self.stopping = self.finished = False  # asked to write a checkpoint; it is written
+        self._covered = int(state.store.read.meta("to_forget", "0"))  # steps before this one are not needed
         self._stopped_at: int | None = None  # the step at which the ranks were asked
         self.checkpoint_step = max(state.store.read.checkpoints(), default=-1)  # of the newest one
         self.checkpoint_trained: int | None = None  # what a checkpoint of the last step counts as trained
@@ -224,7 +225,7 @@ class TrainerHandler:
             self.state.versions.take_probe(message, now)
 
     def checkpointed(self, peer: bytes, message: Checkpointed, now: float) -> None:
-        """A checkpoint is in place: forget the plans and payloads that the oldest retained one covers."""
+        """A checkpoint is in place: what the oldest retained one covers can be forgotten."""
         state = self.state
         if message.trainer_epoch != state.trainer_epoch:
             state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
@@ -240,13 +241,33 @@ class TrainerHandler:
         self.checkpoint_trained = message.trained_total if at_end else None
         keep = state.config.checkpoint.keep
         kept = sorted({*state.store.read.checkpoints(), message.step})[-keep:]
-        oldest = kept[0] if len(kept) == keep else 0
-        covered = state.batches.retain(oldest)
-        for uid in covered:
-            state.store.release_frames(uid)
-        state.store.cover(oldest, len(covered))
+        self._covered = max(self._covered, kept[0] if len(kept) == keep else 0)
+        state.store.put_meta("to_forget", str(self._covered))
         state.store.sync()
         state.liveness.progress(now)
+
+    def forget_covered(self) -> None:
+        """Forget one batch that the oldest retained checkpoint covers: its plan and payloads. It is called in
+        each turn of the loop, as there may be many batches between two checkpoints."""
+        state = self.state
+        if not self._covers_more:
+            return
+        first = min(state.batches.batches)
+        forgotten = state.batches.retain(first + 1)
+        for uid in forgotten:
+            state.store.release_frames(uid)
+        state.store.cover(first + 1, len(forgotten))
+        if not self._covers_more:
+            state.store.sync()  # the store forgets what is beyond store.keep_bytes
+
+    @property
+    def forgetting(self) -> bool:
+        """What checkpoints cover is not all forgotten yet."""
+        return self._covers_more or self.state.store.pruning
+
+    @property
+    def _covers_more(self) -> bool:
+        return min(self.state.batches.batches, default=self._covered) < self._covered
 
     def finish(self) -> None:
         """Let the ranks write a checkpoint at the next micro-batch, unless nothing was trained since the

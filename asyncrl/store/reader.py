@@ -16,7 +16,7 @@ from asyncrl.store.segments import FramePlace, SegmentReader
 from asyncrl.types import NO_VERSION, PolicyVersion
 
 T = TypeVar("T")
-COVERED_TO = "covered_to"  # in meta: batches before this one are covered by the oldest retained checkpoint
+COVERED_TO = "covered_to"  # in meta: batches before this one, which a checkpoint covers, are forgotten
 FrameKey = tuple[str, int, str]  # uid, turn, generated | replied
 
 

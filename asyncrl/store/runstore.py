@@ -52,6 +52,7 @@ class RunStore:
         self._released: set[str] = set()  # episodes whose payloads nothing needs any more
         self._places: dict[FrameKey, FramePlace] = {}  # of those that are in a segment already
         self._sync_due = False
+        self.pruning = False  # there may be more to forget: each commit forgets some
         self.read = RunReader(self._db, self._written, self._frames)
 
     def _stored_epoch(self) -> int:
@@ -130,8 +131,9 @@ class RunStore:
         self._add("UPDATE meta SET value=value+? WHERE key='covered'", (rows,))
 
     def sync(self) -> None:
-        """Let the next commit be power-loss safe, with all before it; what need not be kept is forgotten."""
-        self._sync_due = True
+        """Let the next commit be power-loss safe, with all before it. From it on, each commit forgets some of
+        what need not be kept, while `pruning`."""
+        self._sync_due = self.pruning = True
 
     # -- writing -----------------------------------------------------------------------------------------
 
@@ -146,7 +148,8 @@ class RunStore:
                 self._places[key] = self._segments.append(payload)
         if self._sync_due:
             self._segments.sync()
-        if self._frames or self._statements or self._sync_due:
+        oldest: int | None = None
+        if self._frames or self._statements or self._sync_due or self.pruning:
             with self._transaction():
                 if (epoch := self._stored_epoch()) != self.epoch:
                     raise SupersededError(
@@ -157,14 +160,16 @@ class RunStore:
                     self._db.executemany(statement, rows)
                 rows = [(*key, *self._places[key], key[0] in self._released) for key in self._frames]
                 self._db.executemany("INSERT OR REPLACE INTO frames VALUES(?,?,?,?,?,?)", rows)
-                if self._sync_due:
+                if self.pruning:
                     covered = int(self.read.meta(COVERED_TO, "0"))
                     oldest = prune(self._db, self._written, self._segments.newest, self._keep_bytes, covered)
             self._clear()
-        if self._sync_due:
+        if self._sync_due or oldest is not None:
             self._fsync_index()
-            self._compact(oldest)
+            self._shorten_log()
             self._sync_due = False
+        if oldest is not None:
+            self.pruning = self._written.remove_before(oldest)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -184,15 +189,13 @@ class RunStore:
         fsync(self._run_dir / f"{DATABASE}-wal")
         fsync(self._run_dir)
 
-    def _compact(self, oldest: int) -> None:
-        """Shorten the log; delete the segments before the oldest that is referred to."""
+    def _shorten_log(self) -> None:
         try:
             (busy, *_) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.Error as error:
             raise store_error(self._run_dir / DATABASE, error) from error
         if busy:
             log.warning("%s: a reader keeps a transaction open: its log grows meanwhile", self._run_dir)
-        self._written.remove_before(oldest)
 
     def rollback(self) -> None:
         """Forget everything put since the last commit."""

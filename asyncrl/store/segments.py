@@ -20,6 +20,7 @@ log = logging.getLogger("asyncrl.store")
 
 HEADER = struct.Struct("<IQ")
 SEGMENT_BYTES = 64 << 20
+MOST_REMOVED = 4  # segments at once: to delete one takes milliseconds
 
 
 class FramePlace(NamedTuple):
@@ -110,17 +111,23 @@ class SegmentReader:
             needed = number
         return needed
 
-    def remove_before(self, segment: int) -> None:
-        """Delete whole segments below a number. The caller has no reference into them any more; one that
-        cannot be deleted costs its place on the disk, and is tried again next time."""
-        for path in self.directory.glob("*.seg"):
-            if int(path.stem) < segment:
-                if (file := self._files.pop(int(path.stem), None)) is not None:
-                    os.close(file)
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    log.warning("%s, which is not needed any more, stays: %s", path, error)
+    def remove_before(self, segment: int) -> bool:
+        """Delete segments below a number, at most MOST_REMOVED. Whether there may be more. The caller has no
+        reference into them any more; one that cannot be deleted costs its place on the disk, and is tried
+        again next time."""
+        removed = 0
+        for path in [path for path in self.directory.glob("*.seg") if int(path.stem) < segment]:
+            if (file := self._files.pop(int(path.stem), None)) is not None:
+                os.close(file)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s, which is not needed any more, stays: %s", path, error)
+            else:
+                removed += 1
+            if removed == MOST_REMOVED:
+                return True
+        return False
 
     def close(self) -> None:
         for file in self._files.values():

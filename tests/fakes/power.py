@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ class DurableFiles:
     def recorded(self) -> Iterator[None]:
         """SQLite fsyncs the database by itself: at the latest with our fsync of its log, and before it
         cuts the log off."""
-        fsync, compact = os.fsync, RunStore._compact
+        fsync, compact = os.fsync, RunStore._shorten_log
 
         def noting(descriptor: int) -> None:
             fsync(descriptor)
@@ -48,13 +47,13 @@ class DurableFiles:
                 self._note(path)
                 self._note(path.with_name(path.name.removesuffix("-wal")))
 
-        def compacting(store: RunStore, *given: Any) -> None:
-            compact(store, *given)
+        def compacting(store: RunStore) -> None:
+            compact(store)
             self._note(store._run_dir / DATABASE)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", noting)
-            patch.setattr(RunStore, "_compact", compacting)
+            patch.setattr(RunStore, "_shorten_log", compacting)
             yield
 
     def keep(self, pattern: str) -> None:

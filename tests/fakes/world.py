@@ -20,7 +20,7 @@ import pytest
 from asyncrl.config import RunConfig, parse
 from asyncrl.coordinator import loop, reporting, state
 from asyncrl.coordinator.loop import Coordinator
-from asyncrl.store import checkpoints, runstore, schema, segments
+from asyncrl.store import checkpoints, retention, runstore, schema, segments
 from asyncrl.store.schema import StorePaused, SupersededError
 from asyncrl.wire.incarnations import incarnation_of
 from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
@@ -119,6 +119,8 @@ class World:
             for module in (loop, state, reporting):
                 patch.setattr(module, "time", clock)
             patch.setattr(schema, "OPEN_DEADLINE", 0.0)
+            patch.setattr(retention, "MOST", 2)
+            patch.setattr(segments, "MOST_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
             patch.setattr(loop, "Gate", lambda endpoints: SimpleNamespace(close=lambda: None, members={}))
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))

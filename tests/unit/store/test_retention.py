@@ -5,14 +5,23 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.buffer.batches import Batches
-from asyncrl.buffer.records import OVER, State
+from asyncrl.buffer.records import State
 from asyncrl.buffer.replay import ReplayBuffer
+from asyncrl.config import parse
+from asyncrl.coordinator.state import RunState, restore
+from asyncrl.coordinator.trainer import TrainerHandler
+from asyncrl.coordinator.versions import VersionLedger
+from asyncrl.store import retention, segments
 from asyncrl.store.reader import RunReader
 from asyncrl.store.runstore import RunStore
+from asyncrl.wire.messages.trainer import Checkpointed
+from tests.fakes.mail import Sent
 from tests.unit.buffer.machine import admit, land, make, train
 
 KEEP = (1, 2, 4)  # checkpoints: a resume may change it
@@ -22,13 +31,19 @@ class Coordinator:
     """What of one reaches the store."""
 
     def __init__(self, run_dir: Path, keep_bytes: int, random: Random) -> None:
-        self.store = RunStore(run_dir, keep_bytes)
-        self.store._segments.segment_bytes = 2000
         self.buffer, self.batches = make(filter_zero_variance=True)
-        self.random, self.checkpoints, self.sent = random, list[int](), dict[str, bytes]()
+        self.store, self.random, self.sent = RunStore(run_dir, keep_bytes), random, dict[str, bytes]()
+        self.store._segments.segment_bytes = 2000
+        config = parse({"name": "t", "model": {"path": "m"}, "data": {"train": "d"}, "total_steps": 100})
+        outbox: Any = Sent()
+        self.state = RunState(
+            config, run_dir, [], self.buffer, self.batches, VersionLedger(), self.store, outbox, 1
+        )
+        restore(config, self.store, self.buffer, self.batches)
+        self.trainer = TrainerHandler(self.state, lambda commit: None)
 
     def play(self) -> None:
-        """Groups come, some stay under way, a batch is trained, perhaps there is a checkpoint."""
+        """Groups come, some stay under way, perhaps a batch is trained."""
         admit(self.buffer, self.random.randrange(4))
         for uid in [uid for uid, e in self.buffer.episodes.items() if e.state is State.PENDING]:
             if self.random.random() < 0.8:
@@ -39,27 +54,26 @@ class Coordinator:
             train(self.batches, self.buffer.committed)
             plan = self.batches.batches[self.buffer.committed - 1]
             self.store.put_commit(self.buffer.committed, 1, plan.plan_hash)
-        self.persist()
-        if self.random.random() < 0.4 and self.buffer.committed > max(self.checkpoints, default=0):
-            self.checkpoints.append(self.buffer.committed)
-            keep = self.random.choice(KEEP)
-            oldest = self.checkpoints[-keep] if len(self.checkpoints) >= keep else 0
-            covered = self.batches.retain(oldest)
-            for uid in covered:
-                self.store.release_frames(uid)
-            self.store.cover(oldest, len(covered))
-            self.store.sync()
-        self.persist()
+        self.turn()
 
-    def persist(self) -> None:
-        groups, episodes = self.buffer.changes()
-        self.store.put_groups(groups, self.buffer.live)
-        self.store.put_episodes(episodes)
-        self.store.put_batches(self.batches.changes())
-        for episode in episodes:
-            if episode.state in OVER and episode.state is not State.TRAINED:
-                self.store.release_frames(episode.uid)
-        self.store.commit()
+    def checkpoint(self, keep: int) -> None:
+        config = self.state.config
+        checkpoint = msgspec.structs.replace(config.checkpoint, keep=keep)
+        self.state.config = msgspec.structs.replace(config, checkpoint=checkpoint)
+        self.trainer.checkpointed(b"trainer/0/x", Checkpointed(0, self.buffer.committed, "", 0), 0.0)
+
+    def turn(self) -> None:
+        self.trainer.forget_covered()
+        self.state.persist()
+
+    def forget(self) -> None:
+        """All that need not be kept."""
+        self.store.sync()
+        for _ in range(1000):
+            self.turn()
+            if not self.trainer.forgetting:
+                return
+        raise AssertionError("it never ends")
 
 
 def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
@@ -71,6 +85,13 @@ def restored(reader: RunReader) -> tuple[ReplayBuffer, Batches]:
     return buffer, batches
 
 
+@pytest.fixture(autouse=True)
+def a_little_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that turns come in between."""
+    monkeypatch.setattr(retention, "MOST", 3)
+    monkeypatch.setattr(segments, "MOST_REMOVED", 1)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("keep_bytes", [0, 5000, 1 << 30])
 def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int, keep_bytes: int) -> None:
@@ -78,6 +99,9 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
     with closing(RunReader.open(tmp_path)) as reader:
         for _ in range(25):
             run.play()
+            if run.random.random() < 0.4 and run.buffer.committed > max(run.trainer.checkpoint_step, 0):
+                run.checkpoint(run.random.choice(KEEP))
+                run.turn()
             buffer, batches = restored(reader)
             assert buffer.flow() == run.buffer.flow() and buffer.flow().conserved
             assert batches.batches == run.batches.batches and batches.baselines == run.batches.baselines
@@ -87,8 +111,7 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             for uid in (uid for uid in (*needed, *plans) if uid in run.sent):
                 assert list(reader.frames(uid, 1)) == [run.sent[uid], b""]
             assert {reader.episode(uid).state for uid in plans} <= {State.TRAINED}
-        run.store.sync()
-        run.store.commit()
+        run.forget()
         sizes = {int(path.stem): path.stat().st_size for path in (tmp_path / "segments").iterdir()}
         rows = reader._rows("SELECT segment FROM frames WHERE NOT spare")
         first = min((segment for (segment,) in rows), default=max(sizes))
@@ -100,4 +123,40 @@ def test_nothing_needed_goes_and_everything_else_does(tmp_path: Path, seed: int,
             assert spare > keep_bytes - 3000, "what fits is kept"
         else:
             assert kept == issued and reader.planned_steps() == set(range(run.buffer.committed))
+    run.store.close()
+
+
+def test_a_turn_forgets_one_batch_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:
+    run = Coordinator(tmp_path, 0, Random(0))
+    while run.buffer.committed < 6:
+        run.play()
+    run.checkpoint(keep=1)
+    for left in (5, 4, 3):
+        run.turn()
+        assert len(run.batches.batches) == left
+    run.store.close()  # as by kill -9
+    again = Coordinator(tmp_path, 0, Random(0))
+    assert [*again.batches.batches] == [3, 4, 5] and again.buffer.flow() == run.buffer.flow()
+    again.turn()
+    assert [*again.batches.batches] == [4, 5]
+    again.forget()
+    assert not again.batches.batches and again.store.read.trained_in_plans() == again.buffer.flow().trained
+    again.store.close()
+
+
+def test_a_turn_forgets_payloads_of_few_episodes(tmp_path: Path) -> None:
+    run = Coordinator(tmp_path, 0, Random(0))
+    for number in range(20):
+        run.store.put_frame(f"{number}.0", 0, "generated", bytes(500))
+        run.store.release_frames(f"{number}.0")
+    run.store.put_frame("20.0", 0, "generated", b"needed")
+    run.store.sync()
+    found: list[tuple[int, int]] = []  # payloads, segments
+    while run.store.pruning:
+        assert len(found) < 20, "it never ends"
+        run.turn()
+        ((frames,),) = run.store.read._rows("SELECT count(*) FROM frames")
+        found.append((frames, len([*(tmp_path / "segments").iterdir()])))
+    payloads = [(left, 6) for left in (18, 15, 12, 9, 6, 3)]
+    assert found == [*payloads, (1, 5), (1, 4), (1, 3), (1, 2), (1, 1), (1, 1)]
     run.store.close()
