@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import platform
 import time
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from asyncrl.buffer.records import Flow
 from asyncrl.commands.runs import find_run
@@ -51,14 +50,17 @@ def ending(run_dir: Path) -> str:
 
 
 def lives(run_dir: Path) -> bool:
-    """Whether the launcher that locked the run directory does, as far as can be seen from here."""
-    lock = run_dir / "lock"
+    """Whether the launcher that locked the run directory does, as far as can be seen from here: the kernel
+    keeps its lock for as long."""
     try:
-        pid, _, host = lock.read_text().partition(" on ")
-        if host != platform.node():
-            return True
-        return psutil.Process(int(pid)).create_time() <= lock.stat().st_mtime + 1
-    except (OSError, ValueError, psutil.NoSuchProcess):
+        with (run_dir / "lock").open() as lock:
+            if lock.read().partition(" on ")[2] != platform.node():
+                return True
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:
         return False
 
 

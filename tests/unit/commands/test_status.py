@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.launch.run_directory import _lock
 from asyncrl.observe.files import read_status, write_status, write_summary
 from tests.unit.coordinator.test_loop import ROWS, LoopSetup, give
-
-NOBODY = (1 << 22) + 1  # greater than any process's number
 
 
 @pytest.fixture
@@ -23,13 +21,15 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopSetup
     give(monkeypatch, ROWS)
     found = LoopSetup(tmp_path)
     (found.run_dir / "config.yaml").touch()
-    lock(found.run_dir, os.getpid())
-    yield found
+    with _lock(found.run_dir, "run_dir"):
+        yield found
     found.close()
 
 
-def lock(run_dir: Path, pid: int) -> None:
-    (run_dir / "lock").write_text(f"{pid} on {platform.node()}")
+def left_behind(run_dir: Path) -> None:
+    """The lock of a launcher that is gone, whose number another process has now: this one."""
+    with _lock(run_dir, "run_dir"):
+        pass
 
 
 def shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -68,6 +68,15 @@ def test_a_coordinator_that_is_silent(setup: LoopSetup, capsys: pytest.CaptureFi
     assert "starting, silent for 4" in shown(setup.run_dir, capsys)
 
 
+@pytest.mark.parametrize("set_to", [0, 4e9])
+def test_a_clock_that_was_set_ends_no_run(
+    setup: LoopSetup, capsys: pytest.CaptureFixture[str], set_to: float
+) -> None:
+    setup.turn()
+    os.utime(setup.run_dir / "lock", (set_to, set_to))
+    assert f"{setup.run_dir}: starting" in shown(setup.run_dir, capsys)
+
+
 @pytest.mark.parametrize(
     ("summary", "told", "text"),
     [
@@ -85,7 +94,8 @@ def test_after_an_end_why_it_ended(
     text: str,
 ) -> None:
     setup.turn()
-    lock(setup.run_dir, NOBODY)
+    (setup.run_dir / "lock").unlink()
+    left_behind(setup.run_dir)
     write_status(setup.run_dir, read_status(setup.run_dir) | told)
     if summary:
         write_summary(setup.run_dir, summary)
