@@ -10,25 +10,28 @@ from __future__ import annotations
 import msgspec
 
 from asyncrl.coordinator.state import RunState, log
+from asyncrl.store.reader import RunReader
 from asyncrl.wire.messages.shared import Enrol, Enrolled, Invite
 from asyncrl.wire.sockets import TOKEN, Gate
 
 ENROLLED = ("rollout",)  # roles that may join
 
 
+def enrolled_keys(reader: RunReader, launch: str) -> dict[str, str]:
+    """Public key -> role, of those that were enrolled in this launch. The gate has to know them before anyone
+    can connect: ZeroMQ does not dial again after it was refused."""
+    kept, keys = msgspec.json.decode(reader.meta("enrolled", '["", {}]'), type=tuple[str, dict[str, str]])
+    return keys if kept == launch else {}
+
+
 class EnrolmentHandler:
-    """Changes who the gate lets in. Public keys that were enrolled are kept for a restart of this process."""
+    """Changes who the gate lets in. Public keys that were enrolled are kept for a restart of this process;
+    tokens that nobody has used are not."""
 
     def __init__(self, state: RunState, gate: Gate) -> None:
         self.state, self._gate = state, gate
         self._tokens: dict[str, tuple[str, float]] = {}  # role, and when it is over
-        launch, self._enrolled = msgspec.json.decode(
-            state.store.read.meta("enrolled", '["", {}]'), type=tuple[str, dict[str, str]]
-        )
-        if launch == state.launch:
-            gate.members.update(self._enrolled)
-        else:
-            self._enrolled = {}
+        self._enrolled = enrolled_keys(state.store.read, state.launch)
 
     def invite(self, message: Invite, now: float) -> None:
         if message.role not in ENROLLED or message.token in self._gate.members:

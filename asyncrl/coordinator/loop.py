@@ -21,7 +21,7 @@ from typing import Any
 from asyncrl.buffer.freshness import drop_overdue
 from asyncrl.config import RunConfig
 from asyncrl.coordinator.engines import EngineHandler
-from asyncrl.coordinator.enrolment import EnrolmentHandler
+from asyncrl.coordinator.enrolment import EnrolmentHandler, enrolled_keys
 from asyncrl.coordinator.lifecycle import Lifecycle, Phase
 from asyncrl.coordinator.presence import Presence
 from asyncrl.coordinator.records import RecordHandler
@@ -35,6 +35,7 @@ from asyncrl.data import Samples, samples_path
 from asyncrl.errors import AsyncrlError, one_line
 from asyncrl.observe.progress import BATCH
 from asyncrl.observe.summary import failures_line
+from asyncrl.store.runstore import RunStore
 from asyncrl.store.schema import StoreError, SupersededError
 from asyncrl.wire.messages.channels import ToCoordinatorBulk, ToCoordinatorControl
 from asyncrl.wire.messages.keeper import KeeperBeat, KeeperHello
@@ -82,10 +83,11 @@ class Coordinator:
     def __init__(self, config: RunConfig, endpoints: Endpoints, incarnation: str) -> None:
         self.config = config
         self.run_dir = Path(config.run_dir) / config.name
-        host, self._gate = config.launch.host, Gate(endpoints)
+        store = RunStore(self.run_dir, config.store.keep_bytes)  # it knows who may connect
+        host, self._gate = config.launch.host, Gate(endpoints, enrolled_keys(store.read, incarnation))
         self.control = Hub(bound(endpoints.control, host), ToCoordinatorControl, self._gate)
         self.bulk = Hub(bound(endpoints.bulk, host), ToCoordinatorBulk, self._gate)
-        self.state = load_state(config, self.run_dir, TransactionalOutbox(self.control, self.bulk))
+        self.state = load_state(config, self.run_dir, store, TransactionalOutbox(self.control, self.bulk))
         now = time.monotonic()
         self.engines = EngineHandler(self.state, now)
         self.workers = WorkerHandler(

@@ -208,9 +208,9 @@ def _attention_work(path: Path) -> float:
     return 1 / (12 * size) if size else 0.0
 
 
-def load_state(config: RunConfig, run_dir: Path, outbox: TransactionalOutbox) -> RunState:
-    """The state of a run, restored from the store in its directory; a new one where there is none."""
-    samples, store = Samples.open(samples_path(run_dir, "train")), RunStore(run_dir, config.store.keep_bytes)
+def load_state(config: RunConfig, run_dir: Path, store: RunStore, outbox: TransactionalOutbox) -> RunState:
+    """The state of a run, restored from its store; a new one where that is empty."""
+    samples = Samples.open(samples_path(run_dir, "train"))
     check_same_data(samples, store.read.meta("data"))
     store.put_meta("data", samples.fingerprint)
     order = EpochOrder(samples, config.data, config.seed, samples_path(run_dir, "train").parent)

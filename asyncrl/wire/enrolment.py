@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import base64
 import time
+from contextlib import suppress
 
 import msgspec
 
-from asyncrl.errors import UNDECODABLE, ConfigError
+from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError
 from asyncrl.wire.messages.channels import ToToken
 from asyncrl.wire.messages.shared import Enrol, Invite
 from asyncrl.wire.sockets import COORDINATOR, TOKEN, Endpoints, Link, identity, new_key_pair
@@ -52,7 +53,8 @@ def enrol(token: str, seconds: float = 30.0) -> Endpoints:
     link = Link(given.control, ToToken, identity(TOKEN, 0, given.keys[TOKEN].public), given.keys)
     key, until, answer = new_key_pair(), time.monotonic() + seconds, None
     try:
-        link.send(Enrol(key.public))
+        with suppress(DeadlineError):  # where the token was refused before, there is no queue
+            link.send(Enrol(key.public))
         while answer is None and not link.refused:
             if time.monotonic() > until:
                 raise ConfigError(f"nobody answers at {given.control} within {seconds:g} s: is the run up?")

@@ -154,12 +154,13 @@ class Codec:
 class Gate:
     """Lets those in who have a key of the run: the ZAP handler of a coordinator's Hubs, in a thread.
 
-    `members`: public key -> role. One that is taken out is heard no more, on a connection that it has, too.
+    `members`: public key -> role, at first those of the launch and the `enrolled`. One that is taken out is
+    heard no more, on a connection that it has, too.
     """
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, enrolled: Mapping[str, str] = {}) -> None:
         self.own = endpoints.keys[COORDINATOR]
-        self.members = {endpoints.keys[role].public: role for role in ROLES}
+        self.members = {endpoints.keys[role].public: role for role in ROLES} | dict(enrolled)
         self.context = zmq.Context()
         handler: zmq.Socket = self.context.socket(zmq.REP)
         handler.bind("inproc://zeromq.zap.01")

@@ -122,7 +122,7 @@ class World:
             patch.setattr(retention, "MOST", 2)
             patch.setattr(segments, "MOST_REMOVED", 1)
             patch.setattr(loop, "Hub", lambda endpoint, unions, gate: PlayedHub(self, endpoint == "bulk"))
-            patch.setattr(loop, "Gate", lambda endpoints: SimpleNamespace(close=lambda: None, members={}))
+            patch.setattr(loop, "Gate", lambda *given: SimpleNamespace(close=lambda: None, members={}))
             patch.setattr(runstore.RunStore, "commit", self._around(runstore.RunStore.commit, paused=True))
             patch.setattr(segments.SegmentWriter, "append", self._around(segments.SegmentWriter.append))
             for module in (runstore, segments):

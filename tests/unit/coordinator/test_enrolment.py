@@ -12,7 +12,9 @@ import msgspec
 import pytest
 
 from asyncrl.config import parse
+from asyncrl.coordinator import loop
 from asyncrl.coordinator.loop import Coordinator
+from asyncrl.coordinator.state import RunState, load_state
 from asyncrl.errors import ConfigError
 from asyncrl.wire.enrolment import enrol, invitation
 from asyncrl.wire.messages.channels import ToObserver, ToWorkerControl
@@ -127,6 +129,25 @@ def test_a_token_for_another_role_or_one_that_is_over_lets_nobody_in(
     joining.token()  # a turn later
     with pytest.raises(ConfigError, match="get a new one"):
         joining.during(lambda: enrol(token, DEADLINE))
+
+
+def test_who_dials_while_a_coordinator_restarts_is_not_refused(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ would never dial again."""
+    given, links = joining.enrol(), list[Link]()
+    joining.coordinator.close()
+
+    def slow(*loaded: Any) -> RunState:
+        """The handshake is over before the state is there."""
+        links.append(worker(given))
+        assert loaded[-1].control.socket.poll(5000), "refused"
+        return load_state(*loaded)
+
+    monkeypatch.setattr(loop, "load_state", slow)
+    joining.start("launch")
+    assert isinstance(joining.received(links[0]), Welcome)
+    links[0].close()
 
 
 def test_keys_of_an_earlier_launch_are_forgotten(joining: Joining) -> None:

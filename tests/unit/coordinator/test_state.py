@@ -14,6 +14,7 @@ from asyncrl.buffer.zero_variance import ComparedParts
 from asyncrl.config import parse
 from asyncrl.coordinator.state import RunState, TransactionalOutbox, load_state
 from asyncrl.errors import ConfigError
+from asyncrl.store.runstore import RunStore
 from asyncrl.wire.messages.shared import Stop
 from tests.fakes.data import give, rows
 from tests.fakes.mail import Sent
@@ -39,7 +40,7 @@ def build(run_dir: Path, advantage: str = "dr_grpo", **buffer: Any) -> RunState:
             "algorithm": {"advantage": advantage},
         }
     )
-    return load_state(config, run_dir, Sent())  # type: ignore[arg-type]
+    return load_state(config, run_dir, RunStore(run_dir), Sent())  # type: ignore[arg-type]
 
 
 def land_whole(state: RunState, group: int, *rewards: float) -> None:
