@@ -19,10 +19,12 @@ from tests.unit.store.test_retention import Coordinator
 
 @pytest.mark.parametrize(("keep_bytes", "can"), [(1 << 30, "1 to {0}"), (0, "none")])
 def test_what_cannot_be_repeated_is_said_with_what_can(tmp_path: Path, keep_bytes: int, can: str) -> None:
-    """There is no checkpoint: from the initial policy, if all turns since are kept."""
+    """The checkpoint cannot be read: from the initial policy, if all turns since are kept."""
     run, place = Coordinator(tmp_path, keep_bytes, Random(1)), Checkpoints(tmp_path / "checkpoints")
     for _ in range(25):
         run.play()
+    run.checkpoint(keep=1)
+    run.forget()
     run.store.close()
     last = run.buffer.committed
     with closing(RunReader.open(tmp_path)) as reader:
