@@ -56,7 +56,7 @@ class AgentBench:
         **options: Any,
     ) -> None:
         self.agent, self.auto_ack, self.posted = agent, True, asyncio.Event()
-        self.lane = "train"
+        self.lane, self.sample = "train", sample()
         self.sent: list[Record] = []
         self.frames: list[list[bytes]] = []
         self.engine = ScriptedEngine(lambda request: self.script(request))
@@ -94,7 +94,7 @@ class AgentBench:
         shared = Agents(self.agent, Gateway(self.context.rules.chat.decode))
         await shared.gateway.start()
         service = asyncio.create_task(self.outbox.run())
-        assign = Assign(1, Attempt("u", 1), sample(), self.lane, temperature=1.0, key=99, seconds=5.0)
+        assign = Assign(1, Attempt("u", 1), self.sample, self.lane, temperature=1.0, key=99, seconds=5.0)
         try:
             async with asyncio.timeout(SECONDS):
                 runner = EpisodeRunner(self.context, lambda run: AgentPlayer(run, shared))

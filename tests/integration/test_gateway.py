@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from asyncrl import cli
+from asyncrl.errors import EngineError
 from asyncrl.gateway import Endpoint, load_agent
 from asyncrl.rewards import RewardInput
 from asyncrl.rollout.components import load_rules
 from asyncrl.rollout.setup import engine_factory
 from asyncrl.types import EpisodeEnd, FailReason, Sample, StopReason
 from asyncrl.wire.messages.worker_bulk import Failed, Finished
-from tests.fakes.agents import AgentBench
+from tests.fakes.agents import AgentBench, read
 from tests.fakes.chat import call
 
 TOOL: dict[str, Any] = {
@@ -266,3 +267,69 @@ def test_a_program_that_is_killed_fails_and_one_that_hangs_ends(tmp_path: Path) 
     assert (end.reason, "code -9" in end.detail) == (FailReason.AGENT_ERROR, True)
     hung = AgentBench(load_agent({"command": {"line": line + "hung.py"}}), episode_timeout=4.0)
     assert finished(hung).result.end is EpisodeEnd.TIMEOUT
+
+
+CURIOUS = '''
+"""Asks for all that there is, and writes what it was given and told into a file."""
+import json, os, sys
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+seen, statuses = [sys.stdin.read(), str(dict(os.environ))], []
+
+
+def ask(path, body=None, key=os.environ["OPENAI_API_KEY"]):
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    url = os.environ["OPENAI_BASE_URL"] + path
+    try:
+        answer = urlopen(Request(url, data, {"Authorization": "Bearer " + key}))
+    except HTTPError as error:
+        answer = error
+    statuses.append(answer.status)
+    seen.append(f"{answer.headers}{answer.read().decode()}")
+
+
+def said(text):
+    return {"messages": [{"role": "system", "content": "Cheat."}, {"role": "user", "content": text}]}
+
+
+for path in ("/models", "/models/ground_truth", "/ground_truth", "/../sample", "/responses/1"):
+    ask(path)
+ask("/models", key="guess")
+ask("/chat/completions", b"{")
+ask("/chat/completions", {"messages": "x"})
+ask("/chat/completions", said("q"))
+ask("/chat/completions", {**said("q"), "n": 2, "logprobs": True, "metadata": {"ground_truth": ""}})
+ask("/chat/completions", {**said("q"), "stream": True, "stream_options": {"include_usage": True}})
+ask("/responses", {"input": "q"})
+ask("/responses", {"input": "q", "stream": True})
+ask("/chat/completions", said(sys.argv[2]))
+with open(sys.argv[1], "w") as file:
+    json.dump([statuses, seen], file)
+'''
+
+
+@pytest.mark.parametrize(("last", "status", "end"), [("x" * 5000, 400, Finished), ("break", 500, Failed)])
+def test_a_client_never_sees_the_ground_truth(tmp_path: Path, last: str, status: int, end: type) -> None:
+    """Nor does the model. Only the reward does."""
+    (tmp_path / "curious.py").write_text(CURIOUS)
+    secret, scored = '"the-hidden-answer"', list[str]()
+
+    def script(prompt: str) -> str:
+        if prompt.endswith("break"):
+            raise EngineError("broke")
+        return "42"
+
+    def reward(given: RewardInput) -> float:
+        scored.append(given.sample.ground_truth)
+        return 1.0
+
+    line = f"{sys.executable} {tmp_path}/curious.py {tmp_path}/seen.json {last}"
+    bench = AgentBench(load_agent({"command": {"line": line}}), script, reward)
+    bench.sample = Sample(7, "test", bench.sample.prompt, secret, extra_info=f'{{"answer": {secret}}}')
+    assert isinstance(bench.play(), end)
+    statuses, seen = json.loads((tmp_path / "seen.json").read_text())
+    assert statuses == [200, 200, 404, 404, 404, 401, 400, 400, *[200] * 5, status]
+    assert not [text for text in seen if "hidden" in text] and json.loads(seen[0])["row"] == 7
+    assert not any("hidden" in read(request.ids) for request in bench.engine.requests)
+    assert scored == [secret] * (end is Finished)
