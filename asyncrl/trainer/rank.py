@@ -134,7 +134,8 @@ class TrainerRank:
         frontier = self._hello().step
         self.repeating = self.committed < frontier  # the engines keep their newer weights meanwhile
         self._probe()
-        try_largest(self.learner)
+        if not frontier:  # ranks that are started again lose no time on what has been shown
+            try_largest(self.learner)
         micro = 0
         while True:
             plan, frames = self._take(micro)
