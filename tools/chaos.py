@@ -3,6 +3,7 @@
     python tools/chaos.py --faults 20 --steps 80 --kinds kill pause cut
     python tools/chaos.py --disk --each-once --steps 40 --lease 2         # a minute
     python tools/chaos.py --experiment smollm2 --faults 30 --steps 400 --every 10
+    python tools/chaos.py --kinds kill pause --faults 10 --steps 40 engine=sglang_cpu   # of servers, too
 
 Each fault waits until the run has committed `--every` steps since the one before has passed. After each, and
 at the end: conservation, each trajectory once, the bound on staleness; at the end also learning, and that no
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 from common import ROOT, rows, summary, table
 from faults.audit import reward, running, troubles, troubles_at_end
-from faults.kinds import FAULTS
+from faults.kinds import FAULTS, SERVED
 from faults.target import Target
 
 Together = list[tuple[str, str]]  # kinds and victims, at once
@@ -63,9 +64,10 @@ class Happened:
     in_flight: int = 0
 
 
-def schedule(kinds: list[str], faults: int, dice: random.Random) -> list[Together]:
+def schedule(kinds: list[str], faults: int, servers: bool, dice: random.Random) -> list[Together]:
     """Kinds and victims in turn, each round in another order."""
     every = [(kind, victim) for kind in kinds for victim in FAULTS[kind].victims]
+    every = [one for one in every if servers or one[1] not in SERVED]
     found: list[tuple[str, str]] = []
     while len(found) < faults:
         found += dice.sample(every, len(every))
@@ -166,7 +168,8 @@ def main() -> int:
     kinds = [kind for kind in options.kinds if options.disk or kind not in DISK]
     kinds = [kind for kind in kinds if options.experiment == "calculator" or kind not in ONLY_DEMO]
     dice, run = random.Random(options.seed), options.run_dir / f"chaos-{int(time.time())}"
-    plan = schedule(kinds, options.faults, dice)
+    servers = any(override.startswith("engine=sglang") for override in options.overrides)
+    plan = schedule(kinds, options.faults, servers, dice)
     if options.each_once:
         plan = [[one for one in together if one[0] in kinds] for together in EACH_ONCE]
     overrides = [f"total_steps={options.steps}", "checkpoint.every=5", "data.test=''", *options.overrides]

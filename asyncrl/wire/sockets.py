@@ -29,6 +29,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 import zmq.utils.z85
+from zmq.utils.monitor import recv_monitor_message
 
 from asyncrl.errors import UNDECODABLE, ConfigError, DeadlineError, ProtocolError
 from asyncrl.wire.messages.shared import WireMessage
@@ -43,6 +44,7 @@ EVERY_ADDRESS = "0.0.0.0"
 ENVELOPE = 1024  # bytes that encryption may add to a frame
 COORDINATOR, OBSERVER, TOKEN = "coordinator", "observer", "token"
 ROLES = ("engine", "rollout", "trainer", OBSERVER)  # of its peers
+RETRIED = 100  # milliseconds in which ZeroMQ says that it dials again; it says so at once
 LINGER = 500  # milliseconds that a closed socket goes on sending
 
 LAST = int(zmq.DONTWAIT)  # flags of the last part of a message, and of those before it: ints, as sums of
@@ -266,6 +268,39 @@ class Poller:
         self._poller.poll(int(max(0.0, seconds) * 1000))
 
 
+class Dial:
+    """Keeps a peer's end connected. ZeroMQ dials again by itself, unless bytes were damaged on the way: then it
+    gives the connection up, with the messages in its queue, which are sent again as after any loss."""
+
+    EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+    def __init__(self, sock: Any, endpoint: str) -> None:
+        self._socket, self._endpoint = sock, endpoint
+        self.refused = False  # the coordinator does not know the key of this end
+        events = f"inproc://{secrets.token_hex(8)}"
+        sock.monitor(events, self.EVENTS)
+        self._monitor: zmq.Socket = zmq.Context.shadow(sock.context.underlying).socket(zmq.PAIR)
+        self._monitor.connect(events)
+        sock.connect(endpoint)
+
+    def mend(self) -> None:
+        """Dial again if ZeroMQ does not. It blocks for RETRIED milliseconds at most, and only then."""
+        last = 0
+        while self._monitor.poll(RETRIED if last == zmq.EVENT_DISCONNECTED else 0):
+            last = recv_monitor_message(self._monitor)["event"]
+            self.refused |= last == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        if last == zmq.EVENT_DISCONNECTED and not self.refused:
+            log.warning("connection to %s given up after damaged bytes: dialled again", self._endpoint)
+            with suppress(zmq.ZMQError):  # it knows of none any more
+                self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+
+    def close(self) -> None:
+        self._socket.monitor(None, 0)
+        self._monitor.close(linger=0)
+        self._socket.close(linger=LINGER)
+
+
 class Link:
     """A peer's blocking end of one channel (trainer ranks, console)."""
 
@@ -273,18 +308,16 @@ class Link:
         self.socket: zmq.Socket = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self.socket)
         introduce(self.socket, name, keys)
-        self._monitor: zmq.Socket = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self.socket.setsockopt(zmq.SNDTIMEO, int(SEND_DEADLINE * 1000))
-        self.socket.connect(endpoint)
-        self._codec = Codec(union)
+        self._dial, self._codec = Dial(self.socket, endpoint), Codec(union)
 
     def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
         """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
+        self._dial.mend()
         try:
             self.socket.send_multipart(encode(message, frames))
         except zmq.Again:
-            name = type(message).__name__
-            raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
+            raise _not_taken(message) from None
 
     def receive(self, timeout: float) -> tuple[Any, list[bytes]] | None:
         """The next message, or None after `timeout` seconds."""
@@ -294,13 +327,12 @@ class Link:
 
     @property
     def refused(self) -> bool:
-        """Whether the coordinator has refused the key of this end; ZeroMQ does not dial again then."""
-        return bool(self._monitor.poll(0))
+        """Whether the coordinator has refused the key of this end: it is not dialled again then."""
+        self._dial.mend()
+        return self._dial.refused
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self.socket.close(linger=LINGER)
+        self._dial.close()
 
 
 class AsyncLink:
@@ -310,28 +342,27 @@ class AsyncLink:
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket)
         introduce(self._socket, name, keys)
-        self._socket.connect(endpoint)
-        self._endpoint, self._codec = endpoint, Codec(union)
+        self._dial, self._codec = Dial(self._socket, endpoint), Codec(union)
 
     async def send(self, message: WireMessage, frames: Sequence[bytes] = ()) -> None:
-        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds; what is in it
-        may be lost then. ZeroMQ never dials again after bytes that made no sense, so this does."""
+        """Queue a message. DeadlineError when the queue stays full for SEND_DEADLINE seconds."""
+        self._dial.mend()
         try:
             async with asyncio.timeout(SEND_DEADLINE):
                 await self._socket.send_multipart(encode(message, frames))
         except TimeoutError:
-            with suppress(zmq.ZMQError):  # it may have given the connection up
-                self._socket.disconnect(self._endpoint)
-            self._socket.connect(self._endpoint)
-            name = type(message).__name__
-            raise DeadlineError(f"coordinator took no {name} for {SEND_DEADLINE:g} s") from None
+            raise _not_taken(message) from None
 
     async def receive(self) -> tuple[Any, list[bytes]]:
         """The next message; callers race it against their own deadlines."""
         return self._codec.decode(await self._socket.recv_multipart())
 
     def close(self) -> None:
-        self._socket.close(linger=LINGER)
+        self._dial.close()
+
+
+def _not_taken(message: WireMessage) -> DeadlineError:
+    return DeadlineError(f"coordinator took no {type(message).__name__} for {SEND_DEADLINE:g} s")
 
 
 def flush_sockets() -> None:

@@ -19,6 +19,7 @@ from asyncrl.store.checkpoints import MANIFEST, Checkpoints
 from faults.target import Target
 
 ROLES = ("rollout", "trainer", "coordinator")
+SERVED = ("engine", "server")  # where engines are servers: a keeper, and the server itself
 FLIPPED = 64  # bytes between two that are damaged
 
 
@@ -204,8 +205,8 @@ def _flip(path: Path, start: int = 0) -> None:
 
 
 FAULTS = {
-    "kill": Fault(kill, victims=ROLES),
-    "pause": Fault(pause, leases=1.5, victims=ROLES),
+    "kill": Fault(kill, victims=ROLES + SERVED),
+    "pause": Fault(pause, leases=1.5, victims=ROLES + SERVED),
     "launcher": Fault(launcher),
     "second-launcher": Fault(second_launcher),
     "cut": Fault(cut),

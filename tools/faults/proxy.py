@@ -34,9 +34,11 @@ class Proxy:
         """End all connections; the peers dial again."""
         self._loop.call_soon_threadsafe(self._abort)
 
-    def garble(self) -> None:
-        """Both ends of all connections are sent bytes that make no sense."""
+    def garble(self, to_peers_only: bool = False) -> None:
+        """Both ends of all connections, or those that dialled, are sent bytes that make no sense."""
         for writer in list(self._writers):
+            if to_peers_only and writer.get_extra_info("peername")[1] == self.target:
+                continue
             self._loop.call_soon_threadsafe(writer.write, b"\xff" * 64)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -92,6 +93,11 @@ class Target:
         return self.dice.choice(self._of(role))
 
     def _of(self, role: str) -> list[psutil.Process]:
+        if role == "server":
+            with suppress(psutil.NoSuchProcess):
+                wrappers = [child for keeper in self._of("engine") for child in keeper.children()]
+                return [server for wrapper in wrappers for server in wrapper.children()]
+            return []
         return [found for name, found in sorted(self.roles().items()) if name.rpartition("-")[0] == role]
 
     @property
