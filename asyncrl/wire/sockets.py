@@ -269,8 +269,8 @@ class Poller:
 
 
 class Dial:
-    """Keeps a peer's end connected. ZeroMQ dials again by itself, unless bytes were damaged on the way: then it
-    gives the connection up, with the messages in its queue, which are sent again as after any loss."""
+    """Keeps a peer's end connected. ZeroMQ dials again by itself, unless bytes were damaged on the way: then
+    it gives the connection up, with the messages in its queue, which are sent again as after any loss."""
 
     EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
