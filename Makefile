@@ -43,10 +43,11 @@ smollm2: $(SMOLLM)/model.safetensors  ## a pretrained model of 135M parameters: 
 quick: $(VENV)/dev  ## what to run while editing: a minute
 	$(PYTEST) tests/unit tests/test_layering.py -m "not slow and not long" -x -q $(PARALLEL) $(ARGS)
 
-long: $(VENV)/dev smollm2  ## what is too long for every change, hours: learning, faults, three seeds, memory
+long: $(VENV)/dev smollm2 sglang-cpu  ## what is too long for every change, hours: learning, faults, three seeds, memory
 	$(PYTEST) tests -m long $(ARGS)
-	$(BIN)/python tools/chaos.py --disk --faults 200 --steps 1500 --every 2
-	$(BIN)/python tools/chaos.py --experiment smollm2 --faults 30 --steps 400 --every 10 --lease 15 --deadline 900
+	$(BIN)/python tools/chaos.py --disk --faults 200 --every 2 --lease 2
+	$(BIN)/python tools/chaos.py --kinds kill pause --faults 20 engine=sglang_cpu
+	$(BIN)/python tools/chaos.py --experiment smollm2 --faults 30 --every 10 --lease 15 --deadline 900
 	$(BIN)/python tools/fuzz.py --inputs 1000000
 	$(BIN)/python tools/bench/demo_seeds.py --seeds 0 1 2 --random-reward
 	$(BIN)/python tools/bench/soak.py --minutes 30

@@ -1,15 +1,16 @@
 """Faults of every kind, at random moments of a run: it must complete, and nothing may be lost or done twice.
 
-    python tools/chaos.py --faults 20 --steps 80 --kinds kill pause cut
-    python tools/chaos.py --disk --each-once --steps 40 --lease 2         # a minute
-    python tools/chaos.py --experiment smollm2 --faults 30 --steps 400 --every 10
-    python tools/chaos.py --kinds kill pause --faults 10 --steps 40 engine=sglang_cpu   # of servers, too
+    python tools/chaos.py --faults 20 --kinds kill pause cut
+    python tools/chaos.py --disk --each-once --lease 2                        # a minute
+    python tools/chaos.py --experiment smollm2 --faults 30 --every 10
+    python tools/chaos.py --kinds kill pause --faults 10 engine=sglang_cpu    # of servers, too
 
-Each fault waits until the run has committed `--every` steps since the one before has passed. After each, and
-at the end: conservation, each trajectory once, the bound on staleness; at the end also learning, and that no
-process, file in shared memory or listening socket is left. Prints a table by kind, which
-docs/reliability.md takes. Exits non-zero when something does not hold. Faults of the disk need a run
-directory in a small tmpfs: `--disk`, which the tool mounts in a namespace of its own (`unshare`).
+Each fault waits until the run has committed `--every` steps since the one before has passed. After the last
+one the run is interrupted, as by Ctrl-C, or goes on to its `--steps`. After each fault, and at the end:
+conservation, each trajectory once, the bound on staleness; at the end also learning, and that no process, file
+in shared memory or listening socket is left. Prints a table by kind, which docs/reliability.md takes. Exits
+non-zero when something does not hold. Faults of the disk need a run directory in a small tmpfs: `--disk`,
+which the tool mounts in a namespace of its own (`unshare`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -35,18 +37,21 @@ from faults.audit import reward, running, troubles, troubles_at_end
 from faults.kinds import FAULTS, SERVED
 from faults.target import Target
 
+from asyncrl.launch.process import INTERRUPTED
+
 Together = list[tuple[str, str]]  # kinds and victims, at once
 DISK = ("full-disk", "read-only")
 DISK_MB = 512
 UNDER_WAY = 0.5  # seconds in which a commit that was sent before a fault is written
 ONLY_DEMO = ("hang",)
+ENDLESS = 100_000  # steps
 EACH_ONCE: list[Together] = [
     [("pause", "rollout"), ("pause", "trainer"), ("pause", "coordinator"), ("locked-store", "")],
     [("held", ""), ("hang", "")],
     [("slow", ""), ("full-disk", "")],
     [("duplicated", ""), ("read-only", "")],
-    [("kill", "rollout"), ("segment-damaged", "coordinator"), ("cut", "")],
-    [("weights-gone", ""), ("corrupted", "")],
+    [("corrupted", ""), ("kill", "rollout"), ("segment-damaged", "coordinator")],
+    [("weights-gone", ""), ("cut", ""), ("second-launcher", "")],
     [("weights-damaged", "rollout"), ("checkpoint-damaged", "trainer")],
     [("launcher", "")],
 ]
@@ -123,9 +128,9 @@ def left_behind(target: Target, shared: set[str]) -> list[str]:
     return found
 
 
-def play(target: Target, plan: list[Together], every: int, done: list[Happened]) -> None:
-    """The faults of a schedule, one after another, in a run that goes on to its end; AssertionError when
-    something does not hold afterwards."""
+def play(target: Target, plan: list[Together], every: int, steps: int, done: list[Happened]) -> None:
+    """The faults of a schedule, one after another, in a run that then goes on to its `steps`, or is
+    interrupted. AssertionError when something does not hold afterwards."""
     target.launch()
     for together in plan:
         due = target.step + every
@@ -134,8 +139,10 @@ def play(target: Target, plan: list[Together], every: int, done: list[Happened])
         done.append(do(target, together))
         if found := troubles(target.run):
             raise AssertionError(f"after {done[-1].name}: {found}")
+    if not steps:
+        target.launcher.send_signal(signal.SIGINT)
     code = target.launcher.wait(target.deadline)
-    assert code == 0, f"ended with {code}:\n{target.text()[-3000:]}"
+    assert code == (0 if steps else INTERRUPTED), f"ended with {code}:\n{target.text()[-3000:]}"
 
 
 def main() -> int:
@@ -143,7 +150,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=0, help="as many as the faults take by default")
     parser.add_argument("--each-once", action="store_true", help="each kind once, some at once: a minute")
     parser.add_argument("--every", type=int, default=1, help="steps between two faults")
     parser.add_argument("--kinds", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS))
@@ -172,7 +179,12 @@ def main() -> int:
     plan = schedule(kinds, options.faults, servers, dice)
     if options.each_once:
         plan = [[one for one in together if one[0] in kinds] for together in EACH_ONCE]
-    overrides = [f"total_steps={options.steps}", "checkpoint.every=5", "data.test=''", *options.overrides]
+    overrides = [
+        f"total_steps={options.steps or ENDLESS}",
+        "checkpoint.every=5",
+        "data.test=''",
+        *options.overrides,
+    ]
     shared = set(os.listdir("/dev/shm"))
     target = Target(
         run,
@@ -187,7 +199,7 @@ def main() -> int:
     done: list[Happened] = []
     with target:
         try:
-            play(target, plan, options.every, done)
+            play(target, plan, options.every, options.steps, done)
         except AssertionError as error:
             found.append(str(error))
         else:
@@ -198,7 +210,7 @@ def main() -> int:
     )
     step_s = statistics.median(steps) if steps else 0.0
     before, after = reward(run, first=True), reward(run, first=False)
-    if options.steps >= 40 and after <= before:
+    if len(steps) >= 40 and after <= before:
         found.append(f"nothing was learned: reward {before:.3f} at first, {after:.3f} at last")
     print(report(done, step_s))
     print(f"{len(done)} faults in {wall:.0f} s; reward {before:.3f} -> {after:.3f}; effective training time "

@@ -20,13 +20,12 @@ from tools.faults.audit import manifests, trained_uids
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.long
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(500)
 def test_each_kind_of_fault_once(tmp_path: Path) -> None:
     """tools/chaos.py says what is done, and what must hold: some at once, one round after another."""
     command = [sys.executable, str(ROOT / "tools" / "chaos.py"), "--each-once", "--disk", "--lease", "2"]
-    command += ["--steps", "36", "--run-dir", str(tmp_path / "chaos")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    command += ["--run-dir", str(tmp_path / "chaos")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
 
 
