@@ -7,7 +7,7 @@ A retry of a request, and a step that a restarted trainer repeats, are therefore
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import msgspec
@@ -19,6 +19,7 @@ from asyncrl.buffer.payloads import lose
 from asyncrl.buffer.records import EpisodeRecord, GroupRecord, State
 from asyncrl.buffer.replay import ReplayBuffer
 from asyncrl.config import Packing
+from asyncrl.errors import ProtocolError
 from asyncrl.types import DropReason, EpisodeResult
 
 CHOICE = 16  # micro-batches' worth of ready trajectories that one is chosen from
@@ -59,8 +60,8 @@ class Baseline(msgspec.Struct, frozen=True):
 
 class Batch(msgspec.Struct):
     """The plan of one optimizer batch. `micros`: the uids of each micro-batch; in the place of an empty one
-    the probe is scored. `closed`: no more come. `lost`: those whose payload could not be read. They keep
-    their places, so that others keep theirs."""
+    the probe is scored. `closed`: no more come. `lost`: those whose payload could not be read, as far as no
+    commit says that they were trained nevertheless. They keep their places, so that others keep theirs."""
 
     step: int  # 0-based: committed batches before it
     micros: list[list[str]] = []
@@ -309,16 +310,27 @@ class Batches:
 
     # -- commit, rollback, retention -----------------------------------------------------------------
 
-    def commit(self, step: int) -> None:
-        """Batch number `step` (1-based) was applied; it is called once for each."""
-        self.buffer.trained([self.taken[uid] for uid in self.batches[step - 1].uids])
-        self.buffer.committed, self.buffer.refills = step, 0
+    def commit(self, step: int, trained: Collection[str]) -> None:
+        """Batch number `step` (1-based) was applied, perhaps again by a restarted trainer. What it has not
+        trained of the plan, as its payload could not be read, is dropped by name. ProtocolError when that is
+        more than the plan goes on without, or when others were trained."""
+        batch = self.batches[step - 1]
+        if odd := set(trained).symmetric_difference(batch.uids) - batch.lost:
+            raise ProtocolError(f"commit of step {step} does not fit its plan: {' '.join(sorted(odd))}")
+        if batch.lost:
+            batch.lost.difference_update(trained)
+            self._dirty.add(batch.step)
+        self.buffer.trained([self.taken[uid] for uid in batch.uids if self.taken[uid].state is State.TAKEN])
+        for uid in batch.lost:
+            lose(self.buffer, self.taken[uid])
+        if step > self.committed:
+            self.buffer.committed, self.buffer.refills = step, 0
 
     def leave_out(self, reason: DropReason) -> list[EpisodeRecord]:
         """Drop what the batch under way has taken, and the rest of its groups, which could be a part of no
         other; the step gets another batch. Returns what was running."""
         step = self.committed
-        for uid in self.batches[step].uids:
+        for uid in self.batches[step].planned:
             self.buffer.drop(self.taken[uid], reason)
         groups = [self.buffer.live[number] for number in self.buffer.tally.steps[step]]  # of late members
         running = [episode for group in groups for episode in self.buffer.drop_group(group, reason)]
@@ -328,15 +340,20 @@ class Batches:
         self.buffer.closed = step - 1
         return running
 
-    def lose(self, step: int, uid: str) -> None:
-        """The payload of a planned trajectory cannot be read: the plan goes on without it."""
+    def mark_lost(self, step: int, uid: str) -> None:
+        """The payload of a planned trajectory cannot be read: the plan goes on without it. A rank may hold it
+        already, though, and the answer have been another coordinator's: the commit tells."""
         self.batches[step].lost.add(uid)
         self._dirty.add(step)
-        lose(self.buffer, self.taken[uid])
 
     def skip_to(self, step: int) -> None:
-        """Batches up to `step` were committed, as others know. Their plans are not needed any more."""
-        self._forget([number for number in self.batches if self.committed <= number < step])
+        """Batches up to `step` were committed, as others know. Their plans are not needed any more, and what
+        is still taken by them was lost."""
+        gone = [number for number in self.batches if self.committed <= number < step]
+        for episode in [self.taken[uid] for number in gone for uid in self.batches[number].planned]:
+            if episode.state is State.TAKEN:
+                lose(self.buffer, episode)
+        self._forget(gone)
         self.buffer.committed, self.buffer.refills = step, 0
 
     def retain(self, step: int) -> list[str]:

@@ -105,8 +105,10 @@ def cut_back(buffer: ReplayBuffer, episode: EpisodeRecord, turns: Sequence[Turn]
 
 
 def lose(buffer: ReplayBuffer, episode: EpisodeRecord) -> None:
-    """The payload of an episode in a plan cannot be read: it is dropped by name, and the plan goes on without
-    it. It may have been trained once, by steps that a restarted trainer repeats."""
+    """An episode in a plan was not trained, as its payload could not be read: it is dropped by name. It may
+    have been trained once, by steps that a restarted trainer repeats."""
+    if episode.state is State.DROPPED:
+        return
     if episode.uid in buffer.episodes:
         buffer.drop(episode, DropReason.CORRUPT)
         return

@@ -52,7 +52,6 @@ class Ranks:
     control: dict[int, bytes] = field(default_factory=dict)
     requests: dict[int, tuple[bytes, PlanRequest]] = field(default_factory=dict)
     answered: set[tuple[int, int]] = field(default_factory=set)  # plans some rank has
-    work: dict[int, tuple[WorkPlan, list[bytes]]] = field(default_factory=dict)  # sent last, by rank
     confirmed: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     beats: dict[int, TrainerBeat] = field(default_factory=dict)
     heard: dict[int, float] = field(default_factory=dict)  # when each rank sent its last beat
@@ -132,7 +131,8 @@ class TrainerHandler:
         return any(self.ranks.heard.get(rank, -math.inf) < late for rank in range(max(1, self.ranks.size)))
 
     def commit(self, peer: bytes, message: Commit, now: float) -> None:
-        """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error."""
+        """Idempotent on the step: a repeat gets the same answer. Another plan under that step is an error.
+        The ranks say what of it was trained: they may hold payloads that cannot be read any more."""
         state = self.state
         if message.trainer_epoch != state.trainer_epoch:
             state.outbox.to_control(peer, Stop("a newer trainer has taken over"))
@@ -142,8 +142,10 @@ class TrainerHandler:
         expected = batch.plan_hash if batch is not None else recorded
         if message.plan_hash != expected:
             raise ProtocolError(f"commit of step {message.step} names a plan that was never issued")
-        if message.step > state.batches.committed:
-            state.batches.commit(message.step)
+        first = message.step > state.batches.committed
+        if batch is not None:
+            state.batches.commit(message.step, message.trained)
+        if first:
             state.store.put_commit(message.step, state.trainer_epoch, message.plan_hash)
             self.checkpoint_trained = None
             stepped = "actor/grad_norm" in message.metrics or not message.metrics.get("actor/skipped_steps")
@@ -320,17 +322,13 @@ class TrainerHandler:
         """Answer the waiting requests that can be answered."""
         for rank, (peer, request) in list(self.ranks.requests.items()):
             key = (request.step, request.micro)
-            plan, frames = self.ranks.work.get(rank, (None, []))
-            if plan is None or (plan.step, plan.micro) != key:  # else it may train on what was read then
-                plan, frames = self._answer(request, rank)
+            plan, frames = self._answer(request, rank)
             if plan is None:
                 self.state.waits.append(
                     f"trainer rank {rank} waits for ready trajectories of step {request.step}"
                 )
                 continue
             del self.ranks.requests[rank]
-            if plan.kind == "work":
-                self.ranks.work[rank] = (plan, frames)
             if plan.kind != "stop":  # the other ranks are to be given the same
                 self.ranks.answered = {k for k in self.ranks.answered if k >= key} | {key}
             self.state.outbox.to_bulk(peer, plan, frames)
@@ -371,7 +369,7 @@ class TrainerHandler:
             episode = state.batches.taken[uid]
             turns = state.readable(episode)[::2]  # replies are in the next turn's context
             if len(turns) < episode.turns:
-                state.batches.lose(step, uid)
+                state.batches.mark_lost(step, uid)
                 continue
             baseline, temperature = state.batches.baselines[episode.group], state.config.rollout.temperature
             trajectories.append(PlannedTrajectory.of(episode, baseline, len(turns), temperature))

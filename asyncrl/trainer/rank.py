@@ -177,7 +177,7 @@ class TrainerRank:
             metrics["weights/probe_noise_floor"] = self.publishing.noise_floor
         metrics |= performance(*self.watch.lap(), metrics, self.peak_flops, self.mesh.size)
         with self.watch.phase("wait_commit", waiting=True):  # the other ranks: for the first one's ack
-            publish = self._commit(plan, metrics) if self.first else True
+            publish = self._commit(plan, everyone, metrics) if self.first else True
             publish = self.mesh.gather(publish, bool)[0]
         self.committed = self.learner.step
         if publish and (self.repeating or self.learner.step % self.config.weights.every == 0):
@@ -209,9 +209,9 @@ class TrainerRank:
                 self._ask(self.bulk, received, "the other ranks' payloads")
         return plan, frames
 
-    def _commit(self, plan: WorkPlan, metrics: dict[str, float]) -> bool:
+    def _commit(self, plan: WorkPlan, trained: list[str], metrics: dict[str, float]) -> bool:
         """Rank 0: True when this version is to be published."""
-        commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, metrics)
+        commit = Commit(self.trainer_epoch, self.learner.step, plan.plan_hash, tuple(trained), metrics)
         answer, _ = self._ask(self.control, commit, f"the commit of step {commit.step}")
         self.saving.best = answer.best
         return bool(answer.publish)

@@ -285,10 +285,14 @@ class PlayedTrainer:
             case "step" if self.spikes and not self.repeating:
                 self._ask(Spiked(self.epoch, self.step + 1, math.nan, math.inf), bulk=False)
             case "step":
-                self.trained = self.trained + self.batch
-                self.unsaved += self.batch
-                self.batch, self.micro, self.step = [], 0, self.step + 1
-                self._ask(Commit(self.epoch, self.step, plan.plan_hash, {"actor/grad_norm": 1.0}), bulk=False)
+                batch, self.batch = self.batch, []
+                self.trained = self.trained + batch
+                self.unsaved += batch
+                self.micro, self.step = 0, self.step + 1
+                self._ask(
+                    Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), {"actor/grad_norm": 1.0}),
+                    bulk=False,
+                )
             case "end" | "stop":
                 if self.parent != self.step:
                     self._save()

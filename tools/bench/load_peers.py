@@ -163,6 +163,7 @@ class Trainer(Peer):
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench, "trainer", 0, channels.ToTrainerControl, channels.ToTrainerBulk)
         self.epoch = self.step = self.micro = self.work = self.trained = 0
+        self.batch: list[str] = []
 
     def beat(self) -> None:
         hello = TrainerHello(0, 1, self.incarnation, 0)
@@ -189,13 +190,16 @@ class Trainer(Peer):
                 self._publish()
                 self._next()
             case WorkPlan(kind="work"):
-                self.trained += len(message.trajectories)
+                self.batch += [planned.uid for planned in message.trajectories]
                 self._ask(PlanReceived(self.epoch, message.step, message.micro, 0))
             case StartPlan():
                 self.micro, self.work = self.micro + 1, self.work + 1
                 self._next()
             case WorkPlan(kind="step"):
-                self._tell(Commit(self.epoch, self.step + 1, message.plan_hash, {"actor/grad_norm": 1.0}))
+                uids, self.batch = tuple(self.batch), []
+                self.trained += len(uids)
+                metrics = {"actor/grad_norm": 1.0}
+                self._tell(Commit(self.epoch, self.step + 1, message.plan_hash, uids, metrics))
             case Committed():
                 self.step, self.micro = message.step, 0
                 if self.step % self.bench.options.checkpoint_every == 0:

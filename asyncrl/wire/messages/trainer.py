@@ -38,11 +38,13 @@ class TrainerBeat(WireMessage, frozen=True):
 
 
 class Commit(WireMessage, frozen=True):
-    """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes)."""
+    """Rank 0 took the optimizer step of batch `step` (1-based: the step it completes). `trained`: uids of all
+    ranks, those of the plan whose payloads a rank was given."""
 
     trainer_epoch: Count
     step: Count
     plan_hash: str
+    trained: tuple[str, ...]
     metrics: dict[str, float]
 
 

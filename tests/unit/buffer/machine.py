@@ -102,7 +102,7 @@ def train(batches: Batches, step: int, ranks: int = 1) -> list[str]:
         uids += plan
         micro += 1
     assert plan == [], "the batch must be complete"
-    batches.commit(step + 1)
+    batches.commit(step + 1, uids)
     return uids
 
 

@@ -22,7 +22,7 @@ def test_a_batch_streams_in_micro_batches_and_closes() -> None:
     land(buffer, "2.0"), land(buffer, "2.1")  # the third group is ready before the second
     assert batches.plan(0, 1, 1) == ["2.0", "2.1"]
     assert batches.plan(0, 2, 1) == []
-    batches.commit(1)
+    batches.commit(1, ["0.0", "0.1", "2.0", "2.1"])
     assert buffer.flow().trained == 4
 
 
@@ -64,7 +64,7 @@ def test_a_late_member_is_no_micro_batch_by_itself(total: int, oldest: int, alon
     land(buffer, "0.2", version=oldest, now=6.0)
     assert batches.plan(1, 1, 1) == (["0.2"] if alone else [])
     if not alone:
-        batches.commit(2)
+        batches.commit(2, ["0.0", "0.1"])
         admit(buffer, 1)
         land(buffer, "1.0"), land(buffer, "1.1"), land(buffer, "1.2")
         assert sorted(batches.plan(2, 0, 1) or []) == ["0.2", "1.0", "1.1", "1.2"]

@@ -116,7 +116,7 @@ class HeldRun:
 
     def commit(self) -> None:
         self.training = False
-        self.batches.commit(self.buffer.committed + 1)
+        self.batches.commit(self.buffer.committed + 1, self.batches.batches[self.buffer.committed].uids)
         if self.buffer.committed % self.every == 0:
             self.published = self.buffer.committed
 

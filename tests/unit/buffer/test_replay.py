@@ -293,7 +293,7 @@ class FlowMachine(RuleBasedStateMachine):
             self.trained.update(batch.uids)
             assert len(batch.groups) == 2 or (short and len(batch.groups) < 2)
             assert all((b.greedy is not None) is self.buffer.greedy for b in self.batches.baselines.values())
-            self.batches.commit(batch.step + 1)
+            self.batches.commit(batch.step + 1, batch.uids)
             self.micro = 0
 
     @invariant()

@@ -274,7 +274,8 @@ def planned(coordinator: Coordinator) -> Commit:
         TRAINER, TrainerHello(0, 1, incarnation_of("launch", 1), 0), coordinator._turned_at
     )
     assert state.batches.plan(0, 0, 1) and state.batches.plan(0, 1, 1) == []
-    return Commit(state.trainer_epoch, 1, state.batches.batches[0].plan_hash, {})
+    batch = state.batches.batches[0]
+    return Commit(state.trainer_epoch, 1, batch.plan_hash, tuple(batch.uids), {})
 
 
 @pytest.mark.parametrize("error", [OSError(28, "no space left"), ProtocolError("broken")])

@@ -149,10 +149,10 @@ class Training:
         ((_, plan),) = self.sent.take(WorkPlan)
         return plan
 
-    def train(self) -> list[str]:
-        """Batch 0; what was in it."""
-        uids = [planned.uid for planned in self.plan(0).trajectories]
-        commit = Commit(self.state.trainer_epoch, 1, self.plan(1).plan_hash, {})
+    def train(self, plan: WorkPlan | None = None) -> list[str]:
+        """Batch 0, of one micro-batch, perhaps as it was received before; what was in it."""
+        uids = [planned.uid for planned in (plan or self.plan(0)).trajectories]
+        commit = Commit(self.state.trainer_epoch, 1, self.plan(1).plan_hash, tuple(uids), {})
         self.handler.commit(PEER, commit, 0.0)
         self.state.persist()
         return uids
@@ -191,18 +191,27 @@ def test_a_plan_goes_on_without_what_cannot_be_read(tmp_path: Path) -> None:
     audit(again)
 
 
-def test_a_plan_that_a_trainer_may_have_is_not_changed(tmp_path: Path) -> None:
-    """It asks again; what it got before was read before the damage, and is perhaps trained already."""
+@pytest.mark.parametrize("repeating", [False, True])
+def test_what_a_trainer_was_given_before_the_damage_is_trained(tmp_path: Path, repeating: bool) -> None:
+    """Its request comes once more, to another coordinator. The next trainer goes on without."""
     state = build(tmp_path)
     admit(state.buffer, 1)
     for uid in ("0.0", "0.1"):
         play(state, uid, 1, end=True)
     state.persist()
-    trainer = Training(state, "a")
-    first = trainer.plan(0)
+    if repeating:
+        assert Training(state, "a").train() == ["0.0", "0.1"]
+    first = Training(state, "b").plan(0)
     damage(state, "0.1")
-    assert trainer.plan(0) == first and state.buffer.flow().dropped == 0
-    assert Training(state, "b").train() == ["0.0"]
+    state.store.close()
+    again = build(tmp_path)
+    trainer = Training(again, "b")
+    assert [planned.uid for planned in trainer.plan(0).trajectories] == ["0.0"]
+    again.persist()
+    assert trainer.train(first) == ["0.0", "0.1"] and again.buffer.flow().trained == 2
+    audit(again)
+    assert Training(again, "c").train() == ["0.0"] and again.buffer.reasons == {"dropped/corrupt": 1}
+    audit(again)
 
 
 def test_what_is_trained_again_may_have_been_lost_since(tmp_path: Path) -> None:

@@ -35,11 +35,13 @@ class Trainer(Training):
             buffer.admit(self.step, 0.0)
         for episode in [e for e in buffer.episodes.values() if e.state in (State.PENDING, State.RUNNING)]:
             play(self.state, episode.uid, 1, end=True)
-        self.uids += [planned.uid for planned in self.plan(0, self.step).trajectories]
+        uids = [planned.uid for planned in self.plan(0, self.step).trajectories]
+        self.uids += uids
         done = self.plan(1, self.step)
         assert done.kind == "step"
         self.step += 1
-        self.handler.commit(PEER, Commit(self.state.trainer_epoch, self.step, done.plan_hash, {}), 0.0)
+        commit = Commit(self.state.trainer_epoch, self.step, done.plan_hash, tuple(uids), {})
+        self.handler.commit(PEER, commit, 0.0)
         self.state.persist()
 
     def save(self) -> CheckpointManifest:

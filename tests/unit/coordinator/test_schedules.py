@@ -171,6 +171,11 @@ def test_power_cuts_at_sampled_moments(root: Path) -> None:
         play(root, f"power {seed}", ["cut_power", "cut_power", "crash", "kill_trainer", "spike"], most=4)
 
 
+def test_a_payload_is_damaged_after_a_trainer_was_given_it(root: Path) -> None:
+    """By a coordinator that was replaced; the next one is asked for the same again."""
+    play(root, "power 371", list(FAULTS), most=8)
+
+
 @pytest.mark.long
 def test_power_cuts_at_many_sampled_moments(root: Path) -> None:
     for seed in range(45, 2045):

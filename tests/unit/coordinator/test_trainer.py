@@ -203,20 +203,31 @@ def commit_first(setup: TrainerSetup) -> None:
     setup.take(0, 0, 0)
     done = setup.take(0, 0, 1)
     assert done is not None and done.kind == "step"
-    setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, done.plan_hash, {}), 0.0)
+    setup.handler.commit(PEERS[0], commit_of(setup, 1), 0.0)
+
+
+def commit_of(setup: TrainerSetup, step: int) -> Commit:
+    """All of its plan is trained."""
+    batch = setup.state.batches.batches[step - 1]
+    return Commit(setup.state.trainer_epoch, step, batch.plan_hash, tuple(batch.uids), {})
 
 
 def test_a_commit_is_idempotent_and_another_plan_is_fatal(setup: TrainerSetup) -> None:
     setup.take(0, 0, 0)
     done = setup.take(0, 0, 1)
     assert done is not None and done.kind == "step"
-    commit = Commit(setup.state.trainer_epoch, 1, done.plan_hash, {})
+    commit = commit_of(setup, 1)
+    assert commit.plan_hash == done.plan_hash
     for _ in range(2):
         setup.handler.commit(PEERS[0], commit, 0.0)
     assert [message.step for _, message in setup.sent.take(Committed)] == [1, 1]
     assert len(setup.commits) == 1 and setup.state.buffer.flow().trained == 4
     with pytest.raises(ProtocolError, match="never issued"):
-        setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, "other", {}), 0.0)
+        setup.handler.commit(PEERS[0], msgspec.structs.replace(commit, plan_hash="other"), 0.0)
+    first, *rest = commit.trained
+    for odd, trained in ((first, rest), ("9.0", [first, *rest, "9.0"])):
+        with pytest.raises(ProtocolError, match=f"does not fit its plan: {odd}$"):
+            setup.handler.commit(PEERS[0], msgspec.structs.replace(commit, trained=tuple(trained)), 0.0)
 
 
 def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSetup) -> None:
@@ -225,8 +236,8 @@ def test_batches_in_a_row_without_an_optimizer_step_are_counted(setup: TrainerSe
     counts = []
     for step, metrics in enumerate((skipping, skipping, stepping, {}), start=1):
         setup.state.batches.batches[step - 1] = Batch(step - 1)
-        commit = Commit(setup.state.trainer_epoch, step, Batch(step - 1).plan_hash, metrics)
-        setup.handler.commit(PEERS[0], commit, 0.0)
+        commit = commit_of(setup, step)
+        setup.handler.commit(PEERS[0], msgspec.structs.replace(commit, metrics=metrics), 0.0)
         counts.append(setup.state.skipped)
     assert counts == [1, 2, 0, 0]
 
@@ -392,8 +403,7 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     """The next ranks repeat the batches before it, and then another one of the same number."""
     on_spike(setup, "rollback")
     first = batch_of(setup, groups=0)
-    plan = setup.state.batches.batches[0]
-    setup.handler.commit(PEERS[0], Commit(setup.state.trainer_epoch, 1, plan.plan_hash, {}), 0.0)
+    setup.handler.commit(PEERS[0], commit_of(setup, 1), 0.0)
     left_out = batch_of(setup)
     spiked(setup, 2)
     spiked(setup, 2)  # the answer was lost
@@ -410,8 +420,7 @@ def test_a_batch_that_spiked_is_left_out_by_name(
     assert set().union(*(uids(part) for part in again if part is not None)) == first
     other = batch_of(setup)
     assert len(other) == 4 and not other & (first | left_out)
-    plan = state.batches.batches[1]
-    setup.handler.commit(PEERS[0], Commit(state.trainer_epoch, 2, plan.plan_hash, {}), 0.0)
+    setup.handler.commit(PEERS[0], commit_of(setup, 2), 0.0)
     assert state.buffer.flow().trained == 8 and state.buffer.flow().conserved
 
 

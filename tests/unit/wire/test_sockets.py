@@ -182,7 +182,7 @@ def test_a_coordinator_of_another_launch_is_not_talked_to(visitors: Visitors) ->
 
 def test_a_role_sends_only_its_own_messages(visitors: Visitors) -> None:
     """A worker that was taken over cannot commit, or stop the run, under its own name or another's."""
-    stop, commit = encode(Stop("mine now"), []), encode(Commit(1, 1, "", {}), [])
+    stop, commit = encode(Stop("mine now"), []), encode(Commit(1, 1, "", (), {}), [])
     worker = visitors.endpoints.keys["rollout"]
     visitors.send(stop, commit, identity=b"rollout/0/x")
     visitors.send(stop, GOOD, identity=b"observer/0/y", key=worker)
