@@ -21,18 +21,19 @@ from typing import Any
 import msgspec
 
 import asyncrl
-from asyncrl.commands import data, regrade, replay, runs, sft, status, tools, train
+from asyncrl.commands import data, evaluate, regrade, replay, runs, sft, status, tools, train
 from asyncrl.config import Plugin, RunConfig, parse
 from asyncrl.errors import AsyncrlError, ConfigError, MissingKeyError, one_line
 
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 ROOT = "${asyncrl_root:}"
 SEVERAL = "rollout.reward"  # takes several names with options; keys of the same type take one
-COMMANDS = ("train", "sft", "data", "runs", "status", "replay", "regrade", "tools")
+COMMANDS = ("train", "sft", "data", "runs", "status", "replay", "regrade", "eval", "tools")
 HELP = """\
   asyncrl train experiment=calculator   train a small model to use a calculator, on a CPU
   asyncrl train --help                  flags, examples, and the most common keys
   asyncrl sft --help                    train on conversations first: formats a model has never seen
+  asyncrl eval MODEL data=FILE          mean@k, pass@k, maj@k of a model, a checkpoint or a run
   asyncrl data gsm8k --out gsm8k        public data sets: gsm8k, math, dapo_math, hotpotqa, reasoning_gym:TASK
   asyncrl runs list | show [NAME]       the runs in runs/, or the summary of one
   asyncrl runs transcripts [NAME]       its episodes that were kept as text, of validation or --of training
@@ -96,6 +97,8 @@ def _dispatch(argv: list[str]) -> int:
             return replay.main(options.arguments, recompose)
         case "regrade":
             return regrade.main(options.arguments, recompose)
+        case "eval":
+            return evaluate.main(options.arguments, evaluate.Composers(compose, recompose))
         case "sft":
             return sft.main(options.arguments, compose)
         case "tools":

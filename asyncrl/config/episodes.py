@@ -116,6 +116,10 @@ class ValidationConfig(Section, frozen=True):
     """Steps between further validations in mid-run; 0: none."""
     samples: Count = 256
     """Held-out samples per validation, each sampled as in training and greedily; 0: no validation."""
+    episodes: Positive = 1
+    """Episodes per held-out sample that are sampled as in training; from 2 on with `mean@k`, `pass@k`."""
+    greedy: bool = True
+    """Play each held-out sample greedily, too."""
     success: float = 1.0
     """An episode succeeds whose score is at least this (of a reward that reports `acc`: whose `acc` is). For
     scores beyond 0 to 1, what a solved task earns. The mean score is reported beside it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Iterator
+from hashlib import blake2s
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -161,8 +162,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Parent of run directories; a local disk."""
     seed: int = 0
     """Seed of data order, sampling and initialisation."""
-    total_steps: Positive = 100
-    """Optimizer batches to train."""
+    total_steps: Count = 100
+    """Optimizer batches to train; 0: no training, one validation of the model as it is (`asyncrl eval`)."""
     resume: Literal["auto", "never", "must"] = "never"
     """Continue the run of that name: if there is one; never (an existing one is an error); or fail."""
     model: ModelConfig
@@ -180,6 +181,12 @@ class RunConfig(Section, frozen=True, kw_only=True):
     validation: ValidationConfig = ValidationConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def held_out_settings(self) -> str:
+        """A fingerprint of what decides how held-out episodes are played and scored, beside the weights."""
+        shared = (self.data, self.rollout, self.validation, self.model, self.engine.name, self.seed)
+        return blake2s(msgspec.json.encode(shared), digest_size=8).hexdigest()
 
     @property
     def group_bytes(self) -> int:

@@ -66,7 +66,10 @@ class Lifecycle:
             case Phase.STARTING if self.state.versions.ref and self.workers.workers and self.engines.ready:
                 self._enter(Phase.RUNNING, now)
                 self.reporter.begin()
-                self.validation.resume(now, over=self._training_over())
+                trains = self.state.config.total_steps > 0
+                self.validation.resume(now, over=trains and self._training_over())
+                if not trains:
+                    self._enter(Phase.EVALUATING, now)
             case Phase.RUNNING if self._training_over():
                 self.workers.cancel(self.state.buffer.drop_all(DropReason.END_OF_DATA))
                 self._enter(Phase.DRAINING, now, self.state.config.weights.deadline)

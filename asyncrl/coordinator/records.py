@@ -15,8 +15,9 @@ from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.reporting import Reporter
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.validation import Validation
-from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord
+from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord
 from asyncrl.errors import ProtocolError
+from asyncrl.observe.held_out import EVAL
 from asyncrl.types import FailReason, Turn
 from asyncrl.wire.messages.worker_bulk import Ack, Failed, Fenced, Finished, Generated, Record, Replied
 
@@ -48,7 +49,7 @@ class RecordHandler:
         (self.state.liveness.progress if isinstance(message, Finished) else self.state.liveness.alive)(now)
         message = _checked(message, self._most_tokens)
         if message.attempt.uid.startswith(EVAL):
-            self.validation.record(worker, message)
+            self.validation.record(worker, message, frames)
             return
         episode = self.state.buffer.current(message.attempt.uid, message.attempt.attempt)
         if episode is None or episode.worker != worker.hello.incarnation:

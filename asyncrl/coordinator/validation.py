@@ -10,6 +10,7 @@ unblocks: the end of the run (the last validation)
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,49 +22,48 @@ import msgspec
 from asyncrl.coordinator import transcripts
 from asyncrl.coordinator.engines import EngineHandler
 from asyncrl.coordinator.state import RunState, log
-from asyncrl.coordinator.workers import EVAL, WorkerHandler, WorkerRecord, sampling_key
+from asyncrl.coordinator.workers import WorkerHandler, WorkerRecord, sampling_key
+from asyncrl.observe.held_out import (
+    GREEDY,
+    SAMPLED,
+    SCORED,
+    HeldOut,
+    Judged,
+    answer_of,
+    losses,
+    means,
+    per_sample,
+    sizes,
+    succeeds,
+    uid_prefix,
+)
 from asyncrl.observe.summary import HIGHEST
-from asyncrl.types import EpisodeResult, Sample
+from asyncrl.types import Sample
 from asyncrl.weights import disk
 from asyncrl.weights.manifest import WeightsError, WeightsRef
 from asyncrl.wire.messages.shared import Attempt
-from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record
+from asyncrl.wire.messages.worker_bulk import Failed, Finished, Generated, Record, Replied
 from asyncrl.wire.messages.worker_control import Assign, Cancel
 
-MODES = ("sampled", "greedy")  # of prompts
-SCORED = "scored"  # of demonstrations: nothing is sampled
 MID_RUN_SHARE = 0.5  # of a worker's slots
-ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
 NOTHING = "null"  # is under way, but something has been
 
 
-class HeldOut(NamedTuple):
-    """An episode of a validation: `valSTEP/MODE/ROW` is its uid."""
-
-    step: int
-    mode: str
-    row: int
-
-    @classmethod
-    def of(cls, uid: str) -> HeldOut:
-        step, mode, row = uid.removeprefix(EVAL).split("/")
-        return cls(int(step), mode, int(row))
-
-    @property
-    def uid(self) -> str:
-        return f"{EVAL}{self.step}/{self.mode}/{self.row}"
-
-    @property
-    def scored(self) -> bool:
-        return self.mode == SCORED
-
-
 class SessionStart(msgspec.Struct, frozen=True):
-    """What is kept in the store of a session under way. `final`: at the start or the end of training."""
+    """What is kept in the store of a session under way, beside the episodes that are over. `final`: at the
+    start or the end of training. `settings`: under which it samples. `versions`: that sampled so far."""
 
     step: int
     final: bool
     ref: WeightsRef
+    settings: str = ""
+    versions: tuple[int, ...] = ()
+
+    def goes_on(self, other: SessionStart) -> bool:
+        """The episodes of `other` are as good as its own: of the same weights, under the same settings. Those
+        of step 0 are the model's own, whoever has published them."""
+        same = self.ref.version == other.ref.version or self.step == 0
+        return same and (self.step, self.settings) == (other.step, other.settings)
 
 
 class Given(NamedTuple):
@@ -76,10 +76,9 @@ class Given(NamedTuple):
 
 @dataclass
 class ValidationSession:
-    """One validation. Episodes are (mode, index into samples)."""
+    """One validation. `start`: as it is stored."""
 
-    step: int
-    ref: WeightsRef
+    start: SessionStart
     queue: list[str]
     deadline: float
     running: dict[str, Given] = field(default_factory=dict)  # by uid
@@ -87,7 +86,14 @@ class ValidationSession:
     scores: dict[str, Finished] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # why, each time
     failed: list[str] = field(default_factory=list)  # given up
-    versions: set[int] = field(default_factory=set)  # that sampled its tokens
+
+    @property
+    def step(self) -> int:
+        return self.start.step
+
+    @property
+    def ref(self) -> WeightsRef:
+        return self.start.ref
 
 
 class Validation:
@@ -110,32 +116,45 @@ class Validation:
             )
         if self.session is not None or ref is None or count == 0:
             return False
-        return self._start(SessionStart(step, final, ref), now)
+        return self._start(SessionStart(step, final, ref, self.state.config.held_out_settings), now)
 
     def resume(self, now: float, over: bool) -> None:
         """Begin again what was under way when the coordinator ended, or the first validation of a new run.
         `over`: training has ended, and the last validation is still to come."""
-        stored = self.state.store.read.meta("validation")
-        start = msgspec.json.decode(stored, type=SessionStart | None) if stored else None
+        stored, start = self.state.store.read.meta("validation"), self._stored()
         committed = self.state.batches.committed
         if not stored and committed == 0:
             self.begin(0, True, now)
         elif start is not None and not (over and start.step == committed):
-            log.warning("the validation of step %d was cut short: it begins again", start.step)
-            if not self._start(start, now):
+            log.warning("the validation of step %d was cut short: it goes on", start.step)
+            again = msgspec.structs.replace(start, settings=self.state.config.held_out_settings)
+            if not self._start(again, now):
                 self.begin(committed, start.final, now)
+
+    def _stored(self) -> SessionStart | None:
+        """What was under way when the coordinator ended."""
+        stored = self.state.store.read.meta("validation", NOTHING)
+        return msgspec.json.decode(stored, type=SessionStart | None)
+
+    @property
+    def _alone(self) -> bool:
+        """Nothing is trained: everything that is sampled is kept, and there is no hurry."""
+        return not self.state.config.total_steps
 
     @property
     def _transcribed(self) -> frozenset[int]:
-        return transcripts.kept_questions(self._count)
+        return frozenset(range(self._count)) if self._alone else transcripts.kept_questions(self._count)
 
     @property
     def _count(self) -> int:
         return min(self.state.config.validation.samples, len(self.samples))
 
     def _episodes(self, step: int, row: int) -> list[str]:
-        modes = (SCORED,) if self.samples[row].demonstration else MODES
-        return [HeldOut(step, mode, row).uid for mode in modes]
+        if self.samples[row].demonstration:
+            return [HeldOut(step, SCORED, row).uid]
+        wanted = self.state.config.validation
+        sampled = [HeldOut(step, SAMPLED, row, draw).uid for draw in range(wanted.episodes)]
+        return sampled + [HeldOut(step, GREEDY, row).uid] * wanted.greedy
 
     def _start(self, start: SessionStart, now: float) -> bool:
         try:
@@ -143,12 +162,28 @@ class Validation:
         except WeightsError as error:
             log.warning("no validation of step %d: its weights are gone (%s)", start.step, error)
             return False
+        start, scores = self._continued(start)
         queue = [uid for row in range(self._count) for uid in self._episodes(start.step, row)]
-        queue.reverse()
-        deadline = now + self.state.config.rollout.episode_timeout * (2 if start.final else 1)
-        self.session = ValidationSession(start.step, start.ref, queue, deadline)
-        self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
+        queue = [uid for uid in reversed(queue) if uid not in scores]
+        seconds = self.state.config.rollout.episode_timeout * (2 if start.final else 1)
+        self.session = ValidationSession(start, queue, math.inf if self._alone else now + seconds)
+        self.session.scores = scores
+        self._keep(start)
         return True
+
+    def _continued(self, start: SessionStart) -> tuple[SessionStart, dict[str, Finished]]:
+        """With the episodes that are over of the same session before: they are not sampled again."""
+        store, before = self.state.store, self._stored()
+        if before is None or not before.goes_on(start):
+            store.forget_held_out(uid_prefix(start.step))
+            return msgspec.structs.replace(start, versions=()), {}
+        kept = store.read.held_out(uid_prefix(start.step))
+        found = {uid: msgspec.msgpack.decode(one, type=Finished | Failed) for uid, one in kept.items()}
+        scores = {uid: one for uid, one in found.items() if isinstance(one, Finished)}
+        return msgspec.structs.replace(start, versions=before.versions), scores
+
+    def _keep(self, start: SessionStart | None) -> None:
+        self.state.store.put_meta("validation", msgspec.json.encode(start).decode())
 
     def tick(self, now: float, exclusive: bool) -> None:
         """Assign what fits. `exclusive`: training has ended, and validation may use all slots."""
@@ -175,8 +210,8 @@ class Validation:
         total = over + len(session.queue) + len(session.running)
         self.state.waits.append(f"the validation of step {session.step}: {over} of {total} episodes are over")
 
-    def record(self, worker: WorkerRecord, message: Record) -> None:
-        """A record of a validation episode; turns need no storage."""
+    def record(self, worker: WorkerRecord, message: Record, frames: Sequence[bytes] = ()) -> None:
+        """A record of a validation episode. Its turns are stored only where nothing is trained."""
         session, uid = self.session, message.attempt.uid
         if session is None or uid not in session.running:
             return
@@ -184,21 +219,39 @@ class Validation:
             return
         if isinstance(message, Finished):
             session.scores[uid] = message
+            self._store(uid, message)
         elif isinstance(message, Failed):
             log.warning("validation episode %s failed: %s (%s)", uid, message.reason, message.detail)
             session.failures[uid].append(f"{message.reason}: {message.detail}")
-            self._retry(session, uid)
+            self._retry(session, uid, message)
         else:
-            if isinstance(message, Generated) and message.model_tokens:
-                session.versions |= {message.oldest, message.newest}
+            self._turn(session, message, frames)
             return
         del session.running[uid]
         worker.eval_running -= 1
 
-    def _retry(self, session: ValidationSession, uid: str) -> None:
+    def _turn(
+        self, session: ValidationSession, message: Generated | Replied, frames: Sequence[bytes]
+    ) -> None:
+        """A turn of an episode under way, or what answered it."""
+        sampled = isinstance(message, Generated)
+        if isinstance(message, Generated) and message.model_tokens:
+            seen = {*session.start.versions, message.oldest, message.newest}
+            if len(seen) > len(session.start.versions):
+                session.start = msgspec.structs.replace(session.start, versions=tuple(sorted(seen)))
+                self._keep(session.start)
+        for frame in frames if self._alone else ():
+            kind = "generated" if sampled else "replied"
+            self.state.store.put_frame(message.attempt.uid, message.turn, kind, frame)
+
+    def _store(self, uid: str, over: Finished | Failed) -> None:
+        self.state.store.put_held_out(uid, msgspec.msgpack.encode(over))
+
+    def _retry(self, session: ValidationSession, uid: str, message: Failed) -> None:
         """An attempt failed: try again as often as in training."""
         if len(session.failures[uid]) > self.state.config.rollout.retries:
             session.failed.append(uid)
+            self._store(uid, message)
         else:
             session.attempts[uid] += 1
             session.queue.append(uid)
@@ -238,12 +291,14 @@ class Validation:
 
     def _assign(self, session: ValidationSession, worker: WorkerRecord, now: float) -> None:
         uid = session.queue.pop()
-        _, mode, row = HeldOut.of(uid)
+        _, mode, row, _ = HeldOut.of(uid)
         attempt = session.attempts[uid]
         worker.eval_running += 1
         self.workers.assign_seq += 1
         session.running[uid] = Given(worker, self.workers.assign_seq, now)
-        temperature = self.state.config.rollout.temperature if mode == "sampled" else 0.0
+        if self._alone:
+            self.state.store.forget_frames(uid)  # of an attempt that did not come to its end
+        temperature = self.state.config.rollout.temperature if mode == SAMPLED else 0.0
         self.state.outbox.to_control(
             worker.peer,
             Assign(
@@ -276,7 +331,7 @@ class Validation:
 
     def _end(self, session: ValidationSession) -> None:
         self.session = None
-        self.state.store.put_meta("validation", NOTHING)
+        self._keep(None)
         for uid in [uid for uid in session.queue if session.failures[uid]]:  # no time to try them again
             session.queue.remove(uid)
             session.failed.append(uid)
@@ -292,60 +347,29 @@ class Validation:
             self.engines.release()
 
     def _metrics(self, session: ValidationSession) -> dict[str, float]:
-        """Per data source and over all of them: `val-core/<source>/<mode>/success`, the share of episodes
-        that succeed, `…/mean@1`, the mean score, and `val-aux/<source>/<mode>/<component>/mean@1`. An episode
-        that failed at every attempt is no success and has the lowest score of all, at most 0, so that a
-        policy which makes its episodes fail gains nothing."""
-        numbers: dict[str, list[float]] = defaultdict(list)
-        played = {uid: done for uid, done in session.scores.items() if not HeldOut.of(uid).scored}
-        failed = [uid for uid in session.failed if not HeldOut.of(uid).scored]
-        earned = {uid: finished.result for uid, finished in played.items()}
-        nothing = EpisodeResult(min([0.0, *(result.score for result in earned.values())]))
-        for uid, result in (earned | dict.fromkeys(failed, nothing)).items():
-            mode = HeldOut.of(uid).mode
-            for source in (self._source(uid), "all"):
-                numbers[f"val-core/{source}/{mode}/mean@1"].append(result.score)
-                numbers[f"val-core/{source}/{mode}/success"].append(uid in earned and self._succeeds(result))
-                for name, value in result.components.items():
-                    numbers[f"val-aux/{source}/{mode}/{name}/mean@1"].append(value)
-                for name, part in result.parts.items():
-                    numbers[f"val-aux/{source}/{mode}/agent/{name}/mean@1"].append(part.score)
-        for uid, finished in played.items():
-            mode = HeldOut.of(uid).mode
-            numbers[f"val-aux/{mode}/num_turns/mean"].append(finished.stats.turns)
-            numbers[f"val-aux/{mode}/tool_calls/mean"].append(finished.stats.tool_calls)
-        means = {name: sum(values) / len(values) for name, values in numbers.items()} | self._losses(session)
-        if earned:
-            means[HIGHEST] = max(result.judged for result in earned.values())
+        """See observe/held_out.py. Of a session that was not over in time there are no scores."""
+        played = [done.result for uid, done in session.scores.items() if not HeldOut.of(uid).scored]
+        found: dict[str, float] = {}
         unfinished = len(session.running) + len(session.queue)
-        if unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
-            means = {}
-        return means | {
+        if not unfinished:  # the missing episodes are the long ones: the mean of the rest is biased
+            over = [self._judged(session, uid) for uid in (*session.scores, *session.failed)]
+            found = means(per_sample(over, self.state.config.validation.success)) | sizes(over) | losses(over)
+            found |= {HIGHEST: max(result.judged for result in played)} if played else {}
+        return found | {
             "val-aux/episodes": float(len(session.scores)),
             "val-aux/failed": float(len(session.failed) + unfinished),
-            "val-aux/policy_version": float(max(session.versions, default=session.ref.version.step)),
-            "val-aux/policy_version_min": float(min(session.versions, default=session.ref.version.step)),
+            "val-aux/policy_version": float(max(session.start.versions, default=session.ref.version.step)),
+            "val-aux/policy_version_min": float(
+                min(session.start.versions, default=session.ref.version.step)
+            ),
         }
 
-    def _losses(self, session: ValidationSession) -> dict[str, float]:
-        """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens.
-        None of a source of which one failed: that of the others is not comparable."""
-        sums: dict[str, tuple[float, int]] = {}
-        failed = {self._source(uid) for uid in session.failed if HeldOut.of(uid).scored}
-        failed |= {"all"} if failed else set()
-        for uid, result in (
-            (uid, done.result) for uid, done in session.scores.items() if HeldOut.of(uid).scored
-        ):
-            for source in {self._source(uid), "all"} - failed:
-                total, tokens = sums.get(source, (0.0, 0))
-                sums[source] = total + result.components["nll"] * result.tokens, tokens + result.tokens
-        return {f"val-core/{source}/nll": total / tokens for source, (total, tokens) in sums.items()}
-
-    def _source(self, uid: str) -> str:
-        return self.samples[HeldOut.of(uid).row].data_source
-
-    def _succeeds(self, result: EpisodeResult) -> bool:
-        return result.judged >= self.state.config.validation.success - ROUNDING
+    def _judged(self, session: ValidationSession, uid: str) -> Judged:
+        which, done = HeldOut.of(uid), session.scores.get(uid)
+        source = self.samples[which.row].data_source
+        if done is None:
+            return Judged(which, source, None)
+        return Judged(which, source, done.result, done.stats, answer_of(done.result, done.notes))
 
     def _save(self, session: ValidationSession) -> None:
         """The transcripts: the same questions at each validation, whatever became of them."""
@@ -362,5 +386,6 @@ class Validation:
             return {"failed": session.failures[uid][-1] if uid in session.failed else "not over in time"}
         judged: dict[str, Any] = {"components": done.result.components}
         if not HeldOut.of(uid).scored:
-            judged = {"success": self._succeeds(done.result), **transcripts.earned(done.result)}
+            success = succeeds(done.result, self.state.config.validation.success)
+            judged = {"success": success, **transcripts.earned(done.result)}
         return judged | {"turns": done.stats.turns, "notes": done.notes, "text": done.text}

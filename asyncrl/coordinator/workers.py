@@ -18,12 +18,12 @@ from asyncrl.coordinator.engines import LOAD_RETRY, EngineHandler
 from asyncrl.coordinator.free_slots import FreeSlots
 from asyncrl.coordinator.state import RunState, log
 from asyncrl.coordinator.transcripts import is_kept
+from asyncrl.observe.held_out import EVAL
 from asyncrl.types import FailReason, PolicyVersion
 from asyncrl.wire.messages.shared import Attempt, Loaded, Stop
 from asyncrl.wire.messages.worker_bulk import Fenced
 from asyncrl.wire.messages.worker_control import Assign, Cancel, Clock, Heartbeat, WorkerHello
 
-EVAL = "val"  # uids of validation episodes begin with it
 MOST_ASSIGNED = 128  # episodes per turn of the loop: messages must not wait until thousands are assigned
 
 

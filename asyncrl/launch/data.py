@@ -56,8 +56,8 @@ def check_data(config: RunConfig, tools: Mapping[str, Tool]) -> RunData:
     """The data sets load, hold at least a batch, and name only configured tools; prompts are not too long; a
     resumed run finds the samples that it was begun with. Raises ConfigError."""
     check_columns(config.data.columns)
-    train, warnings = _check_split(config, "train", tools)
     test, more = _check_split(config, "test", tools) if config.data.test else (None, [])
+    train, warnings = (test, []) if test and not config.total_steps else _check_split(config, "train", tools)
     if len(train) < config.buffer.groups_per_batch:
         raise ConfigError(
             f"data.train: {len(train)} samples are less than one batch; lower "

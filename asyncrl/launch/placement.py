@@ -14,6 +14,7 @@ TARGETS = {
     ROLLOUT: "asyncrl.rollout.worker:run",
     TRAINER: "asyncrl.trainer.rank:run",
 }
+UNTRAINED = "asyncrl.trainer.untrained:run"  # in place of the trainer, where nothing is trained
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def plan(config: RunConfig) -> tuple[Unit, ...]:
     engines = [Unit(ENGINE, (_place(ENGINE, i, threads, gpus),)) for i in range(config.engine.keepers)]
     workers = [Unit(ROLLOUT, (_place(ROLLOUT, i, threads),)) for i in range(config.rollout.workers)]
     ranks = tuple(_place(TRAINER, rank, threads) for rank in range(config.trainer.ranks))
+    if not config.total_steps:
+        ranks = (RolePlace(TRAINER, 0, threads, UNTRAINED),)
     return (Unit(COORDINATOR, (_place(COORDINATOR, 0, 1),)), *engines, *workers, Unit(TRAINER, ranks))
 
 
@@ -82,7 +85,9 @@ def describe(config: RunConfig, units: Iterable[Unit], gpu: bool | None) -> list
         COORDINATOR: f"admission, replay buffer, journal; up to {config.buffer.max_live_groups} live groups",
         ENGINE: ", ".join(config.engine.urls) or f"a server{gpus}, supervised",
         ROLLOUT: f"{config.rollout.slots} episodes at once on engine {config.engine.name!r}",
-        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}",
+        TRAINER: f"{config.buffer.batch_size} episodes per step on {device}"
+        if config.total_steps
+        else "none: gives the engines the model as it is",
     }
     places = [place for unit in units for place in unit.places]
     for role, text in does.items():

@@ -36,7 +36,8 @@ def check(config: RunConfig) -> RunData:
     with _quiet():
         data = check_data(config, tools)
     check_device(config)
-    check_memory(config, sees_gpu(config))
+    if config.total_steps:
+        check_memory(config, sees_gpu(config))
     check_weights_directory(config)
     check_checkpoint_directory(config)
     check_servers(config)
@@ -131,17 +132,18 @@ def warnings(config: RunConfig) -> list[str]:
     live = config.buffer.max_live_groups * config.buffer.episodes_per_group
     ahead = "max" if config.buffer.target_staleness == "auto" else "target"
     rows, budget = config.rollout.rows, config.trainer.micro_batch_tokens
+    trains = config.total_steps > 0
     parser, engine, gpu = config.rollout.parser, config.engine, sees_gpu(config)
     calls = config.rollout.tools or config.rollout.environment or config.rollout.agent
     fitting = detect(chat_template(config)) if calls else None
     found = {
         f"at most {live} episodes run at once, (1 + {ahead}_staleness) * groups_per_batch * "
         f"episodes_per_group: {slots - live} of {slots} slots (rollout.workers * rollout.slots) stay empty": (
-            slots > live
+            trains and slots > live
         ),
         f"an episode may have {rows * config.rollout.max_tokens} tokens (rollout.max_tokens, times "
         f"max_rows), more than trainer.micro_batch_tokens ({budget}): it is a micro-batch by itself, "
-        "and needs the memory": (rows * config.rollout.max_tokens > budget),
+        "and needs the memory": (trains and rows * config.rollout.max_tokens > budget),
         "engine=sglang starts servers on GPUs, and torch sees none here; on a CPU, make sglang-cpu, "
         "then engine=sglang_cpu": (
             gpu is False and engine.remote and not (engine.urls or engine.server_command)
@@ -152,7 +154,10 @@ def warnings(config: RunConfig) -> list[str]:
         f"rollout.parser is {parser}, but the model's chat template looks like {fitting}: calls would be "
         f"taken for text; set rollout.parser={fitting}": fitting not in (None, parser) and parser in parsers,
     }
-    return [*(message for message, applies in found.items() if applies), *cost_warnings(config, gpu)]
+    return [
+        *(message for message, applies in found.items() if applies),
+        *(cost_warnings(config, gpu) if trains else ()),
+    ]
 
 
 @contextmanager

@@ -82,8 +82,10 @@ def _print_plan(config: RunConfig, units: Sequence[placement.Unit], warnings: It
     print("# what differs from the defaults (docs/configuration.md)")
     print(msgspec.yaml.encode(without_defaults(config)).decode())
     print(f"run directory: {run_directory(config)}\n")
-    memory, warning = describe_memory(config, gpu)
-    print(*placement.describe(config, units, gpu), *describe_costs(config, gpu), memory, sep="\n")
+    print(*placement.describe(config, units, gpu), sep="\n")
+    memory, warning = describe_memory(config, gpu) if config.total_steps else ("", "")
+    if config.total_steps:
+        print(*describe_costs(config, gpu), memory, sep="\n")
     for line in (*warnings, *filter(None, [warning])):
         print(f"warning: {line}")
 
@@ -115,7 +117,7 @@ def conclude(config: RunConfig, run_dir: Path, code: int, error: str, console: C
             _complete(config, run_dir, summary)
         if failure:
             console.fail(f"summary.json and run.png are not complete: {failure.line}")
-    if summary:
+    if summary and config.total_steps:
         print_summary(summary, run_dir)
     if error:
         console.fail(error)

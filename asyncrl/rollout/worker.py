@@ -69,7 +69,7 @@ def run(config: RunConfig, endpoints: Endpoints, index: int, incarnation: str) -
     """Run a rollout worker until `Stop`. Returns 0, or 1 without a coordinator or engine."""
     torch.set_num_threads(config.launch.threads)
     parts = prepare(config)
-    engine: Engine | None = NoEngine() if imitates(config) else None
+    engine: Engine | None = NoEngine() if imitates(config) or not config.total_steps else None
     if engine is None and parts.build is not None:
         engine = parts.build()
     gc.collect()

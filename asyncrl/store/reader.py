@@ -125,6 +125,10 @@ class RunReader:
         record = self._one(GroupRecord, "group", "SELECT record FROM groups WHERE id=?", group)
         return Baseline.of(record, {episode.uid: episode for episode in self.members(group)})
 
+    def held_out(self, prefix: str) -> dict[str, bytes]:
+        """What became of the validation episodes whose uid begins so."""
+        return dict(self._rows("SELECT * FROM held_out WHERE substr(uid, 1, ?)=?", len(prefix), prefix))
+
     def groups(self) -> list[GroupRecord]:
         """All that the index still has, oldest first."""
         return self._records(GroupRecord, "SELECT record FROM groups ORDER BY id")

@@ -87,6 +87,14 @@ class RunStore:
     def put_version(self, version: PolicyVersion, path: str) -> None:
         self._put("versions", (*version, path))
 
+    def put_held_out(self, uid: str, record: bytes) -> None:
+        """What became of an episode of a validation."""
+        self._put("held_out", (uid, record))
+
+    def forget_held_out(self, prefix: str) -> None:
+        """Those whose uid begins so."""
+        self._add("DELETE FROM held_out WHERE substr(uid, 1, ?)=?", (len(prefix), prefix))
+
     def put_meta(self, key: str, value: str) -> None:
         self._put("meta", (key, value))
 

@@ -1,0 +1,314 @@
+"""`asyncrl eval MODEL`: a run without training, whose only validation is the result.
+
+    MODEL, overrides ──► RunConfig with total_steps=0 ──► launch/start.py ──► run store ──► the table
+
+A command that was killed is given again, and goes on: what is over is in the run store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from hashlib import blake2s
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from asyncrl.commands.runs import find_run
+from asyncrl.config import RunConfig
+from asyncrl.config.training import (
+    AlgorithmConfig,
+    BufferConfig,
+    CheckpointConfig,
+    CriticConfig,
+    KLConfig,
+    TrainerConfig,
+)
+from asyncrl.errors import ConfigError
+from asyncrl.observe.files import read_summary
+from asyncrl.observe.held_out import (
+    HeldOut,
+    Judged,
+    PerSample,
+    answer_of,
+    interval,
+    losses,
+    means,
+    per_sample,
+    sizes,
+    uid_prefix,
+)
+
+HELP = """\
+Evaluate a model: the episodes, tools, environments and rewards of training, without training.
+
+  asyncrl eval MODEL data=FILE.parquet rollout.reward=math       MODEL: a directory, or owner/name of the hub
+  asyncrl eval runs/demo/checkpoints/step-200                    with the configuration of its run
+  asyncrl eval demo validation.episodes=8                        the newest checkpoint; mean@8, pass@8
+  asyncrl eval demo --baseline runs/demo/checkpoints/step-50     and how much better than that
+  asyncrl eval MODEL experiment=calculator engine=sglang         OVERRIDES are those of asyncrl train
+
+The same command goes on after a crash, and only prints the result when it is there. `data=` is `data.test=`;
+all its rows are used, or the first `validation.samples`. Episodes are in a run of their own: asyncrl runs
+transcripts NAME. What the numbers mean: docs/evaluation.md."""
+
+ALL = "validation.samples=1000000000"
+ALIAS = "data="
+
+
+class Target(NamedTuple):
+    """What is to be evaluated: a model, and the run that it is of, if it is a checkpoint."""
+
+    model: str
+    run_dir: Path | None
+
+
+class Composers(NamedTuple):
+    """How configurations are made: of files and overrides, and of a recorded one and overrides."""
+
+    compose: Callable[[list[str], Path | None], RunConfig]
+    recompose: Callable[[Path, list[str]], RunConfig]
+
+
+def main(argv: list[str], composers: Composers) -> int:
+    """Parse the arguments, evaluate, print and write the numbers. Exit code 1 where the run failed."""
+    parser = argument_parser("asyncrl eval", HELP)
+    parser.add_argument("--baseline", help="another MODEL, or a run of asyncrl eval: compare with it")
+    options = parser.parse_intermixed_args(argv)
+    code, run_dir = evaluate(options.model, options, composers)
+    if code or run_dir is None:
+        return code
+    result = Result.read(run_dir)
+    if not options.baseline:
+        print_result(result)
+        return 0
+    code, other = _baseline(options, composers)
+    if code or other is None:
+        return code
+    print_result(result, Result.read(other))
+    return 0
+
+
+def argument_parser(prog: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a model, a checkpoint of a run, or a run")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="key=value or group=choice")
+    parser.add_argument("--config-dir", type=Path, help="directory with configuration groups of your own")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="where runs are, and this one is put"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print the plan")
+    return parser
+
+
+def evaluate(model: str, options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
+    """Run the episodes that are not over yet: the exit code, and the run; None after a dry run."""
+    config = configuration(find_target(model, options.run_dir), options, composers)
+    run_dir = Path(config.run_dir) / config.name
+    check_same(run_dir, config)
+    if read_summary(run_dir).get("outcome") == "completed" and not options.dry_run:
+        return 0, run_dir
+    sys.path.insert(0, os.getcwd())  # plug-ins named module:function may lie here, as for the children
+    from asyncrl.launch.start import train
+
+    code = train(config, dry_run=options.dry_run)
+    return code, None if options.dry_run else run_dir
+
+
+def find_target(given: str, runs: Path) -> Target:
+    """A checkpoint's export, for a checkpoint or a run; else the model itself, which need not be here."""
+    path = Path(given)
+    if (path / "config.json").is_file():
+        return Target(given, None)
+    if (path / "manifest.json").is_file():
+        run_dir = path.resolve().parent.parent
+        return Target(_export(path), run_dir if (run_dir / "config.yaml").is_file() else None)
+    if not ((path / "config.yaml").is_file() or (runs / given / "config.yaml").is_file()):
+        return Target(given, None)
+    from asyncrl.store.checkpoints import Checkpoints
+
+    run_dir = find_run(runs, given)
+    place = read_summary(run_dir).get("checkpoints") or run_dir / "checkpoints"
+    checkpoints = Checkpoints(place)
+    steps = checkpoints.steps()
+    if not steps or not checkpoints.local:
+        raise ConfigError(f"{place}: no checkpoint in a directory; give the directory of a model")
+    return Target(_export(Path(checkpoints.path(steps[0]))), run_dir)
+
+
+def _export(checkpoint: Path) -> str:
+    if not (checkpoint / "hf" / "config.json").is_file():
+        raise ConfigError(f"{checkpoint}: has no folder hf with the model; asyncrl merge writes one")
+    return str(checkpoint / "hf")
+
+
+def configuration(target: Target, options: argparse.Namespace, composers: Composers) -> RunConfig:
+    """That of an evaluation: what trains is at its defaults, and the name says what is evaluated how."""
+    given = [
+        f"data.test={one.removeprefix(ALIAS)}" if one.startswith(ALIAS) else one for one in options.overrides
+    ]
+    fixed = [f"model.path={target.model}", "total_steps=0"]
+    if target.run_dir is not None:
+        fixed += [f"run_dir={options.run_dir}"]
+        composed = composers.recompose(target.run_dir, [ALL, *given, *fixed])
+    else:
+        first = [ALL, "data.train=-", f"run_dir={options.run_dir}"]
+        composed = composers.compose([*first, *given, *fixed], options.config_dir)
+    config = _untrained(composed)
+    from asyncrl.launch.models import resolve_models
+
+    config = resolve_models(config)
+    if not any(one.startswith("name=") for one in given):
+        stem = "-".join(
+            Path(target.model).parts[-4:] if target.run_dir else Path(config.model.path).parts[-1:]
+        )
+        stem = stem.replace("-checkpoints-", "-").removesuffix("-hf")
+        config = replace(config, name=f"eval-{stem}-{fingerprint(config)}", resume="auto")
+    return config
+
+
+def _untrained(config: RunConfig) -> RunConfig:
+    from asyncrl.algorithms.library import imitates
+
+    if not config.data.test:
+        raise ConfigError(
+            "data.test: nothing to evaluate on; give data=FILE, with the columns of asyncrl train"
+        )
+    return replace(
+        config,
+        data=replace(config.data, train=config.data.test, shuffle=False, order="", epochs=0),
+        model=replace(config.model, lora_rank=0),
+        algorithm=config.algorithm if imitates(config) else AlgorithmConfig(),
+        buffer=BufferConfig(groups_per_batch=1),
+        trainer=TrainerConfig(),
+        kl=KLConfig(),
+        critic=CriticConfig(),
+        checkpoint=CheckpointConfig(),
+        weights=replace(config.weights, transport="disk", full_every=1),
+    )
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Of the weights, by name, size and time of their files, and of how they are evaluated."""
+    from asyncrl.weights.model_files import weight_files
+
+    stats = [(file.name, file.stat()) for file in sorted(weight_files(config.model.path)) if file.is_file()]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return blake2s(msgspec.json.encode((config.held_out_settings, files)), digest_size=4).hexdigest()
+
+
+def check_same(run_dir: Path, config: RunConfig) -> None:
+    """ConfigError where a run of that name is no evaluation of the same kind."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return
+    before = msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
+    if before.total_steps or before.held_out_settings != config.held_out_settings:
+        raise ConfigError(f"{run_dir}: is another run; choose another name=…")
+
+
+class Result(NamedTuple):
+    """An evaluation that is over."""
+
+    run_dir: Path
+    data: str  # fingerprint of the samples
+    episodes: list[Judged]
+    numbers: PerSample
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Result:
+        """Raises StoreError and ConfigError."""
+        from asyncrl.data import Samples, samples_path
+        from asyncrl.store.reader import RunReader
+        from asyncrl.wire.messages.worker_bulk import Failed, Finished
+
+        config = msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
+        samples = Samples.open(samples_path(run_dir, "test"))
+        with closing(RunReader.open(run_dir)) as reader:
+            stored = reader.held_out(uid_prefix(0))
+        episodes = []
+        for uid, record in stored.items():
+            one, which = msgspec.msgpack.decode(record, type=Finished | Failed), HeldOut.of(uid)
+            source = samples[which.row].data_source
+            if isinstance(one, Finished):
+                answer = answer_of(one.result, one.notes)
+                episodes.append(Judged(which, source, one.result, one.stats, answer))
+            else:
+                episodes.append(Judged(which, source, None))
+        return cls(run_dir, samples.fingerprint, episodes, per_sample(episodes, config.validation.success))
+
+
+def _baseline(options: argparse.Namespace, composers: Composers) -> tuple[int, Path | None]:
+    """The run to compare with: an evaluation that is there, or one that is run now."""
+    for path in (Path(options.baseline), options.run_dir / options.baseline):
+        if (path / "config.yaml").is_file():
+            config = msgspec.yaml.decode((path / "config.yaml").read_bytes(), type=RunConfig)
+            if not config.total_steps:
+                return 0, path
+    return evaluate(options.baseline, options, composers)
+
+
+def print_result(result: Result, baseline: Result | None = None) -> None:
+    """The table, also as evaluation.json in the run's directory."""
+    from rich.table import Table
+
+    from asyncrl.observe.table import PipeSafeTerminal
+
+    if baseline is not None and baseline.data != result.data:
+        raise ConfigError(
+            f"{baseline.run_dir}: is of other samples than {result.run_dir}; give the same data=…"
+        )
+    found = summary(result.numbers, baseline.numbers if baseline else {})
+    more = sizes(result.episodes) | losses(result.episodes)
+    written = {**found, **{name: {"mean": value} for name, value in more.items()}}
+    (result.run_dir / "evaluation.json").write_bytes(
+        msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
+    )
+    table = Table("", "mean", "95%", "samples", *(["minus baseline", "95%"] if baseline else []))
+    for name, numbers in found.items():
+        if name.startswith("val-core/"):
+            table.add_row(name.removeprefix("val-core/"), *_cells(numbers))
+    for name, value in losses(result.episodes).items():
+        table.add_row(name.removeprefix("val-core/"), f"{value:.4f}")
+    terminal = PipeSafeTerminal()
+    terminal.print(table)
+    failed = sum(one.result is None for one in result.episodes)
+    if failed:
+        terminal.print(
+            f"{failed} of {len(result.episodes)} episodes failed at every attempt", highlight=False
+        )
+    terminal.print(f"run: {result.run_dir.absolute()}", highlight=False, soft_wrap=True)
+
+
+def summary(numbers: PerSample, baseline: PerSample) -> dict[str, dict[str, Any]]:
+    """By metric: `mean`, `low`, `high`, `samples`; where the baseline has the metric, too, `difference`,
+    `difference_low`, `difference_high` over the samples that both have."""
+    found: dict[str, dict[str, Any]] = {}
+    for (name, mean), values in zip(means(numbers).items(), numbers.values(), strict=True):
+        low, high = interval([*values.values()])
+        found[name] = {"mean": mean, "low": low, "high": high, "samples": len(values)}
+        other = baseline.get(name, {})
+        if pairs := [values[row] - other[row] for row in sorted(values.keys() & other.keys())]:
+            low, high = interval(pairs)
+            difference = {"difference": sum(pairs) / len(pairs)}
+            found[name] |= difference | {"difference_low": low, "difference_high": high}
+    return dict(sorted(found.items()))
+
+
+def _cells(numbers: dict[str, Any]) -> Sequence[str]:
+    mean = [
+        f"{numbers['mean']:.4f}",
+        f"{numbers['low']:.4f} to {numbers['high']:.4f}",
+        str(numbers["samples"]),
+    ]
+    if "difference" not in numbers:
+        return mean
+    between = f"{numbers['difference_low']:+.4f} to {numbers['difference_high']:+.4f}"
+    return [*mean, f"{numbers['difference']:+.4f}", between]

@@ -1,0 +1,175 @@
+"""What episodes of held-out samples say of a policy: numbers per sample, their means, and intervals. Pure.
+
+The numbers are named as verl names them where they mean the same (docs/evaluation.md). Intervals are
+percentile bootstraps over samples, which are what was drawn at random: episodes of one sample are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from asyncrl.types import EpisodeResult, EpisodeStats
+
+EVAL = "val"  # uids of held-out episodes begin with it
+SAMPLED, GREEDY = "sampled", "greedy"  # modes of prompts
+SCORED = "scored"  # of demonstrations: nothing is sampled
+ROUNDING = 1e-6  # of a score that is a sum: ten times 0.1 is a success at 1
+RESAMPLES, LEVEL = 1000, 0.95
+
+PerSample = dict[str, dict[int, float]]  # metric → row of the sample → value
+
+
+class HeldOut(NamedTuple):
+    """An episode of a validation; its uid is `valSTEP/MODE/ROW`, of the second and later ones of a sample
+    `valSTEP/MODE/ROW/DRAW`."""
+
+    step: int
+    mode: str
+    row: int
+    draw: int = 0
+
+    @classmethod
+    def of(cls, uid: str) -> HeldOut:
+        step, mode, *numbers = uid.removeprefix(EVAL).split("/")
+        return cls(int(step), mode, *map(int, numbers))
+
+    @property
+    def uid(self) -> str:
+        return f"{uid_prefix(self.step)}{self.mode}/{self.row}" + (f"/{self.draw}" if self.draw else "")
+
+    @property
+    def scored(self) -> bool:
+        return self.mode == SCORED
+
+
+def uid_prefix(step: int) -> str:
+    """Of all episodes of a validation."""
+    return f"{EVAL}{step}/"
+
+
+class Judged(NamedTuple):
+    """A held-out episode that is over. `result` None: it failed at every attempt. `answer`: `pred` of verl's
+    rewards, '' where the reward reports none."""
+
+    which: HeldOut
+    source: str
+    result: EpisodeResult | None
+    stats: EpisodeStats | None = None
+    answer: str = ""
+
+
+def answer_of(result: EpisodeResult, notes: Mapping[str, str]) -> str:
+    """What the reward function says that the answer was."""
+    number = result.components.get("pred")
+    return notes.get("pred", "") if number is None else f"{number:g}"
+
+
+def per_sample(episodes: Iterable[Judged], threshold: float) -> PerSample:
+    """`val-core/<source>/<mode>/…` of each sample, for its source and for `all`: `success`, `mean@1`, with
+    more than one episode `mean@k`, `pass@k` and, where the reward reports answers, `maj@k`; and
+    `val-aux/<source>/<mode>/<component>/mean@1`. An episode that failed at every attempt is no success and
+    has the lowest score of all, at most 0, so that a policy which makes its episodes fail gains nothing."""
+    played = [one for one in episodes if not one.which.scored]
+    lowest = min([0.0, *(one.result.score for one in played if one.result)])
+    groups = defaultdict[tuple[str, int], list[Judged]](list)
+    for one in played:
+        groups[one.which.mode, one.which.row].append(one)
+    found = defaultdict[str, dict[int, float]](dict)
+    for (mode, row), members in groups.items():
+        members.sort(key=lambda one: one.which.draw)
+        for source in (members[0].source, "all"):
+            for name, value in _core(members, lowest, threshold).items():
+                found[f"val-core/{source}/{mode}/{name}"][row] = value
+            for name, values in _parts(members).items():
+                found[f"val-aux/{source}/{mode}/{name}/mean@1"][row] = _mean(values)
+    return dict(found)
+
+
+def _core(members: Sequence[Judged], lowest: float, threshold: float) -> dict[str, float]:
+    """The numbers of one sample in one mode, from its episodes in order."""
+    scores = [one.result.score if one.result else lowest for one in members]
+    right = [succeeds(one.result, threshold) for one in members]
+    count, solved = len(members), sum(right)
+    core = {"success": solved / count, "mean@1": _mean(scores)}
+    if count == 1:
+        return core
+    core[f"mean@{count}"] = core["mean@1"]
+    for k in sorted({count, *(1 << power for power in range(1, count.bit_length()))}):
+        core[f"pass@{k}"] = pass_at(k, count, solved)
+    if any(one.answer for one in members):
+        core[f"maj@{count}"] = float(right[_majority([one.answer for one in members])])
+    return core
+
+
+def pass_at(k: int, count: int, solved: int) -> float:
+    """Unbiased estimate of the probability that at least one of k episodes succeeds, when `solved` of `count`
+    did (arXiv 2107.03374, equation 1)."""
+    return 1.0 - math.comb(count - solved, k) / math.comb(count, k)
+
+
+def _majority(answers: Sequence[str]) -> int:
+    """Index of the first episode with the most frequent answer; of equally frequent ones the earliest."""
+    counts = Counter(filter(None, answers))
+    return answers.index(max(counts, key=lambda answer: counts[answer]))
+
+
+def succeeds(result: EpisodeResult | None, threshold: float) -> bool:
+    return result is not None and result.judged >= threshold - ROUNDING
+
+
+def _parts(members: Iterable[Judged]) -> dict[str, list[float]]:
+    """The components of rewards, and what each agent of an episode earned."""
+    found = defaultdict[str, list[float]](list)
+    for result in filter(None, (one.result for one in members)):
+        for name, value in result.components.items():
+            found[name].append(value)
+        for name, part in result.parts.items():
+            found[f"agent/{name}"].append(part.score)
+    return found
+
+
+def means(numbers: PerSample) -> dict[str, float]:
+    """Over samples."""
+    return {name: _mean(list(values.values())) for name, values in numbers.items()}
+
+
+def sizes(episodes: Iterable[Judged]) -> dict[str, float]:
+    """`val-aux/<mode>/{num_turns,tool_calls}/mean`, over episodes that have ended."""
+    found = defaultdict[str, list[float]](list)
+    for one in episodes:
+        if one.stats is not None and not one.which.scored:
+            found[f"val-aux/{one.which.mode}/num_turns/mean"].append(one.stats.turns)
+            found[f"val-aux/{one.which.mode}/tool_calls/mean"].append(one.stats.tool_calls)
+    return {name: _mean(values) for name, values in found.items()}
+
+
+def losses(episodes: Iterable[Judged]) -> dict[str, float]:
+    """`val-core/<source>/nll`: -log pi per token of what demonstrations say, over all of their tokens. None
+    of a source of which one failed: that of the others is not comparable."""
+    scored = [one for one in episodes if one.which.scored]
+    failed = {one.source for one in scored if one.result is None}
+    failed |= {"all"} if failed else set()
+    sums: dict[str, tuple[float, int]] = {}
+    for source, result in ((one.source, one.result) for one in scored if one.result is not None):
+        for name in {source, "all"} - failed:
+            total, tokens = sums.get(name, (0.0, 0))
+            sums[name] = total + result.components["nll"] * result.tokens, tokens + result.tokens
+    return {f"val-core/{name}/nll": total / tokens for name, (total, tokens) in sums.items()}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The percentile bootstrap interval of the mean, of LEVEL, over samples drawn with replacement; the same
+    for the same values. Of a paired comparison: `values` are the differences."""
+    import numpy as np  # here: the command line imports this module while it parses
+
+    given, draws = np.asarray(values, dtype=np.float64), np.random.default_rng(0)
+    drawn = [given[draws.integers(len(given), size=len(given))].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
