@@ -121,7 +121,7 @@ class ObserveConfig(Section, frozen=True):
     project: Text = "asyncrl"
     """Project name for trackers."""
     plot: bool = True
-    """Draw run.png at the end."""
+    """Draw run.png, at most every 30 s while the run goes on, and at its end."""
 
 
 class LaunchConfig(Section, frozen=True):

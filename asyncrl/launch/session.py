@@ -48,7 +48,7 @@ class SessionView(Protocol):
 
 
 class Session:
-    """`run` once. `on_step` also gets every metrics row (trackers)."""
+    """`run` once. `on_step` also gets every metrics row (trackers, run.png)."""
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from asyncrl.launch.estimates import describe_costs
 from asyncrl.launch.local import LocalSpawner
 from asyncrl.launch.memory import describe_memory
 from asyncrl.launch.models import resolve_models
+from asyncrl.launch.picture import open_picture
 from asyncrl.launch.process import COMPLETED, INTERRUPTED, Spawn
 from asyncrl.launch.run_directory import check_run_directory, locked, run_directory
 from asyncrl.launch.session import Session
@@ -64,11 +65,18 @@ def train(config: RunConfig, dry_run: bool = False) -> int:
         console = stack.enter_context(
             open_console(config.observe.console, config.name, config.total_steps, config.validation.success)
         )
+        picture = stack.enter_context(open_picture(run_dir)) if config.observe.plot else None
+
+        def on_row(step: int, metrics: dict[str, float]) -> None:
+            trackers.log(step, metrics)
+            if picture:
+                picture.update()
+
         spawn, rendezvous = stack.enter_context(_spawner(config, run_dir, endpoints))
         supervisor = Supervisor(
             units, spawn, run_dir, config.launch.restarts, rendezvous, on_restart=console.note
         )
-        session = Session(config.launch, run_dir, endpoints, supervisor, console, trackers.log)
+        session = Session(config.launch, run_dir, endpoints, supervisor, console, on_row)
         for warning in data.warnings:
             console.note(f"warning: {warning}")
         console.note(f"run {run_dir}: {len(units)} units start; logs in {run_dir / 'logs'}")

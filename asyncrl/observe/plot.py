@@ -1,66 +1,148 @@
-"""run.png: reward, success, lag, and idle shares over time, from metrics.jsonl."""
+"""run.png: the curves of a run, from metrics.jsonl. Several runs share the panels.
+
+`python -m asyncrl.observe.plot RUN_DIR` draws it: the launcher does so in a process of its own.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.observe.files import read_rows
-from asyncrl.observe.summary import GREEDY, GREEDY_SCORE, NLL, NLL_HELD_OUT, REWARD, SAMPLED, SAMPLED_SCORE
-
-# Panels: title, (metric, label, line style).
-PANELS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
-    (
-        "reward and held-out score",
-        (
-            (REWARD, "reward (all landed)", "-"),
-            (NLL, "loss per token, of a supervised run", "-"),
-            (NLL_HELD_OUT, "loss per token, held out", "o-"),
-            (SAMPLED_SCORE, "score, sampled", "o-"),
-            (GREEDY_SCORE, "score, greedy", "s--"),
-        ),
-    ),
-    ("held-out success", ((SAMPLED, "sampled", "o-"), (GREEDY, "greedy", "s--"))),
-    (
-        "lag of trained tokens (batches)",
-        (
-            ("staleness/lag/mean", "mean", "-"),
-            ("staleness/lag/p95", "p95", "--"),
-            ("staleness/lag/max", "max", ":"),
-        ),
-    ),
-    (
-        "idle share",
-        (("async/trainer_idle_frac", "trainer", "-"), ("async/rollout_idle_frac", "rollout", "--")),
-    ),
+from asyncrl.observe.progress import clock
+from asyncrl.observe.summary import (
+    GREEDY,
+    GREEDY_SCORE,
+    NLL,
+    NLL_HELD_OUT,
+    REWARD,
+    SAMPLED,
+    SAMPLED_SCORE,
+    Row,
+    latest,
 )
+
+ATTEMPTS = "rollout/attempts_failed/"
+STYLES = ("-", "--", ":", "-.")
+
+# Panels: title, and its lines by metric. Steps are joined by a line; validations, which are few, have marks.
+PANELS: dict[str, dict[str, str]] = {
+    "reward, and score on held-out samples": {
+        REWARD: "reward (all landed)",
+        SAMPLED_SCORE: "held out, sampled",
+        GREEDY_SCORE: "held out, greedy",
+    },
+    "success on held-out samples (share)": {SAMPLED: "sampled", GREEDY: "greedy"},
+    "loss": {"actor/pg_loss": "policy", NLL: "per token (supervised)", NLL_HELD_OUT: "per token, held out"},
+    "entropy (nats per token)": {"actor/entropy": "policy"},
+    "attempts that failed (total, by kind)": {},  # by what the rows have
+    "episodes filtered, dropped and failed (total)": {
+        "flow/filtered": "filtered",
+        "flow/dropped": "dropped",
+        "flow/failed": "failed",
+    },
+    "lag of trained tokens (steps)": {
+        "staleness/lag/mean": "mean",
+        "staleness/lag/p95": "p95",
+        "staleness/lag/max": "max",
+    },
+    "trained tokens masked for their lag (share)": {"staleness/masked_token_frac": "masked"},
+    "idle (share of time)": {"async/trainer_idle_frac": "trainer", "async/rollout_idle_frac": "rollout"},
+    "response length (tokens)": {
+        "rollout/response_length/mean": "mean",
+        "rollout/response_length/max": "max",
+    },
+}
 
 
 def draw(run_dir: Path) -> Path | None:
-    """Draw the picture; None when there is no metrics row."""
+    """Draw the picture, replacing an older one as a whole; None when there is no metrics row."""
     rows = read_rows(run_dir)
     if not rows:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    path = run_dir / "run.png"
+    temporary = path.with_suffix(".tmp")
+    figure({run_dir.resolve().name: rows}).savefig(temporary, format="png", dpi=110)
+    temporary.replace(path)
+    return path
+
+
+def figure(runs: Mapping[str, Sequence[Row]]) -> Any:
+    """A matplotlib figure of the rows of runs, by name. The x axis counts steps. A validation is at the step
+    whose weights it judged, not where its row was written. With one run the upper axis says when its steps
+    were committed; with several, a colour is a run."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 11), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, lines) in zip(figure.subplots(len(PANELS), 1, sharex=True), PANELS, strict=True):
-        for name, label, style in lines:
-            points = [(row["time_s"], row[name]) for row in rows if name in row and "time_s" in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
+    drawn = Figure(figsize=(12, 15), layout="constrained")
+    drawn.suptitle(", ".join(runs), fontsize=13, wrap=True)
+    grid = drawn.subplots(len(PANELS) // 2, 2, sharex=True)
+    for axes, (title, lines) in zip(grid.flat, PANELS.items(), strict=True):
+        for number, (name, rows) in enumerate(runs.items()):
+            shown = lines or _failures(rows)
+            for line, (metric, label) in enumerate(shown.items()):
+                points = _points(rows, metric)
+                if not points:
+                    continue
+                look = {"color": f"C{number}", "linestyle": STYLES[line % 4]} if len(runs) > 1 else {}
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker="o" if metric.startswith("val-") or len(points) == 1 else None,
+                    label=f"{name}: {label}" if len(runs) > 1 else label,
+                    markersize=4,
+                    linewidth=1.2,
+                    **look,
+                )
         _finish(axes, title)
-    axes.set_xlabel("seconds")
-    path = run_dir / "run.png"
-    figure.savefig(path, dpi=110)
-    return path
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    if len(runs) == 1:
+        for axes in grid[0]:
+            _add_times(axes, *runs.values())
+    return drawn
+
+
+def _points(rows: Sequence[Row], metric: str) -> list[tuple[float, float]]:
+    """(step, value), by step: a step that was repeated after a crash counts once, as it was last."""
+    return [(row["training/step"], row[metric]) for row in latest(row for row in rows if metric in row)]
+
+
+def _failures(rows: Sequence[Row]) -> dict[str, str]:
+    """Kinds of failure that there were."""
+    names = sorted({name for row in rows for name in row if name.startswith(ATTEMPTS)})
+    seen = (name for name in names if any(row.get(name) for row in rows))
+    return {name: name.removeprefix(ATTEMPTS) for name in seen}
 
 
 def _finish(axes: Any, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))  # rewards may be negative
     axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize=8)
+    if not axes.lines:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", va="center", color="grey")
+        axes.set_yticks([])
+        return
+    axes.set_ylim(bottom=min(0.0, axes.dataLim.y0))  # rewards may be negative
+    axes.legend(fontsize=8)
+
+
+def _add_times(axes: Any, rows: Sequence[Row]) -> None:
+    """An upper axis with the time since the start at which steps were committed."""
+    import numpy as np
+
+    committed = latest(row for row in rows if "timing_s/step" in row and "time_s" in row)
+    if not committed:
+        return
+    steps = [row["training/step"] for row in committed]
+    low, high = axes.get_xlim()
+    marks = [step for step in axes.get_xticks() if max(low, steps[0]) <= step <= min(high, steps[-1])]
+    seconds = np.interp(marks, steps, [row["time_s"] for row in committed])
+    upper = axes.secondary_xaxis("top")
+    upper.set_xticks(marks, [clock(at) for at in seconds], fontsize=8)
+    upper.set_xlabel("h:mm:ss since the start", fontsize=8)
+
+
+if __name__ == "__main__":
+    os.nice(19)  # the processes of the run come first
+    draw(Path(sys.argv[1]))

@@ -6,7 +6,7 @@ that the run has no such number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config import ValidationConfig
@@ -43,7 +43,7 @@ OF_STEP = {  # metrics of the last step that `asyncrl status` shows: label and f
 
 def summarize(rows: Sequence[Row], flow: Mapping[str, int], conserved: bool) -> dict[str, Any]:
     """The summary. `conserved` is the coordinator's audit, not a sum over `flow`."""
-    steps = _latest(row for row in rows if "timing_s/step" in row)
+    steps = latest(row for row in rows if "timing_s/step" in row)
     validations = [row for row in rows if any(name.startswith("val-") for name in row)]
     scored = [row for row in steps if REWARD in row]  # in a step of few episodes none may land
     edge = max(1, round(EDGE * len(scored)))
@@ -113,7 +113,7 @@ def success_line(highest: float | None, threshold: float | None) -> str:
     )
 
 
-def _latest(rows: Any) -> list[Row]:
+def latest(rows: Iterable[Row]) -> list[Row]:
     """One row per step, by step: a step repeated after a crash counts once, as it was last."""
     by_step = {row["training/step"]: row for row in rows}
     return [by_step[step] for step in sorted(by_step)]

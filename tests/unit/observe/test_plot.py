@@ -5,19 +5,72 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.observe.plot import draw
+import pytest
+
+from asyncrl.observe.plot import PANELS, draw, figure
+from asyncrl.observe.summary import REWARD, SAMPLED
+
+ROWS = [
+    {"training/step": 1.0, "time_s": 10.0, "timing_s/step": 9.0, REWARD: 0.2, "staleness/lag/max": 0.0},
+    {"training/step": 2.0, "time_s": 20.0, "timing_s/step": 9.0, REWARD: 0.9, "staleness/lag/max": 1.0},
+    # written after step 2, by a validation of the first weights
+    {"training/step": 0.0, "time_s": 25.0, SAMPLED: 0.25},
+    # step 2 again, after a crash
+    {"training/step": 2.0, "time_s": 70.0, "timing_s/step": 9.0, REWARD: 0.5, "flow/dropped": 3.0},
+    {"training/step": 2.0, "time_s": 90.0, SAMPLED: 0.75, "rollout/attempts_failed/deadline": 4.0},
+]
 
 
-def test_it_draws_what_there_is_and_forgives_a_cut_line(tmp_path: Path) -> None:
-    rows = [
-        {"time_s": 0.0, "val-core/all/sampled/success": 0.2},
-        {"time_s": 1.0, "rollout/score/mean": 0.5, "staleness/lag/max": 2.0},
+def panels(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Panel title -> label -> points."""
+    return {
+        axes.get_title(loc="left"): {
+            str(line.get_label()): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+            for line in axes.lines
+        }
+        for axes in figure(runs).axes
+    }
+
+
+def test_x_is_the_step_that_was_judged_and_a_repeated_step_counts_once() -> None:
+    found = panels({"a": ROWS})
+    titles = list(PANELS)
+    assert found[titles[0]] == {"reward (all landed)": [(1, 0.2), (2, 0.5)]}
+    assert found[titles[1]] == {"sampled": [(0, 0.25), (2, 0.75)]}
+    assert found["attempts that failed (total, by kind)"] == {"deadline": [(2, 4)]}
+    assert found["episodes filtered, dropped and failed (total)"] == {"dropped": [(2, 3)]}
+    assert found["idle (share of time)"] == {}  # and the panel says "none"
+
+
+def test_the_upper_axis_says_when_steps_were_committed() -> None:
+    drawn = figure({"a": ROWS})
+    drawn.canvas.draw()
+    (upper,) = drawn.axes[0].child_axes
+    times = {
+        at: text.get_text() for at, text in zip(upper.get_xticks(), upper.get_xticklabels(), strict=True)
+    }
+    assert times[1.0] == "0:00:10" and times[2.0] == "0:01:10"
+    assert drawn.get_suptitle() == "a"
+
+
+def test_several_runs_share_the_panels_each_with_a_colour() -> None:
+    drawn = figure({"a": ROWS, "b": ROWS[:1]})
+    assert [(line.get_label(), line.get_color()) for line in drawn.axes[0].lines] == [
+        ("a: reward (all landed)", "C0"),
+        ("b: reward (all landed)", "C1"),
     ]
-    text = "\n".join(json.dumps(row) for row in rows) + '\n{"time_s": 2.0, "cri'
+
+
+def test_it_forgives_a_cut_line_and_replaces_the_picture_as_a_whole(tmp_path: Path) -> None:
+    text = "\n".join(json.dumps(row) for row in ROWS) + '\n{"time_s": 2.0, "cri'
     (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "run.png").write_text("old")
     path = draw(tmp_path)
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["metrics.jsonl", "run.png"]
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    assert draw(tmp_path) is None
+@pytest.mark.parametrize("rows", [[], [{"training/step": 0.0, "time_s": 1.0}]])
+def test_there_may_be_nothing_to_draw(tmp_path: Path, rows: list[dict[str, float]]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (draw(tmp_path) is None) == (not rows)

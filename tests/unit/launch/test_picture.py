@@ -1,0 +1,41 @@
+"""run.png while a run goes on, by a real process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.launch import picture as module
+from asyncrl.launch.picture import open_picture
+
+
+def test_one_drawing_at_a_time_and_not_too_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"training/step": 1.0, "time_s": 1.0}) + "\n")
+    with open_picture(tmp_path) as picture:
+        picture.update()
+        first = picture.process
+        assert first is not None
+        now += 31
+        picture.update()
+        assert picture.process is first  # it is under way
+        assert first.wait(120) == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+        picture.update()
+        second = picture.process
+        assert second is not first and second is not None
+        now += 1
+    assert second.returncode is not None  # nothing is left behind
+
+
+def test_a_drawing_that_is_over_is_not_repeated_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_picture(tmp_path / "away") as picture:
+        picture.update()
+        first = picture.process
+        assert first is not None and first.wait(120) == 0  # no row yet: nothing to draw
+        picture.update()
+        assert picture.process is first
