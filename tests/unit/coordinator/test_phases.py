@@ -21,7 +21,7 @@ from asyncrl.runtime.liveness import Liveness, silence_limit, start_limit
 from asyncrl.types import FailReason
 from asyncrl.wire.messages.observer import ObserverHello, Replace, Status
 from asyncrl.wire.messages.shared import Stop
-from asyncrl.wire.messages.trainer import Checkpointed, TrainerBeat, TrainerHello
+from asyncrl.wire.messages.trainer import Checkpointed, PlanRequest, TrainerBeat, TrainerHello
 from asyncrl.wire.messages.worker_control import Engines, Heartbeat, WorkerHello
 from asyncrl.wire.sockets import choose_endpoints
 from tests.fakes.data import rows, stored
@@ -176,6 +176,20 @@ def test_a_rank_that_hangs_is_replaced(coordinator: Coordinator) -> None:
         (replace,) = [order for order in sent(coordinator, Replace) if order.role == "trainer"]
         assert not replace.incarnation and "nothing has moved" in replace.reason
         assert coordinator.lifecycle.phase is Phase.RUNNING
+
+
+def test_the_trainer_is_replaced_once_for_damaged_weights(coordinator: Coordinator) -> None:
+    """The next one takes longer to start than the engines to refuse the version some more times."""
+    state, replaced = coordinator.state, []
+    for now in range(0, 60, 5):
+        if now in (0, 40):  # the first trainer; the next one, whose version is damaged, too
+            coordinator._on_control(RANK, TrainerHello(0, 1, f"launch.{now}", 0), [], float(now))
+            request = PlanRequest(state.trainer_epoch, 0, 0, 0)
+            coordinator._on_bulk(RANK, request, [], float(now))
+        coordinator.engines.refused["e", state.versions.newest] += 5
+        tick(coordinator, float(now))
+        replaced += [now for order in sent(coordinator, Replace) if order.role == "trainer"]
+    assert replaced == [0, 40]
 
 
 @pytest.mark.parametrize("silent", [1, 2], ids=["one of two", "both"])
