@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import site
 import sys
 import typing
 from collections.abc import Iterator
@@ -157,11 +156,11 @@ def _composed(base: Path, overrides: list[str], config_dir: Path | None = None) 
 
 
 def config_root() -> Path:
-    """Where `configs/` is: the checkout, or what an installation put beside the packages."""
-    installed = [Path(base) / "share" / "asyncrl" for base in (sys.prefix, site.getuserbase())]
-    for root in (Path(asyncrl.__file__).resolve().parents[1], *installed):
+    """Where `configs/` is: the checkout, or what an installation put under its prefix."""
+    package = Path(asyncrl.__file__).absolute().parent
+    for root in (package.parent, *(prefix / "share" / "asyncrl" for prefix in package.parents)):
         if (root / "configs" / "config.yaml").is_file():
-            return root
+            return root.resolve()
     raise ConfigError(
         "no configs/config.yaml beside the package; install asyncrl again, or work in a checkout"
     )
