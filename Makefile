@@ -15,7 +15,7 @@ SGLANG_PINS := tools/sglang_cpu/requirements.txt tools/sglang_cpu/no-deps.txt
 
 SMOLLM := .models/smollm2-135m-instruct
 
-.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check check docs clean
+.PHONY: demo demo-sglang demo-smollm test test-sglang sglang-cpu tokenizers smollm2 quick long gpu-check check docs site clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/core  ## train the calculator demo and print its summary
@@ -61,6 +61,7 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tools/mypy.ini
+	$(BIN)/hadolint docker/Dockerfile.*
 	$(PYTEST) tests/test_layering.py -q
 	$(BIN)/python tools/make_config_docs.py --check
 	$(BIN)/python tools/make_algorithm_docs.py --check
@@ -68,6 +69,9 @@ check: $(VENV)/dev  ## style, types, direction of imports, generated docs
 docs: $(VENV)/dev  ## docs/configuration.md and the tables of docs/algorithms.md, from the code
 	$(BIN)/python tools/make_config_docs.py
 	$(BIN)/python tools/make_algorithm_docs.py
+
+site: $(VENV)/docs  ## the documentation as web pages, in build/site; ends with an error at a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -81,6 +85,10 @@ $(VENV)/core: constraints.txt pyproject.toml | $(VENV)/bin/python
 $(VENV)/dev: constraints.txt pyproject.toml | $(VENV)/core
 	@echo "installing the test and check tools into $(VENV)"
 	$(PIP) --quiet -e ".[dev]"
+	@touch $@
+
+$(VENV)/docs: constraints.txt pyproject.toml | $(VENV)/core
+	$(PIP) --quiet -e ".[docs]"
 	@touch $@
 
 $(SGLANG_VENV)/sglang-$(SGLANG): $(SGLANG_PINS)

@@ -1,7 +1,7 @@
-"""The tutorials do what they say: their files are written and their commands run, in order, in an empty directory.
+"""The tutorials do what they say: their files are written and their commands run in an empty directory.
 
-A block that begins with `# NAME` and a suffix is a file. A block of commands after `<!-- test -->` is run, one after
-`<!-- test: long -->` in `make long` only.
+A block that begins with `# NAME` and a suffix is a file. A block of commands after `<!-- test -->` is run,
+one after `<!-- test: long -->` in `make long` only.
 """
 
 from __future__ import annotations
