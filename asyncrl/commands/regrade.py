@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -82,7 +82,7 @@ def main(argv: list[str], recompose: Callable[[Path, list[str]], RunConfig]) -> 
         raise ConfigError(f"{run_dir}: nothing could be scored: {why}")
     _print(rows, problems)
     if options.out is not None:
-        _write(options.out, rows)
+        write_rows(options.out, (msgspec.structs.asdict(row) for row in rows))
     return 0
 
 
@@ -234,13 +234,15 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> str:
     return f"{statistics.correlation(*zip(*pairs, strict=True)):.3f}"
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    """One row per episode."""
-    plain = [msgspec.structs.asdict(row) for row in rows]
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write FILE.jsonl or FILE.parquet, whole or not at all; how many rows."""
+    listed, work = list(rows), path.with_name(f"{path.name}.writing")
     if path.suffix == ".jsonl":
-        path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in plain))
-        return
-    import pyarrow
-    import pyarrow.parquet
+        work.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in listed))
+    else:
+        import pyarrow
+        import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed), work)
+    work.replace(path)
+    return len(listed)

@@ -22,9 +22,20 @@ async def regrade(
     rules: Rules, toolbox: Toolbox, scorer: Scorer, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
 ) -> EpisodeResult:
     """What an episode of these turns, which ended so, earns. Raises RewardError."""
+    earned = await scorer.score(recorded(rules, toolbox, sample, turns, end))
+    ended = scored(turns, end, shaped(rules, scorer, earned, turns, end))
+    if not isinstance(ended, Done):
+        raise RewardError(ended.detail)
+    return ended.result
+
+
+def recorded(
+    rules: Rules, toolbox: Toolbox, sample: Sample, turns: Sequence[Turn], end: EpisodeEnd
+) -> RewardInput:
+    """An episode of these turns, which ended so, as its reward sees it."""
     schemas = () if rules.config.agent else toolbox.schemas(sample)
     episode = Episode(sample, begin(sample).command, Opened(schemas), turns=tuple(turns))
-    given = RewardInput(
+    return RewardInput(
         sample=sample,
         answer=read_turn(rules, turns[-1], schemas).content,
         messages=conversation(rules, episode),
@@ -33,8 +44,3 @@ async def regrade(
         end=end,
         transcript=transcript(rules, turns),
     )
-    earned = shaped(rules, scorer, await scorer.score(given), turns, end)
-    ended = scored(turns, end, earned)
-    if not isinstance(ended, Done):
-        raise RewardError(ended.detail)
-    return ended.result

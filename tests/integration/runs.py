@@ -1,4 +1,4 @@
-"""Real runs of `asyncrl train` (or `sft`) for the integration tests: small, with their processes in view."""
+"""Real runs of `asyncrl train` (or `sft`, `eval MODEL`) for the tests: small, with processes in view."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run:
     ) -> None:
         self.path = run_dir / name
         self.out = run_dir / f"{name}-{time.monotonic_ns()}.out"
-        asyncrl = [sys.executable, *program, command, f"experiment={experiment}"]
+        asyncrl = [sys.executable, *program, *command.split(), f"experiment={experiment}"]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
                 [*asyncrl, f"name={name}", f"run_dir={run_dir}", *SMALL, *overrides],

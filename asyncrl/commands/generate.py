@@ -1,0 +1,101 @@
+"""`asyncrl generate MODEL out=FILE`: what a model answers, as a data set. It is `asyncrl eval` without greedy
+episodes, whose run is written to a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.commands.evaluate import Composers, argument_parser, evaluate
+from asyncrl.commands.regrade import write_rows
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.observe.held_out import SAMPLED, HeldOut, uid_prefix
+
+HELP = """\
+Sample answers, and write them: a row per prompt.
+
+  asyncrl generate MODEL data=FILE.parquet out=answers.parquet validation.episodes=4 rollout.reward=math
+  asyncrl generate demo out=answers.jsonl         the newest checkpoint of a run, with its configuration
+  asyncrl generate MODEL data=FILE.jsonl out=answers.jsonl rollout.reward=none         without a reward
+
+A row has data_source, prompt (messages), ground_truth (text, or JSON), and lists of one entry per episode:
+responses (the text of the last turn), conversations (all messages, as JSON), rewards, stop_reasons, tokens
+(that the model wrote). An episode that failed at every attempt has no response and no reward. The same
+command goes on after a crash.
+OVERRIDES are those of asyncrl train; asyncrl eval --help says what MODEL is."""
+
+OUT = "out="
+COLUMNS = ("responses", "conversations", "rewards", "stop_reasons", "tokens")
+
+
+def main(argv: list[str], composers: Composers) -> int:
+    """Parse the arguments, sample and write. Exit code 1 where the run failed."""
+    parser = argument_parser("asyncrl generate", HELP)
+    options = parser.parse_intermixed_args(argv)
+    out = _out(options)
+    options.overrides.insert(0, "validation.greedy=false")
+    code, run_dir = evaluate(options.model, options, composers)
+    if code or run_dir is None:
+        return code
+    count = write_rows(out, _rows(run_dir))
+    print(f"{out}: {count} prompts")
+    return 0
+
+
+def _out(options: argparse.Namespace) -> Path:
+    """The file to write, taken from the overrides."""
+    named = [one for one in options.overrides if one.startswith(OUT)]
+    options.overrides = [one for one in options.overrides if one not in named]
+    path = Path(named[-1].removeprefix(OUT)) if named else Path()
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise ConfigError(f"out={path if named else ''}: write out=FILE.parquet or out=FILE.jsonl")
+    if not path.parent.is_dir():
+        raise ConfigError(f"out={path}: there is no directory {path.parent}; make it, or choose another")
+    return path
+
+
+def _rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """One per sample, in their order."""
+    from asyncrl.data import Samples, samples_path
+    from asyncrl.rollout.components import load_rules, load_toolbox
+    from asyncrl.rollout.context import turns_of
+    from asyncrl.rollout.regrade import recorded
+    from asyncrl.store.reader import RunReader
+    from asyncrl.wire.messages.worker_bulk import Failed, Finished
+
+    config = msgspec.yaml.decode((run_dir / "config.yaml").read_bytes(), type=RunConfig)
+    rules, toolbox = load_rules(config), load_toolbox(config)
+    samples = Samples.open(samples_path(run_dir, "test"))
+
+    def entry(uid: str, record: bytes) -> Sequence[Any]:
+        one = msgspec.msgpack.decode(record, type=Finished | Failed)
+        if isinstance(one, Failed):
+            return None, None, None, "failed", 0
+        turns, end = turns_of(list(reader.frames(uid, one.stats.turns))), one.result.end
+        given = recorded(rules, toolbox, samples[HeldOut.of(uid).row], turns, end)
+        messages = msgspec.json.encode([message.openai() for message in given.messages])
+        return given.answer, messages.decode(), one.result.score, str(end), one.result.tokens
+
+    with closing(RunReader.open(run_dir)) as reader:
+        stored = reader.held_out(uid_prefix(0))
+        sampled = sorted(which for which in map(HeldOut.of, stored) if which.mode == SAMPLED)
+        for row, members in groupby(sampled, key=attrgetter("row")):
+            sample = samples[row]
+            entries = [entry(which.uid, stored[which.uid]) for which in members]
+            truth = msgspec.json.decode(sample.ground_truth)
+            yield {
+                "data_source": sample.data_source,
+                "prompt": [message.openai() for message in sample.prompt],
+                "ground_truth": truth if isinstance(truth, str) else sample.ground_truth,
+                **dict(zip(COLUMNS, map(list, zip(*entries, strict=True)), strict=True)),
+            }
+    asyncio.run(toolbox.close())
