@@ -13,6 +13,7 @@ import msgspec
 from asyncrl.buffer.payloads import decode_turn
 from asyncrl.runtime.contact import Contact, ContactState
 from asyncrl.store.checkpoints import CheckpointManifest, Checkpoints, Files
+from asyncrl.trainer.rank import is_answer
 from asyncrl.types import NO_VERSION, EpisodeResult, EpisodeStats, FailReason, PolicyVersion
 from asyncrl.weights.disk import MANIFEST
 from asyncrl.weights.manifest import WeightsRef
@@ -21,9 +22,11 @@ from asyncrl.wire.messages.trainer import (
     Checkpointed,
     Commit,
     Committed,
+    PlanReceived,
     PlanRequest,
     Published,
     Spiked,
+    StartPlan,
     TrainerBeat,
     TrainerHello,
     WorkPlan,
@@ -184,121 +187,152 @@ class PlayedWorker:
         return min(self.unacked, default=self.seq + 1) - 1
 
 
-class PlayedTrainer:
-    """One rank, whose model is the list of what it was trained on. Its checkpoints are real files."""
+class PlayedRank:
+    """One rank of a played trainer: what it has asked for, and the plan that it holds."""
 
-    def __init__(self, world: World, incarnation: str) -> None:
-        self.world, self.incarnation = world, incarnation
-        self.link = PlayedLink(world, f"trainer/0/{incarnation}".encode())
-        self.up_at = world.now + world.dice.choice([1.0, 3.0])
-        self.place = Checkpoints(world.run_dir / "checkpoints")
-        self.step, self.micro, self.parent, self.epoch = 0, 0, -1, 0
-        self.trained: list[str] = []
-        self.batch: list[str] = []
-        self.unsaved: list[str] = []
+    def __init__(self, trainer: PlayedTrainer, rank: int) -> None:
+        self.trainer, self.world, self.rank = trainer, trainer.world, rank
+        self.link = PlayedLink(self.world, f"trainer/{rank}/{trainer.incarnation}".encode())
         self.asked: tuple[WireMessage, bool] | None = None  # to be answered, and on which channel
-        self.repeating = self.ended = self.spikes = False
-        self.saved: Checkpointed | None = None
-        self.published: Published | None = None
+        self.plan, self.frames = WorkPlan(-1, -1, "work"), list[bytes]()
+        self.greeted = self.may_start = False
         self.resend_at = self.tick_at = self.beat_at = 0.0
-        self.resumed = False
-        self.work = 0
 
     def tick(self) -> None:
-        now = self.world.now
-        if now < max(self.up_at, self.tick_at) or self.ended:
+        trainer, now = self.trainer, self.world.now
+        if now < max(trainer.up_at, self.tick_at) or trainer.ended:
             return
-        if not self.resumed:
-            self._resume()
+        if not self.greeted:
+            self.greeted = True
+            trainer.resume()
+            self.ask(self._greeting(), bulk=False)
         self.tick_at = now + 0.1
         for received in self.link.received():
-            self._take(*received)
+            trainer.take(self, *received)
         if now >= self.beat_at:
             self.beat_at = now + 1.0
-            self.link.say(TrainerBeat(0, now, 0.0, "", self.work))
+            self.link.say(TrainerBeat(self.rank, now, 0.0, "", trainer.work))
         if self.asked is not None and now >= self.resend_at:
             self.resend_at = now + RESEND
             if self.world.dice.random() < 0.5:
                 self.link.say(self._greeting())  # as after silence
             self.link.say(self.asked[0], bulk=self.asked[1])
 
-    def _resume(self) -> None:
-        """From the newest checkpoint whose files are as written."""
+    def _greeting(self) -> TrainerHello:
+        trainer = self.trainer
+        return TrainerHello(self.rank, len(trainer.ranks), trainer.incarnation, trainer.acknowledged)
+
+    def ask(self, message: WireMessage, bulk: bool) -> None:
+        self.asked, self.resend_at = (message, bulk), self.world.now + RESEND
+        self.link.say(message, bulk=bulk)
+
+
+class PlayedTrainer:
+    """Ranks, whose model is the list of what they were trained on. Its checkpoints are real files."""
+
+    def __init__(self, world: World, incarnation: str) -> None:
+        self.world, self.incarnation = world, incarnation
+        self.ranks = [PlayedRank(self, rank) for rank in range(world.config.trainer.ranks)]
+        self.first = self.ranks[0]
+        self.link = self.first.link
+        self.up_at = world.now + world.dice.choice([1.0, 3.0])
+        self.place = Checkpoints(world.run_dir / "checkpoints")
+        self.step, self.micro, self.parent, self.epoch = 0, 0, -1, 0
+        self.trained: list[str] = []
+        self.batch: list[str] = []
+        self.unsaved: list[str] = []
+        self.repeating = self.ended = self.spikes = False
+        self.published: Published | None = None
+        self.resumed = False
+        self.work = 0
+
+    def resume(self) -> None:
+        """Once, from the newest checkpoint whose files are as written."""
+        if self.resumed:
+            return
         self.resumed = True
         sound = (step for step in self.place.steps() if not self.place.damage(step))
         if (step := next(sound, -1)) >= 0:
             with self.place.open(step, "state") as file:
                 self.trained = json.loads(file.read())
             self.step = self.parent = step
-        self._ask(self._greeting(), bulk=False)
-
-    def _greeting(self) -> TrainerHello:
-        return TrainerHello(
-            0, 1, self.incarnation, self.step if self.asked is None or not self._ahead else self.step - 1
-        )
 
     @property
-    def _ahead(self) -> bool:
-        """Its step is not acknowledged yet."""
-        return self.asked is not None and isinstance(self.asked[0], Commit)
+    def acknowledged(self) -> int:
+        """It is ahead by a step while its commit is not answered."""
+        asked = self.first.asked
+        return self.step - (asked is not None and isinstance(asked[0], Commit))
 
-    def _ask(self, message: WireMessage, bulk: bool) -> None:
-        self.asked, self.resend_at = (message, bulk), self.world.now + RESEND
-        self.link.say(message, bulk=bulk)
-
-    def _take(self, message: WireMessage, frames: list[bytes]) -> None:
-        asked = self.asked[0] if self.asked else None
+    def take(self, rank: PlayedRank, message: WireMessage, frames: list[bytes]) -> None:
+        asked = rank.asked[0] if rank.asked else None
         match message:
             case _ if self.ended:
                 pass
             case Stop():
                 self.ended = True
-                if isinstance(asked, Spiked):
+                if self.first.asked and isinstance(self.first.asked[0], Spiked):
                     self.world.start_trainer()
-            case Welcome():
-                if isinstance(asked, TrainerHello):
-                    self.epoch = message.trainer_epoch
+            case Welcome() if isinstance(asked, TrainerHello):
+                self.epoch = message.trainer_epoch
+                if rank is self.first:
                     self.repeating = self.step < message.step
                     if not self.repeating:
                         self._publish()
-                    self._request()
-                elif self.published is not None:
-                    self.link.say(self.published)
-            case WorkPlan() if isinstance(asked, PlanRequest) and (message.step, message.micro) == (
-                asked.step,
-                asked.micro,
-            ):
-                self._plan(message, frames)
-            case Committed() if isinstance(asked, Commit) and message.step == asked.step:
+                self._request(rank)
+            case Welcome() if rank is self.first and self.published is not None:
+                self.link.say(self.published)
+            case WorkPlan() if isinstance(asked, PlanRequest) and is_answer(message, asked):
+                rank.plan, rank.frames = message, frames
+                if len(self.ranks) > 1:
+                    rank.ask(PlanReceived(self.epoch, self.step, self.micro, rank.rank), bulk=True)
+                else:
+                    self._start(rank)
+            case StartPlan() if isinstance(asked, PlanReceived) and is_answer(message, asked):
+                self._start(rank)
+            case Committed() if isinstance(asked, Commit) and is_answer(message, asked):
                 self._committed(message)
 
-    def _request(self) -> None:
-        self._ask(PlanRequest(self.epoch, self.step, self.micro, 0), bulk=True)
+    def _request(self, rank: PlayedRank) -> None:
+        rank.ask(PlanRequest(self.epoch, self.step, self.micro, rank.rank), bulk=True)
 
-    def _plan(self, plan: WorkPlan, frames: list[bytes]) -> None:
+    def _start(self, rank: PlayedRank) -> None:
+        """The last rank that may start lets all train."""
+        rank.asked, rank.may_start = None, True
+        if not all(each.may_start for each in self.ranks):
+            return
+        plan = self.first.plan
+        assert {each.plan.kind for each in self.ranks} == {plan.kind}, self.world.log
+        for each in self.ranks:
+            each.may_start = False
+            self._check_lag(each.frames)
+            self.batch += [planned.uid for planned in each.plan.trajectories]
+        self._run(plan)
+
+    def _run(self, plan: WorkPlan) -> None:
         match plan.kind:
             case "work":
-                self._check_lag(frames)
-                self.batch += [planned.uid for planned in plan.trajectories]
                 self.micro, self.work = self.micro + 1, self.work + 1
-                self._request()
+                self._request_all()
             case "step" if self.spikes and not self.repeating:
-                self._ask(Spiked(self.epoch, self.step + 1, math.nan, math.inf), bulk=False)
+                self.first.ask(Spiked(self.epoch, self.step + 1, math.nan, math.inf), bulk=False)
             case "step":
                 batch, self.batch = self.batch, []
                 self.trained = self.trained + batch
                 self.unsaved += batch
                 self.micro, self.step = 0, self.step + 1
-                self._ask(
-                    Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), {"actor/grad_norm": 1.0}),
-                    bulk=False,
-                )
+                metrics = {"actor/grad_norm": 1.0}
+                commit = Commit(self.epoch, self.step, plan.plan_hash, tuple(batch), metrics)
+                self.first.ask(commit, bulk=False)
             case "end" | "stop":
                 if self.parent != self.step:
                     self._save()
-                self._ask(self._checkpointed(), bulk=False)
+                self.first.ask(self._checkpointed(), bulk=False)
             case "probe":
                 raise AssertionError("no engine asked for a probe")
+
+    def _request_all(self) -> None:
+        for rank in self.ranks:
+            self._request(rank)
 
     def _check_lag(self, frames: list[bytes]) -> None:
         """The bound on staleness, which the real trainer's masks keep where nothing else does."""
@@ -311,14 +345,14 @@ class PlayedTrainer:
         )
 
     def _committed(self, message: Committed) -> None:
-        self.asked = None
+        self.first.asked = None
         if message.publish:
             self.repeating = False
             self._publish()
         if self.step % self.world.config.checkpoint.every == 0:
             self._save()
             self.link.say(self._checkpointed())
-        self._request()
+        self._request_all()
 
     def _publish(self) -> None:
         version = PolicyVersion(self.epoch, self.step)

@@ -27,7 +27,7 @@ from asyncrl.wire.messages.observer import ObserverHello, Replace, RunEnd
 from asyncrl.wire.messages.shared import WireMessage
 from asyncrl.wire.sockets import Endpoints
 from tests.fakes.data import give, rows
-from tests.fakes.played import PlayedTrainer, PlayedWorker
+from tests.fakes.played import PlayedRank, PlayedTrainer, PlayedWorker
 from tests.fakes.power import DurableFiles
 
 LEASE, OBSERVER = 5.0, b"observer/0/o"
@@ -81,10 +81,10 @@ class World:
         self.power_goes = False  # with the coordinator's end
         self.zombie: Coordinator | None = None  # stopped, replaced, and to go on
         self.log: list[str] = []
-        self.config = self._config()
+        self.config = self._config(ranks=random.Random(f"ranks {seed}").choice([1, 2]))
         self.end: RunEnd | None = None
 
-    def _config(self) -> RunConfig:
+    def _config(self, ranks: int) -> RunConfig:
         dice = self.dice
         validated = dice.random() < 0.5
         return parse(
@@ -102,7 +102,11 @@ class World:
                     "max_staleness": dice.choice([0, 1, 4]),
                 },
                 "checkpoint": {"every": dice.choice([1, 2]), "keep": 2},
-                "trainer": {"micro_batch_tokens": dice.choice([40, 100]), "on_spike": "rollback"},
+                "trainer": {
+                    "micro_batch_tokens": dice.choice([40, 100]),
+                    "on_spike": "rollback",
+                    "ranks": ranks,
+                },
                 "launch": {"lease": LEASE},
                 "rollout": {"workers": 2},
                 "validation": {"samples": 2, "every": dice.choice([0, 2]) if validated else 0},
@@ -178,8 +182,8 @@ class World:
         return self.now + self.dice.choice([0.0, 0.0, 0.1, 0.5])
 
     @property
-    def peers(self) -> list[PlayedWorker | PlayedTrainer]:
-        return [*self.workers, self.trainer]
+    def peers(self) -> list[PlayedWorker | PlayedRank]:
+        return [*self.workers, *self.trainer.ranks]
 
     def _observe(self, message: WireMessage) -> None:
         if isinstance(message, RunEnd):
