@@ -252,7 +252,7 @@ class Blocking:
 
     def __init__(self, *arguments: Any) -> None:
         self._link = Link(*arguments)
-        self.close = self._link.close
+        self._dial, self.close = self._link._dial, self._link.close
 
     async def send(self, message: WireMessage) -> None:
         self._link.send(message)
@@ -272,6 +272,7 @@ def test_a_connection_that_damaged_bytes_ended_is_made_again(kind: type, towards
         await link.send(PlanReceived(1, 1, 1, 0))
         assert await asyncio.to_thread(hub.socket.poll, 10_000) and hub.receive()
         proxy.garble(to_peers_only=towards == "peer")
+        assert link._dial._monitor.poll(10_000), "or the next message overtakes the damage"
         for step in range(100):  # those that were in the queue are lost
             await link.send(PlanReceived(1, step, 1, 0))
             if await asyncio.to_thread(hub.socket.poll, 100):
